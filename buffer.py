@@ -1,0 +1,242 @@
+"""buffer.py: what travels from generator to learner, and when it may be trained.
+
+`Trajectory` and `Group` are the records; `Buffer` admits groups and picks training batches so that
+no token is ever trained more than `max_staleness` versions after it was sampled; `pack` fills
+micro-batches up to a token budget; `to_bytes`/`from_bytes` carry groups between processes.
+Left out: threads, clocks, I/O. This file schedules; it never looks at what a token means.
+
+The theorem (README, "Staleness is a theorem"). B groups make a step, eta = max_staleness, v is the
+learner's version, N(<=s) counts outstanding groups (admitted, not yet trained or discarded) whose
+start version is at most s. A group that started at s must be trained at a version <= s + eta.
+  admission  of a group with start s:  N(<=s') + 1 <= (s' + eta - v + 1) B   for all s' >= s
+  batching   at version v leaves behind: N(<=s') <= (s' + eta - v) B       for v-eta <= s' <= v
+Both say: what is due by a deadline still fits into the batches left before it (earliest deadline
+first). If every group completes sooner or later, no group is late and no group is dropped.
+"""
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Trajectory:
+    """One episode, token by token: the record that travels (T tokens, prompt included)."""
+
+    group_id: int
+    sample_index: int
+    seed: int  # key of its sampling noise
+    tokens: np.ndarray  # int32 [T]; prompt, generated and environment tokens, never re-tokenised
+    loss_mask: np.ndarray  # bool [T]; True where the policy generated
+    logprobs: np.ndarray  # float32 [T]; behaviour log-probs, exactly as sampled; 0 elsewhere
+    versions: np.ndarray  # int32 [T]; policy version that produced the token; -1 elsewhere
+    turns: list[tuple[int, int]]  # spans of the policy's turns
+    finish: str = "stop"  # stop, length, env_error, env_timeout, verifier_error, ...
+    reward: float = 0.0
+    turn_rewards: list[float] = field(default_factory=list)
+    worker: int = -1
+    started: float = 0.0  # seconds on the machine's monotonic clock
+    finished: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """True when the environment or the verifier failed: no reward can be read from it."""
+        return self.finish not in ("stop", "length")
+
+    @property
+    def oldest(self) -> int:
+        """The smallest version among its generated tokens: staleness counts from here."""
+        generated = self.versions[self.loss_mask]
+        return int(generated.min()) if len(generated) else int(np.iinfo(np.int32).max)
+
+
+@dataclass
+class Group:
+    """All answers to one prompt; `start` is the version at which it was admitted."""
+
+    group_id: int
+    start: int
+    problem: dict
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+
+def staleness(trajectory: Trajectory, version: int) -> int:
+    """Versions between the oldest generated token and the version that trains it (>= 0)."""
+    return max(0, version - trajectory.oldest)
+
+
+class Buffer:
+    """Outstanding groups, in order, with the two rules of the theorem; no threads, no clocks.
+
+    on_stale="wait" uses the rules above and never drops; "drop" is GLM-5's rule (arXiv 2602.15763):
+    train whatever is complete, discard a group that is older than eta (it favours quick answers).
+    """
+
+    def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
+        self.batch_size, self.eta, self.on_stale = groups_per_step, max_staleness, on_stale
+        self.outstanding: dict[int, int] = {}  # group id -> start version, in order of admission
+        self.completed: dict[int, Group] = {}  # in order of completion
+        self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
+
+    def until(self, start: int, without: Iterable[int] = ()) -> int:
+        """N(<=start): outstanding groups that started at `start` or before."""
+        gone = set(without)
+        return sum(s <= start and g not in gone for g, s in self.outstanding.items())
+
+    def may_admit(self, version: int, start: int | None = None) -> bool:
+        """Whether one more group, started at `start` (default: now), still meets every deadline."""
+        first = version if start is None else start
+        return all(
+            self.until(s) + 1 <= (s + self.eta - version + 1) * self.batch_size
+            for s in range(first, version + 1)
+        )
+
+    def admit(self, group_id: int, version: int) -> None:
+        """Fix a group's start version; the caller asked `may_admit` before."""
+        assert group_id not in self.outstanding, f"group {group_id} is admitted already"
+        assert self.may_admit(version), f"group {group_id} at version {version} breaks a deadline"
+        self.outstanding[group_id] = version
+        self.counts["admitted"] += 1
+
+    def requeue(self, group_id: int, version: int) -> None:
+        """A lost group starts again, at today's version: its deadline only moves away."""
+        assert group_id in self.outstanding, f"group {group_id} is not outstanding"
+        assert group_id not in self.completed, f"group {group_id} is complete: nothing was lost"
+        self.outstanding[group_id] = version
+        self.counts["requeued"] += 1
+
+    def complete(self, group: Group) -> bool:
+        """Take a finished group; False for one that is unknown or already here (a duplicate)."""
+        if group.group_id not in self.outstanding or group.group_id in self.completed:
+            return False
+        start = self.outstanding[group.group_id]
+        oldest = min((t.oldest for t in group.trajectories), default=start)
+        assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
+        self.completed[group.group_id] = group
+        return True
+
+    def discard(self, group_id: int, reason: str) -> None:
+        """Take an outstanding group out without training it, counted by reason."""
+        del self.outstanding[group_id]
+        self.completed.pop(group_id, None)
+        self.counts["discarded"][reason] = self.counts["discarded"].get(reason, 0) + 1
+
+    def schedulable(self, version: int, without: Iterable[int] = ()) -> bool:
+        """The batching rule: what stays behind after a step at `version` meets every deadline."""
+        without = set(without)
+        return all(
+            self.until(s, without) <= (s + self.eta - version) * self.batch_size
+            for s in range(version - self.eta, version + 1)
+        )
+
+    def next_batch(self, version: int) -> list[Group] | None:
+        """B completed groups to train at `version`, sorted by id, or None: wait for stragglers.
+
+        Earliest completed first; if that leaves a deadline unmet, oldest start first.
+        """
+        if self.on_stale == "drop":
+            for group in list(self.completed.values()):
+                if max(staleness(t, version) for t in group.trajectories) > self.eta:
+                    self.discard(group.group_id, "stale")
+        ready = list(self.completed)
+        if len(ready) < self.batch_size:
+            return None
+        by_start = sorted(ready, key=lambda g: self.outstanding[g])  # stable
+        for order in (ready, by_start):
+            chosen = order[: self.batch_size]
+            if self.on_stale == "drop" or self.schedulable(version, chosen):
+                return self.take(chosen, version)
+        return None
+
+    def take(self, chosen: list[int], version: int) -> list[Group]:
+        """Remove a batch; the theorem is asserted on the tokens themselves, not on bookkeeping."""
+        batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
+        for group in batch:
+            del self.outstanding[group.group_id]
+            worst = max((staleness(t, version) for t in group.trajectories), default=0)
+            assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
+        self.counts["trained"] += len(batch)
+        self.check()
+        return batch
+
+    def check(self) -> None:
+        """Conservation: every admitted group is trained, discarded or still in flight."""
+        c = self.counts
+        gone = c["trained"] + sum(c["discarded"].values())
+        assert c["admitted"] == gone + len(self.outstanding), (c, len(self.outstanding))
+
+
+def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
+
+    Sorted by length, so that neighbours in a micro-batch waste little padding in attention. A
+    sequence longer than the budget gets a micro-batch of its own.
+    """
+    batches, room = [], 0
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # stable: deterministic
+        if not batches or lengths[i] > room:
+            batches.append([])
+            room = token_budget
+        batches[-1].append(i)
+        room -= lengths[i]
+    return batches
+
+
+# ---------------------------------------------------------------------------- between processes
+
+ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+
+
+def to_bytes(header: dict, arrays: dict[str, np.ndarray] | None = None) -> bytes:
+    """A message: one line of JSON (with a checksum of what follows), then the arrays' bytes."""
+    arrays = arrays or {}
+    shapes = {name: [a.dtype.str, list(a.shape)] for name, a in arrays.items()}
+    body = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
+    head = {**header, "arrays": shapes, "bytes": len(body), "checksum": zlib.crc32(body)}
+    return json.dumps(head).encode() + b"\n" + body
+
+
+def from_bytes(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+    """Header and arrays of a message; raises ValueError when it is torn or damaged."""
+    head, _, body = data.partition(b"\n")
+    header = json.loads(head)
+    if header["bytes"] != len(body) or header["checksum"] != zlib.crc32(body):
+        raise ValueError(f"message of {len(body)} bytes: must have {header['bytes']}, undamaged")
+    arrays, start = {}, 0
+    for name, (dtype, shape) in header.pop("arrays").items():
+        count = int(np.prod(shape))
+        arrays[name] = np.frombuffer(body, dtype, count, start).reshape(shape)
+        start += arrays[name].nbytes
+    return header, arrays
+
+
+def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
+    """A group as JSON-able fields and arrays of all its tokens laid end to end."""
+    records = []
+    for t in group.trajectories:
+        fields = {f.name: getattr(t, f.name) for f in dataclasses.fields(t) if f.name not in ARRAYS}
+        records.append({**fields, "length": len(t.tokens)})
+    arrays = {
+        name: np.concatenate([getattr(t, name) for t in group.trajectories] or [np.empty(0, kind)])
+        for name, kind in ARRAYS.items()
+    }
+    header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
+    return {**header, "trajectories": records}, arrays
+
+
+def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
+    """The inverse of `group_to_parts`."""
+    group = Group(header["group_id"], header["start"], header["problem"])
+    start = 0
+    for record in header["trajectories"]:
+        record = dict(record)
+        stop = start + record.pop("length")
+        record["turns"] = [tuple(span) for span in record["turns"]]
+        parts = {name: arrays[name][start:stop] for name in ARRAYS}
+        group.trajectories.append(Trajectory(**record, **parts))
+        start = stop
+    return group

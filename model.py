@@ -1,0 +1,367 @@
+"""model.py: the GPT, in one file: weights, packed training forward, KV cache, one-token decode.
+
+RMSNorm, learned absolute positions or RoPE, grouped-query attention (optionally with QK-norm),
+SwiGLU, tied embeddings; attention is dense (PyTorch SDPA) or sparse (`dsa.py`). Weights carry the
+names and shapes of Qwen3 checkpoints (see `named_weights`), so that such weights can be mapped in.
+Left out: training, sampling, tokenizers; this file sees token ids and returns hidden states.
+
+All parameters are views into ONE flat tensor, and their gradients into another: publishing the
+weights is one copy, clipping is one norm, the optimizer is one fused vector operation, and the
+three projections of attention lie side by side in memory, so they run as one matrix product.
+
+Axes: N packed tokens · B sequences or cache slots · T positions · L layers · d model width
+      Hq query heads · Hkv key/value heads · D head width · F hidden width · V vocabulary
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dsa
+
+KEY_BLOCK = 16  # key lengths are rounded up to this: SDPA on CPU is then bitwise independent of it
+MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a GPT; `PRESETS` holds the named ones."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    hidden: int
+    vocab_size: int = 512
+    context: int = 256
+    positions: str = "learned"  # "learned" (absolute) or "rope" (the Qwen3 form)
+    qk_norm: bool = False  # RMSNorm over each query and key head, as in Qwen3
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.08  # from random weights 0.02 learns far worse (README, design notes)
+    attention: str = "dense"  # "dense" or "dsa"
+    chunk_size: int = 16  # dsa: keys in a chunk
+    top_k: int = 8  # dsa: chunks a query attends to
+    scoring: str = "mean"  # dsa: "mean" (pooled keys, no parameters) or "indexer" (learned)
+    index_heads: int = 2
+    index_width: int = 16
+
+
+PRESETS = {
+    "tiny": dict(layers=2, width=64, heads=4, kv_heads=2, head_width=16, hidden=160),
+    "small": dict(layers=4, width=128, heads=4, kv_heads=2, head_width=32, hidden=512),
+    "medium": dict(layers=8, width=320, heads=5, kv_heads=1, head_width=64, hidden=1024),
+    "gpt2": dict(
+        layers=12, width=768, heads=12, kv_heads=12, head_width=64, hidden=2048, vocab_size=50304
+    ),
+}
+
+
+class Packed(NamedTuple):
+    """Sequences laid end to end, without padding; `pad` maps each token into a padded [B, T] grid.
+
+    Only attention uses the grid: it costs little there, while matrix products, which dominate at
+    short lengths, never see padding. Padding lies after the real tokens, so the causal mask hides
+    it without any mask tensor.
+    """
+
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, position of each token in its own sequence
+    pad: Tensor  # [N] int64, row of each token in the flattened [B * T] grid
+    cu_seqlens: Tensor  # [B + 1] int64, where each sequence starts
+    shape: tuple[int, int]  # (B, T) of the grid, T a multiple of KEY_BLOCK
+
+
+def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
+    """Lay int arrays or lists of token ids end to end as one `Packed` batch."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    assert len(sequences) and lengths.min() > 0, f"empty sequence among lengths {lengths.tolist()}"
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // KEY_BLOCK) * KEY_BLOCK
+    sequence = torch.repeat_interleave(torch.arange(len(sequences)), lengths)  # [N]
+    positions = torch.arange(total) - cu_seqlens[sequence]
+    tokens = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences])
+    pad = sequence * longest + positions
+    tensors = (t.to(device) for t in (tokens, positions, pad, cu_seqlens))
+    return Packed(*tensors, (len(sequences), longest))
+
+
+def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+    """Causal attention inside each packed sequence: q [N, Hq, D], k and v [N, Hkv, D] -> q's shape.
+
+    Raises nothing; exact up to rounding, because padding sits behind every real token.
+    """
+    B, T = packed.shape
+
+    def grid(x: Tensor) -> Tensor:  # [N, H, D] -> [B, H, T, D]
+        padded = x.new_zeros(B * T, *x.shape[1:]).index_copy(0, packed.pad, x)
+        return padded.view(B, T, *x.shape[1:]).transpose(1, 2)
+
+    out = F.scaled_dot_product_attention(grid(q), grid(k), grid(v), is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2).reshape(B * T, *q.shape[1:]).index_select(0, packed.pad)
+
+
+def rope_table(config: ModelConfig) -> Tensor:
+    """cos and sin of the rotary angles, [2, context, D], halves duplicated as in Qwen3 (RoFormer,
+    arXiv 2104.09864, eq. 15, in the rotate-half form)."""
+    half = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
+    angles = torch.arange(config.context, dtype=torch.float64)[:, None] / config.rope_base**half
+    angles = torch.cat([angles, angles], dim=1)  # [T, D]
+    return torch.stack([angles.cos(), angles.sin()]).float()
+
+
+def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    """Rotate heads x [N, H, D] to their positions [N] with `rope_table`."""
+    cos, sin = table[0, positions][:, None], table[1, positions][:, None]  # [N, 1, D]
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Projections around an attention function that the caller supplies."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.config = c
+        # q, k and v projections as one matrix: rows [q | k | v]
+        self.qkv_proj = nn.Linear(c.width, (c.heads + 2 * c.kv_heads) * c.head_width, bias=False)
+        self.o_proj = nn.Linear(c.heads * c.head_width, c.width, bias=False)
+        if c.qk_norm:
+            self.q_norm = nn.RMSNorm(c.head_width, eps=c.norm_eps)
+            self.k_norm = nn.RMSNorm(c.head_width, eps=c.norm_eps)
+        if c.attention == "dsa" and c.scoring == "indexer":
+            self.indexer = dsa.Indexer(c.width, c.index_heads, c.index_width)
+
+    def forward(self, x: Tensor, positions: Tensor, rope: Tensor | None, attend: Callable):
+        c = self.config
+        qkv = self.qkv_proj(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_width)  # [N, H*, D]
+        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope, positions), rotate(k, rope, positions)
+        index = self.indexer(x, positions) if hasattr(self, "indexer") else None
+        return self.o_proj(attend(q, k, v, index).reshape(len(x), -1))  # [N, d]
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate x) * up x), gate and up as one matrix."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(c.width, 2 * c.hidden, bias=False)
+        self.down_proj = nn.Linear(c.hidden, c.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [N, F] each
+        return self.down_proj(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
+        self.mlp = MLP(c)
+
+    def forward(self, x: Tensor, positions: Tensor, rope: Tensor | None, attend: Callable):
+        x = x + self.self_attn(self.input_layernorm(x), positions, rope, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class GPT(nn.Module):
+    """The policy: token ids in, hidden states out; `logits` applies the tied output matrix.
+
+    `flat` [P] holds every parameter, `flat_grad` [P] every gradient; both are made by `flatten`,
+    which must be called again after the module has moved to another device or dtype.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        super().__init__()
+        assert config.heads % config.kv_heads == 0, (config.heads, config.kv_heads)
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.context, config.width)
+        else:
+            self.register_buffer("rope", rope_table(config), persistent=False)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.initialise(seed)
+        self.flatten()
+
+    def initialise(self, seed: int) -> None:
+        """Normal(0, init_std), what writes into the residual stream divided by sqrt(2 L) (GPT-2)."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                shrink = (2 * self.config.layers) ** -0.5 if residual else 1.0
+                nn.init.normal_(p, std=self.config.init_std * shrink, generator=generator)
+
+    def flatten(self) -> None:
+        """Move every parameter into one flat tensor and its gradient into another."""
+        parameters = list(self.parameters())
+        self.flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+        self.flat_grad = torch.zeros_like(self.flat)
+        start = 0
+        for p in parameters:
+            stop = start + p.numel()
+            p.data = self.flat[start:stop].view_as(p)
+            p.grad = self.flat_grad[start:stop].view_as(p)
+            start = stop
+
+    def on(self, device: torch.device | str) -> "GPT":
+        """Move to a device, flat tensors included."""
+        if self.flat.device != torch.device(device):
+            self.to(device).flatten()
+        return self
+
+    def body(self, tokens: Tensor, positions: Tensor, attends: list[Callable]) -> Tensor:
+        """All layers over tokens [N] at positions [N] -> [N, d]; attends[l](q, k, v, index)."""
+        x = self.embed_tokens(tokens)
+        rope = getattr(self, "rope", None)
+        if rope is None:
+            x = x + self.embed_positions(positions)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, positions, rope, attend)
+        return self.norm(x)
+
+    def forward(self, packed: Packed) -> Tensor:
+        """Hidden states [N, d] of packed sequences, each attending to itself only."""
+        attend = attend_packed(self.config, packed)
+        return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
+
+    def logits(self, hidden: Tensor, alphabet: Tensor | None = None) -> Tensor:
+        """Scores [N, V'] of the tokens in `alphabet` [V'] (all V when None)."""
+        weight = self.embed_tokens.weight
+        return F.linear(hidden, weight if alphabet is None else weight[alphabet])
+
+
+def attend_packed(config: ModelConfig, packed: Packed) -> Callable:
+    """The attention function of a packed forward: dense or sparse, as the model is configured."""
+    if config.attention == "dense":
+        return lambda q, k, v, index: dense_packed(q, k, v, packed)
+    tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size)
+
+    def sparse(q, k, v, index):
+        scores = None if index is None else dsa.index_scores(*index, tables)
+        return dsa.dsa_attention(q, k, v, tables, config.top_k, scores)
+
+    return sparse
+
+
+class Cache(NamedTuple):
+    """Keys and values of a static batch of slots; a slot's rows 0 .. position-1 are valid."""
+
+    k: Tensor  # [L, B, T, Hkv, D]
+    v: Tensor  # [L, B, T, Hkv, D]
+    index: Tensor | None  # [L, B, T, DI], the indexer's keys (dsa with scoring="indexer")
+
+
+def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
+    """An empty cache; capacity is rounded up to KEY_BLOCK."""
+    c, like = model.config, model.flat
+    capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
+    shape = (c.layers, slots, capacity, c.kv_heads, c.head_width)
+    index = None
+    if c.attention == "dsa" and c.scoring == "indexer":
+        index = like.new_zeros(c.layers, slots, capacity, c.index_width)
+    return Cache(like.new_zeros(shape), like.new_zeros(shape), index)
+
+
+@torch.inference_mode()
+def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
+    """Write keys and values of whole sequences into their cache slots [B] (one sequence a slot).
+
+    A slot's result depends on its own sequence only, bitwise, whatever else is in the call.
+    """
+    filler = max(0, MIN_ROWS - sum(len(s) for s in sequences))  # too few rows change the rounding
+    packed = pack_tokens([*sequences, [0] * filler] if filler else sequences, model.flat.device)
+    real = sum(len(s) for s in sequences)
+    sequence = torch.repeat_interleave(
+        torch.arange(len(sequences)), torch.tensor([len(s) for s in sequences])
+    )
+    rows, columns = slots[sequence.to(slots.device)], packed.positions[:real]
+    inner = attend_packed(model.config, packed)
+
+    def attend_and_store(layer: int) -> Callable:
+        def attend(q, k, v, index):
+            cache.k[layer, rows, columns] = k[:real]
+            cache.v[layer, rows, columns] = v[:real]
+            if index is not None:
+                cache.index[layer, rows, columns] = index[1][:real]
+            return inner(q, k, v, index)
+
+        return attend
+
+    attends = [attend_and_store(layer) for layer in range(model.config.layers)]
+    model.body(packed.tokens, packed.positions, attends)
+
+
+@torch.inference_mode()
+def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+    """One step for every slot: feed tokens [B] at positions [B], return hidden states [B, d].
+
+    `longest` is the largest position among slots that matter; keys behind it are not read. Row b
+    depends on slot b only, bitwise: the batch has one static shape and masked keys add exact zeros.
+    """
+    c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
+    T = min(-(-(longest + 1) // KEY_BLOCK) * KEY_BLOCK, cache.k.shape[2])
+    if c.attention == "dense":
+        hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
+        mask = torch.zeros(hidden_keys.shape, dtype=model.flat.dtype, device=tokens.device)
+        mask = mask.masked_fill_(hidden_keys, -torch.inf)[:, None, None]  # [B, 1, 1, T]
+    else:
+        capacity = cache.k.shape[2]
+        tables = dsa.cache_tables(positions + 1, capacity, c.chunk_size)
+
+    def attend_cached(layer: int) -> Callable:
+        keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
+
+        def attend(q, k, v, index):
+            keys[slots, positions], values[slots, positions] = k, v
+            if c.attention == "dense":
+                out = F.scaled_dot_product_attention(
+                    q[:, :, None],
+                    keys[:, :T].transpose(1, 2),
+                    values[:, :T].transpose(1, 2),
+                    attn_mask=mask,
+                    enable_gqa=True,
+                )
+                return out[:, :, 0]  # [B, Hq, D]
+            scores = None
+            if index is not None:
+                cache.index[layer][slots, positions] = index[1]
+                index_keys = cache.index[layer].flatten(0, 1)
+                scores = dsa.index_scores(index[0], index_keys, index[2], tables)
+            keys_flat, values_flat = keys.flatten(0, 1), values.flatten(0, 1)
+            return dsa.dsa_attention(q, keys_flat, values_flat, tables, c.top_k, scores)
+
+        return attend
+
+    return model.body(tokens, positions, [attend_cached(layer) for layer in range(c.layers)])
+
+
+def named_weights(model: GPT) -> dict[str, Tensor]:
+    """Every weight under its Qwen3 name, as a view: copying into it changes the model."""
+    c, views = model.config, {}
+    for name, p in model.named_parameters():
+        p = p.detach()
+        if name.endswith("qkv_proj.weight"):
+            sizes = [n * c.head_width for n in (c.heads, c.kv_heads, c.kv_heads)]
+            parts = zip(("q_proj", "k_proj", "v_proj"), p.split(sizes), strict=True)
+        elif name.endswith("gate_up_proj.weight"):
+            parts = zip(("gate_proj", "up_proj"), p.chunk(2), strict=True)
+        else:
+            views["model." + name] = p
+            continue
+        prefix = "model." + name.rsplit(".", 2)[0]
+        views.update({f"{prefix}.{part}.weight": view for part, view in parts})
+    return views

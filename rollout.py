@@ -1,0 +1,362 @@
+"""rollout.py: the generator: continuous batching over fixed slots, one token boundary at a time.
+
+A slot holds one episode. Every step feeds each slot its next token; where that token is not known
+yet (the policy's turn) one is sampled, where it is (prompt, environment reply) it is simply fed.
+A finished slot is refilled at once. New weights are adopted between two tokens (`swap`).
+Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
+
+Sampling noise is a pure function of (run seed, group, sample, position, token), so an episode
+depends on its prompt, its seed and the weight versions at each position, and on nothing that
+shares the batch: bitwise on CPU, whatever the slot, the neighbours or the order of arrival.
+
+Axes: B slots · T capacity · V tokens of the task's alphabet
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer import Group, Trajectory
+from model import GPT, decode, make_cache, prefill
+
+MASK32 = 0xFFFFFFFF
+
+
+def mix(x):
+    """A 32-bit integer hash of values in [0, 2^32), ints or int64 tensors ("lowbias32", found by
+    C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right.
+    """
+    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK32
+    x = (x ^ (x >> 15)) * 0x846CA68B & MASK32
+    return x ^ (x >> 16)
+
+
+def noise_key(seed: int, group_id: int, sample_index: int) -> int:
+    """The 62-bit key of one trajectory's sampling noise."""
+    low, high = 0x9E3779B9, 0x85EBCA6B
+    for part in (seed, group_id, group_id >> 32, sample_index):
+        low = mix((low ^ part) & MASK32)
+        high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
+    return (high & 0x3FFFFFFF) << 32 | low
+
+
+def gumbel_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
+    """Gumbel noise [B, V] for keys [B] at positions [B]: the argmax of logits + noise is a sample
+    of the softmax (Gumbel-max trick). 24-bit uniforms bound the noise by 17.4."""
+    row = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))  # [B]
+    column = torch.arange(width, device=keys.device) * 0x9E3779B9 & MASK32  # [V]
+    bits = mix(mix(row)[:, None] ^ column)  # [B, V]
+    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24  # in (0, 1)
+    return -torch.log(-torch.log(uniform))
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float):
+    """Sample an index per row and its log-prob ([B] int64, [B] float32); temperature 0: greedy."""
+    if temperature == 0:
+        chosen, logprobs = logits.argmax(-1), torch.log_softmax(logits, -1)
+    else:
+        scaled = logits / temperature
+        chosen = (scaled + gumbel_noise(keys, positions, logits.shape[1])).argmax(-1)
+        logprobs = torch.log_softmax(scaled, -1)
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+
+
+@dataclass
+class Episode:
+    """What a busy slot knows besides its token arrays."""
+
+    group: Group
+    sample_index: int
+    seed: int
+    started: float
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    reply: Future | None = None  # an environment turn that runs beside generation
+    deadline: float = 0.0  # when to give up on it
+
+
+@dataclass
+class Environment:
+    """How the generator talks to a task.
+
+    respond([(problem, tokens, turns), ...]) -> for each request the observation's token ids, None
+    when the episode is over, or the reason (str) why the environment failed: that episode is
+    marked with it (`env_error`, `env_timeout`), counted, and generation goes on.
+    """
+
+    encode_prompt: Callable[[dict], list[int]]
+    respond: Callable[[list[tuple]], list[list[int] | None | str]]
+    alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
+    stop: frozenset[int]  # token ids that end a turn
+    turn_tokens: int  # most tokens in a turn
+    beside: bool = False  # run `respond` in a thread, beside generation
+    seconds: float = 2.0  # limit of an environment turn that runs beside
+
+
+class Generator:
+    """Continuous batching: `submit` groups, call `step` until `busy` is False, collect groups.
+
+    The arrays are the state; row b is slot b. `known[b]` tokens are there, `fed[b]` of them have
+    been through the model; a slot samples when they are equal (all known tokens were fed).
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        environment: Environment,
+        slots: int,
+        capacity: int,
+        group_size: int,
+        seed: int = 0,
+        temperature: float = 1.0,
+        swap: str = "keep",
+        worker: int = 0,
+    ):
+        self.model, self.environment, self.capacity = model, environment, capacity
+        self.group_size, self.seed, self.temperature = group_size, seed, temperature
+        self.swap, self.worker, self.version = swap, worker, 0
+        device = model.flat.device
+        self.cache = make_cache(model, slots, capacity)
+        self.alphabet = torch.from_numpy(environment.alphabet).to(device)
+        self.stop = np.isin(np.arange(model.config.vocab_size), list(environment.stop))
+        self.tokens = np.zeros((slots, capacity), np.int32)
+        self.loss_mask = np.zeros((slots, capacity), np.bool_)
+        self.logprobs = np.zeros((slots, capacity), np.float32)
+        self.versions = np.zeros((slots, capacity), np.int32)
+        self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
+        self.fed = np.zeros(slots, np.int64)
+        self.turn_start = np.zeros(slots, np.int64)
+        self.keys = np.zeros(slots, np.int64)
+        self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
+        self.episodes: list[Episode | None] = [None] * slots
+        self.waiting: deque[tuple[Group, int]] = deque()  # samples that have no slot yet
+        self.prompts: dict[int, tuple[int, Tensor, Tensor, Tensor | None]] = {}
+        self.new_weights: tuple[int, Tensor | None] | None = None
+        self.finished: list[Group] = []
+        self.events: list[tuple] = []  # (time, kind, group or -1, version, tokens or episodes)
+        self.counts = {"tokens": 0, "steps": 0, "slot_steps": 0, "swaps": 0, "busy": 0.0}
+        self.threads = ThreadPoolExecutor(slots) if environment.beside else None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(e is not None for e in self.episodes)
+
+    def submit(self, group: Group) -> None:
+        """Queue every sample of a group; it begins when the weights are as new as its start."""
+        self.waiting.extend((group, i) for i in range(self.group_size))
+
+    def set_weights(self, version: int, flat: Tensor | None) -> None:
+        """Offer new weights [P] (None: the model shares the learner's); adopted by `step`."""
+        assert version >= self.version, f"weights of version {version} after {self.version}"
+        self.new_weights = (version, flat)
+
+    def step(self) -> bool:
+        """One token boundary: adopt weights, collect replies, refill slots, decode, sample.
+
+        Returns False when there was nothing to decode (no episodes, or all wait for something).
+        """
+        begin = time.monotonic()
+        if self.new_weights is not None:
+            self._adopt()
+        self._collect_replies()
+        self._refill()
+        if not self.running.any():
+            return False
+        self._decode()
+        self.counts["busy"] += time.monotonic() - begin
+        return True
+
+    # ------------------------------------------------------------------------------- weight swap
+
+    def _adopt(self) -> None:
+        """Swap weights between two tokens. keep: old keys and values stay (PipelineRL);
+        recompute: they are rebuilt (AReaL); drain: running episodes finish first."""
+        occupied = [b for b, e in enumerate(self.episodes) if e is not None]
+        if self.swap == "drain" and occupied:
+            return  # no new episodes begin meanwhile: see _refill
+        version, flat = self.new_weights
+        if flat is not None:
+            self.model.flat.copy_(flat)
+        self.version, self.new_weights = version, None
+        self.counts["swaps"] += 1
+        self.events.append((time.monotonic(), "swap", -1, version, len(occupied)))
+        if self.swap == "recompute":
+            stale = [b for b in occupied if self.fed[b] > 0]
+            if stale:
+                sequences = [self.tokens[b, : self.fed[b]] for b in stale]
+                slots = torch.tensor(stale, device=self.alphabet.device)
+                prefill(self.model, self.cache, slots, sequences)
+
+    # ------------------------------------------------------------------------------------ slots
+
+    def _refill(self) -> None:
+        """Give free slots to waiting samples, in order; a group never begins under old weights."""
+        if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
+            return
+        for b, episode in enumerate(self.episodes):
+            if episode is not None:
+                continue
+            if not self.waiting or self.waiting[0][0].start > self.version:
+                break
+            group, sample_index = self.waiting.popleft()
+            self._begin(b, group, sample_index)
+
+    def _begin(self, b: int, group: Group, sample_index: int) -> None:
+        """Put one sample into slot b; the prompt's keys and values are computed once a group."""
+        prompt = self.environment.encode_prompt(group.problem)
+        limit = self.capacity - 1
+        assert 0 < len(prompt) <= limit, f"prompt of {len(prompt)} tokens: must be 1 to {limit}"
+        n = len(prompt)
+        self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
+        self.versions[b] = -1
+        self.known[b], self.fed[b], self.turn_start[b] = n, n - 1, n
+        seed = noise_key(self.seed, group.group_id, sample_index)
+        self.keys[b], self.running[b] = seed, True
+        now = time.monotonic()
+        self.episodes[b] = Episode(group, sample_index, seed, now)
+        if sample_index == 0:
+            self.events.append((now, "start", group.group_id, self.version, n))
+        if n > 1:  # all but the last prompt token: `_decode` feeds that one
+            self._share_prompt(b, group, prompt[:-1])
+        if sample_index == self.group_size - 1:
+            self.prompts.pop(group.group_id, None)
+
+    def _share_prompt(self, b: int, group: Group, prompt: list[int]) -> None:
+        """Copy the prompt's keys and values from the group's first slot, or compute them in slot b.
+
+        They are computed again after a swap: an episode must not depend on when its siblings began.
+        """
+        n, cache, kept = len(prompt), self.cache, self.prompts.get(group.group_id)
+        if kept is None or kept[0] != self.version:
+            prefill(self.model, cache, torch.tensor([b], device=self.alphabet.device), [prompt])
+            parts = [None if c is None else c[:, b, :n].clone() for c in cache]
+            self.prompts[group.group_id] = (self.version, *parts)
+        else:
+            for c, part in zip(cache, kept[1:], strict=True):
+                if part is not None:
+                    c[:, b, :n] = part
+
+    # ----------------------------------------------------------------------------------- decode
+
+    @torch.inference_mode()
+    def _decode(self) -> None:
+        """Feed one token to every slot, sample where the next one is not known."""
+        rows, fed, device = np.arange(len(self.fed)), self.fed, self.alphabet.device
+        tokens = torch.from_numpy(self.tokens[rows, fed].astype(np.int64)).to(device)
+        positions = torch.from_numpy(fed).to(device)
+        longest = int(fed[self.running].max())
+        hidden = decode(self.model, self.cache, tokens, positions, longest)
+        logits = self.model.logits(hidden, self.alphabet)
+        # noise belongs to the position of the token that is sampled
+        keys = torch.from_numpy(self.keys).to(device)
+        chosen, logprobs = sample(logits, keys, positions + 1, self.temperature)
+        both = torch.stack([self.alphabet[chosen].float(), logprobs]).cpu().numpy()  # one copy
+        chosen, logprobs = both[0].astype(np.int32), both[1]
+
+        self.fed[self.running] += 1
+        rows = np.flatnonzero(self.running & (self.fed == self.known))  # the policy's turn
+        at, drawn = self.known[rows], chosen[rows]
+        self.tokens[rows, at] = drawn
+        self.logprobs[rows, at] = logprobs[rows]
+        self.loss_mask[rows, at] = True
+        self.versions[rows, at] = self.version
+        self.known[rows] += 1
+        self.counts["tokens"] += len(rows)
+        self.counts["steps"] += 1
+        self.counts["slot_steps"] += int(self.running.sum())
+
+        known = self.known[rows]
+        in_turn = known - self.turn_start[rows] >= self.environment.turn_tokens
+        ended = rows[self.stop[drawn] | in_turn | (known >= self.capacity)]
+        if len(ended):
+            self._end_turns(ended.tolist())
+
+    def _end_turns(self, ended: list[int]) -> None:
+        """The policy's turn is over in these slots: ask the environment, here or beside."""
+        requests = []
+        for b in ended:
+            episode, known = self.episodes[b], int(self.known[b])
+            episode.turns.append((int(self.turn_start[b]), known))
+            requests.append((episode.group.problem, self.tokens[b, :known], episode.turns))
+        if self.threads is None:
+            for b, reply in zip(ended, self.environment.respond(requests), strict=True):
+                self._observe(b, reply)
+            return
+        for b, (problem, tokens, turns) in zip(ended, requests, strict=True):
+            request = (problem, tokens.copy(), list(turns))
+            self.running[b], episode = False, self.episodes[b]
+            episode.reply = self.threads.submit(self.environment.respond, [request])
+            episode.deadline = time.monotonic() + self.environment.seconds
+
+    def _collect_replies(self) -> None:
+        """Take the replies of environments that ran beside generation; give up on late ones."""
+        if self.threads is None:
+            return
+        for b, episode in enumerate(self.episodes):
+            if episode is None or episode.reply is None:
+                continue
+            if episode.reply.done():
+                (reply,) = episode.reply.result()
+                episode.reply, self.running[b] = None, True
+                self._observe(b, reply)
+            elif time.monotonic() > episode.deadline:
+                self._finish(b, "env_timeout")
+
+    def _observe(self, b: int, reply: list[int] | None | str) -> None:
+        """Append the environment's tokens, or finish the episode."""
+        start = int(self.known[b])
+        if reply is None or isinstance(reply, str):
+            return self._finish(b, reply or "stop")
+        stop = start + len(reply)
+        if stop >= self.capacity:
+            return self._finish(b, "length")
+        self.tokens[b, start:stop] = reply
+        self.known[b], self.turn_start[b] = stop, stop
+
+    def _finish(self, b: int, reason: str) -> None:
+        """Turn slot b into a Trajectory and free it; a group leaves when all its samples are in."""
+        episode, n = self.episodes[b], int(self.known[b])
+        group = episode.group
+        arrays = (self.tokens, self.loss_mask, self.logprobs, self.versions)
+        now = time.monotonic()
+        group.trajectories.append(
+            Trajectory(
+                group.group_id,
+                episode.sample_index,
+                episode.seed,
+                *(a[b, :n].copy() for a in arrays),
+                turns=episode.turns,
+                finish=reason,
+                worker=self.worker,
+                started=episode.started,
+                finished=now,
+            )
+        )
+        self.episodes[b], self.running[b] = None, False
+        self.known[b], self.fed[b], self.tokens[b, 0] = 1, 0, 0
+        if len(group.trajectories) == self.group_size:
+            group.trajectories.sort(key=lambda t: t.sample_index)
+            self.finished.append(group)
+            tokens = sum(len(t.tokens) for t in group.trajectories)
+            self.events.append((now, "finish", group.group_id, self.version, tokens))
+
+    def take_finished(self) -> list[Group]:
+        """Groups that are complete, in order of completion; each is handed out once."""
+        finished, self.finished = self.finished, []
+        return finished
+
+
+def generate(generator: Generator, groups: list[Group]) -> list[Group]:
+    """Run groups to their end and return them sorted by id: the synchronous use."""
+    for group in groups:
+        generator.submit(group)
+    while generator.busy:
+        if not generator.step():
+            time.sleep(0.0005)  # every episode waits for its environment
+    return sorted(generator.take_finished(), key=lambda g: g.group_id)

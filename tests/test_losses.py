@@ -1,0 +1,756 @@
+"""The losses against oracles that share nothing with them: Python loops over floats.
+
+Every batch here carries NaN outside its mask, so that a loss that looks there cannot pass. The
+oracle of an objective takes the log-probs twice: `moving`, which gradients see, and `frozen`,
+which stands in the detached factors; finite differences move only the first.
+"""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import losses
+from losses import OBJECTIVES, Damper, Settings, group_advantages, observe
+
+NAN = float("nan")
+# Tighter caps, and wider clips for GSPO, so that random batches fall on both sides of each.
+SETTINGS = Settings(gspo_low=0.05, gspo_high=0.06, cispo_high=0.3, tis_cap=1.3)
+LENGTHS = (5, 1, 4, 7, 3, 6)  # generated tokens of each sequence; PROMPTS come before them
+PROMPTS = (2, 0, 3, 1, 4, 2)
+ALL = range(6)
+
+
+def make_batch(seed=0, noise=0.35, sequences=ALL, dtype=torch.float64):
+    """Packed sequences as the learner sees them; all randomness depends on the sequence alone."""
+    columns = {key: [] for key in ("logprobs", "proximal", "behaviour", "advantages")}
+    mask, sequence = [], []
+    for index, original in enumerate(sequences):
+        random = torch.Generator().manual_seed(1000 * seed + original)
+        prompt, length = PROMPTS[original], LENGTHS[original]
+        drift = 0.3 * torch.randn(1, generator=random, dtype=torch.float64)  # of a whole sequence
+        draw = torch.randn(3, length, generator=random, dtype=torch.float64)
+        base = -1.5 + 0.5 * draw[0]
+        proximal = base + noise * draw[1]
+        values = {
+            "behaviour": base,
+            "proximal": proximal,
+            "logprobs": proximal + noise * draw[2] + drift,
+            "advantages": torch.full((length,), (-1.0) ** original * (0.5 + 0.25 * original)),
+        }
+        for key, value in values.items():
+            columns[key] += [NAN] * prompt + value.tolist()
+        mask += [False] * prompt + [True] * length
+        sequence += [index] * (prompt + length)
+    tensors = {key: torch.tensor(value, dtype=dtype) for key, value in columns.items()}
+    return SimpleNamespace(
+        **tensors, mask=torch.tensor(mask), sequence=torch.tensor(sequence), count=sum(LENGTHS)
+    )
+
+
+def run(name, batch, settings=SETTINGS, mask=None):
+    """Loss, gradient with respect to the log-probs, sums."""
+    logprobs = batch.logprobs.clone().requires_grad_()
+    mask = batch.mask if mask is None else mask
+    loss, sums = OBJECTIVES[name](
+        logprobs,
+        batch.proximal,
+        batch.behaviour,
+        batch.advantages,
+        mask,
+        batch.sequence,
+        batch.count,
+        settings,
+    )
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.detach(), gradient, sums
+
+
+def single(name, logprob, proximal, behaviour, advantage, settings=Settings()):  # noqa: B008
+    """(loss, gradient, clipped, capped) of one token alone, with the project's constants."""
+    batch = SimpleNamespace(
+        logprobs=torch.tensor([logprob], dtype=torch.float64),
+        proximal=torch.tensor([proximal], dtype=torch.float64),
+        behaviour=torch.tensor([behaviour], dtype=torch.float64),
+        advantages=torch.tensor([advantage], dtype=torch.float64),
+        mask=torch.tensor([True]),
+        sequence=torch.tensor([0]),
+        count=1,
+    )
+    loss, gradient, sums = run(name, batch, settings)
+    return loss.item(), gradient.item(), int(sums["clipped"]), int(sums["capped"])
+
+
+# ---- the oracle ----
+
+
+def clip(value, low, high):
+    return min(max(value, 1 - low), 1 + high)
+
+
+def oracle_token(name, moving, frozen, proximal, behaviour, advantage, s):
+    """(gain, clipped, capped) of one token, written from the papers' formulas."""
+    w, r = math.exp(proximal - behaviour), math.exp(moving - proximal)
+    rho, rho_frozen = math.exp(moving - behaviour), math.exp(frozen - behaviour)
+    cut = min(r * advantage, clip(r, s.eps_low, s.eps_high) * advantage)
+    cut_active = cut < r * advantage
+    if name == "reinforce":
+        return advantage * moving, False, False
+    if name == "ppo":
+        gain = min(rho * advantage, clip(rho, s.eps_low, s.eps_high) * advantage)
+        return gain, gain < rho * advantage, False
+    if name == "decoupled_ppo":
+        return w * cut, cut_active, False
+    if name == "tis":
+        return min(w, s.tis_cap) * cut, cut_active, w > s.tis_cap
+    if name == "icepop":
+        inside = 1 / s.icepop_beta <= w <= s.icepop_beta
+        return (w * cut if inside else 0.0), cut_active or not inside, False
+    if name == "double_sided":
+        inside = 1 - s.double_low < rho_frozen < 1 + s.double_high
+        return (rho_frozen * advantage * moving if inside else 0.0), not inside, False
+    if name == "cispo":
+        weight = clip(rho_frozen, s.cispo_low, s.cispo_high)
+        return weight * advantage * moving, False, weight != rho_frozen
+    raise AssertionError(name)
+
+
+def oracle(name, batch, moving, frozen, s=SETTINGS):
+    """(loss, clipped, capped) by loops over sequences and tokens; lists of floats in."""
+    mask, sequence = batch.mask.tolist(), batch.sequence.tolist()
+    proximal, behaviour = batch.proximal.tolist(), batch.behaviour.tolist()
+    advantages = batch.advantages.tolist()
+    total, clipped, capped = 0.0, 0, 0
+    for index in sorted(set(sequence)):
+        tokens = [t for t in range(len(mask)) if sequence[t] == index and mask[t]]
+        if name == "gspo":  # the sequence form of the paper, not the token form of losses.py
+            ratio = math.exp(sum(moving[t] - behaviour[t] for t in tokens) / len(tokens))
+            advantage = advantages[tokens[0]]
+            gain = min(ratio * advantage, clip(ratio, s.gspo_low, s.gspo_high) * advantage)
+            total += len(tokens) * gain
+            clipped += len(tokens) * (gain < ratio * advantage)
+            continue
+        for t in tokens:
+            gain, is_clipped, is_capped = oracle_token(
+                name, moving[t], frozen[t], proximal[t], behaviour[t], advantages[t], s
+            )
+            total, clipped, capped = total + gain, clipped + is_clipped, capped + is_capped
+    return -total / batch.count, clipped, capped
+
+
+def oracle_gradient(name, batch, step=1e-6):
+    """Central differences of the oracle; the detached factors stay where they were."""
+    frozen, gradient = batch.logprobs.tolist(), []
+    for t, generated in enumerate(batch.mask.tolist()):
+        if not generated:
+            gradient.append(0.0)
+            continue
+        up, down = list(frozen), list(frozen)
+        up[t], down[t] = up[t] + step, down[t] - step
+        above, below = oracle(name, batch, up, frozen)[0], oracle(name, batch, down, frozen)[0]
+        gradient.append((above - below) / (2 * step))
+    return torch.tensor(gradient, dtype=torch.float64)
+
+
+# ---- objectives ----
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_objective_and_gradient_against_loops_and_finite_differences(name, seed):
+    batch = make_batch(seed)
+    loss, gradient, sums = run(name, batch)
+    values = batch.logprobs.tolist()
+    expected, clipped, capped = oracle(name, batch, values, values)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert gradient.shape == batch.logprobs.shape
+    torch.testing.assert_close(gradient, oracle_gradient(name, batch), rtol=1e-6, atol=1e-8)
+    assert (int(sums["clipped"]), int(sums["capped"])) == (clipped, capped)
+    if name in ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "gspo"):
+        assert 0 < clipped < batch.count, "the batch does not reach both branches"
+    if name in ("tis", "cispo"):
+        assert 0 < capped < batch.count, "the batch does not reach both branches"
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_on_policy_every_objective_has_the_reinforce_gradient(name):
+    batch = make_batch()
+    batch.proximal = batch.behaviour = batch.logprobs.clone()
+    _, gradient, sums = run(name, batch, Settings())
+    expected = torch.where(batch.mask, -batch.advantages / batch.count, 0.0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    assert int(sums["clipped"]) == int(sums["capped"]) == 0
+
+
+def test_gspo_keeps_per_token_advantages_apart():
+    batch = make_batch()
+    batch.proximal = batch.behaviour = batch.logprobs.clone()
+    batch.advantages = torch.linspace(-1, 1, len(batch.mask), dtype=torch.float64)
+    _, gradient, _ = run("gspo", batch)
+    expected = torch.where(batch.mask, -batch.advantages / batch.count, 0.0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_packing_changes_nothing(name):
+    whole_loss, whole_gradient, whole_sums = run(name, make_batch())
+    packings = [[4, 1], [0, 5, 2, 3]]  # unequal parts, another order
+    parts = [run(name, make_batch(sequences=chosen)) for chosen in packings]
+    torch.testing.assert_close(sum(part[0] for part in parts), whole_loss, rtol=1e-12, atol=0)
+    gradients = {}
+    for chosen, (_, gradient, _) in zip(packings, parts, strict=True):
+        spans = gradient.split([PROMPTS[i] + LENGTHS[i] for i in chosen])
+        gradients |= dict(zip(chosen, spans, strict=True))
+    joined = torch.cat([gradients[i] for i in ALL])
+    torch.testing.assert_close(joined, whole_gradient, rtol=1e-12, atol=1e-15)
+    for key, value in whole_sums.items():
+        assert sum(int(part[2][key]) for part in parts) == int(value)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_prompt_and_padding_do_not_count(name):
+    batch = make_batch()
+    loss, gradient, _ = run(name, batch)
+    keep = batch.mask
+    bare = SimpleNamespace(
+        **{key: value[keep] for key, value in vars(batch).items() if key != "count"},
+        count=batch.count,
+    )
+    bare_loss, bare_gradient, _ = run(name, bare)
+    torch.testing.assert_close(loss, bare_loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient[keep], bare_gradient, rtol=1e-12, atol=0)
+    assert (gradient[~keep] == 0).all(), "a token that the policy did not generate has a gradient"
+    batch.count *= 2  # the denominator is what the caller says, not what this micro-batch holds
+    torch.testing.assert_close(run(name, batch)[0], loss / 2, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradient_flows_through_logprobs_only(name):
+    batch = make_batch()
+    batch.proximal.requires_grad_()
+    batch.behaviour.requires_grad_()
+    logprobs = batch.logprobs.clone().requires_grad_()
+    loss, sums = OBJECTIVES[name](
+        logprobs,
+        batch.proximal,
+        batch.behaviour,
+        batch.advantages,
+        batch.mask,
+        batch.sequence,
+        batch.count,
+        SETTINGS,
+    )
+    loss.backward()
+    assert loss.shape == () and logprobs.grad is not None
+    assert batch.proximal.grad is None and batch.behaviour.grad is None
+    assert not any(value.requires_grad for value in sums.values())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_missing_proximal_is_named(name):
+    batch = make_batch()
+    batch.proximal = None
+    if name in losses.NEEDS_PROXIMAL:
+        with pytest.raises(ValueError, match=f"'{name}'"):
+            run(name, batch)
+    else:
+        assert torch.isfinite(run(name, batch)[0])
+
+
+def test_every_objective_is_offered_under_its_name():
+    assert set(OBJECTIVES) == {
+        *("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
+    }
+    assert losses.NEEDS_PROXIMAL == {"decoupled_ppo", "tis", "icepop"}
+    assert all(OBJECTIVES[name] is getattr(losses, name) for name in OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_extreme_ratios_stay_finite_in_float32(name):
+    for gap in (-500.0, 500.0):
+        batch = make_batch(dtype=torch.float32)
+        batch.logprobs = batch.behaviour + gap
+        loss, gradient, _ = run(name, batch)
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.5])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_ppo_silences_two_of_four_cases_and_double_sided_all(ratio, advantage):
+    logprob = math.log(ratio)
+    # Only a step that already went too far in the direction of A is silenced.
+    silent = (ratio - 1) * advantage > 0
+    for name in ("ppo", "decoupled_ppo"):
+        _, gradient, clipped, _ = single(name, logprob, 0.0, 0.0, advantage)
+        assert gradient == pytest.approx(0.0 if silent else -ratio * advantage)
+        assert clipped == int(silent)
+    _, gradient, clipped, _ = single("double_sided", logprob, 0.0, 0.0, advantage)
+    assert (gradient, clipped) == (0.0, 1)
+
+
+def test_constants_are_those_of_the_papers():
+    s = Settings()
+    assert (s.eps_low, s.eps_high, s.icepop_beta, s.tis_cap) == (0.2, 0.28, 2.0, 2.0)
+    # On both sides of each of PPO's bounds: 1 + 0.28 for good news, 1 - 0.2 for bad news.
+    assert [single("ppo", math.log(x), 0.0, 0.0, 1.0)[2] for x in (1.279, 1.281)] == [0, 1]
+    assert [single("ppo", math.log(x), 0.0, 0.0, -1.0)[2] for x in (0.801, 0.799)] == [0, 1]
+
+
+def test_ppo_clips_around_the_behaviour_and_decoupled_around_the_proximal():
+    # pi = pi_p is far from mu: nothing moved in this step, yet the naive objective is silent.
+    assert single("ppo", 0.5, 0.5, 0.0, 1.0)[1] == 0.0
+    assert single("decoupled_ppo", 0.5, 0.5, 0.0, 1.0)[1] == pytest.approx(-math.exp(0.5))
+
+
+def test_weights_unbounded_truncated_or_dropped():
+    for weight, truncated, popped in [(5.0, 2.0, 0.0), (1.5, 1.5, 1.5), (0.1, 0.1, 0.0)]:
+        case = (math.log(weight), math.log(weight), 0.0, 1.0)
+        assert single("decoupled_ppo", *case)[1] == pytest.approx(-weight)
+        assert single("tis", *case)[1] == pytest.approx(-truncated)
+        assert single("tis", *case)[2:] == (0, int(weight > 2))
+        assert single("icepop", *case)[1] == pytest.approx(-popped)
+        assert single("icepop", *case)[2:] == (int(popped == 0), 0)
+
+
+def test_icepop_bounds_are_inclusive():
+    log2 = math.log(2.0)
+    assert torch.tensor(log2, dtype=torch.float64).exp() == 2.0, "the test stands on the bound"
+    for name_of_bound, w in [("upper", log2), ("lower", -log2)]:
+        assert single("icepop", w, w, 0.0, 1.0)[1] == pytest.approx(-math.exp(w)), name_of_bound
+        beyond = w * (1 + 1e-9)
+        assert single("icepop", beyond, beyond, 0.0, 1.0)[1] == 0.0, name_of_bound
+
+
+def test_double_sided_bounds_are_strict():
+    # 1 - 0 and 1 + 0 are exact, so rho = 1 stands on the bound.
+    for settings in (Settings(double_low=0.0), Settings(double_high=0.0)):
+        assert single("double_sided", -1.0, 0.0, -1.0, 1.0, settings)[1:3] == (0.0, 1)
+    assert single("double_sided", -1.0, 0.0, -1.0 - 1e-9, 1.0, Settings(double_low=0.0))[1] != 0
+    assert single("double_sided", -1.0, 0.0, -1.0 + 1e-9, 1.0, Settings(double_high=0.0))[1] != 0
+
+
+def test_cispo_cuts_the_weight_and_never_the_token():
+    cases = [(10.0, 4.0, 1), (1.1, 1.1, 0), (0.01, 0.01, 0)]  # no lower bound by default
+    for ratio, weight, capped in cases:
+        result = single("cispo", math.log(ratio), 0.0, 0.0, -1.0)
+        assert result[1] == pytest.approx(weight)
+        assert result[2:] == (0, capped)
+
+
+def test_gspo_uses_one_ratio_per_sequence():
+    # Ratios e^+1 and e^-1 cancel in the sequence: nothing is clipped, and both tokens weigh 1.
+    batch = SimpleNamespace(
+        logprobs=torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64),
+        proximal=None,
+        behaviour=torch.zeros(3, dtype=torch.float64),
+        advantages=torch.ones(3, dtype=torch.float64),
+        mask=torch.ones(3, dtype=torch.bool),
+        sequence=torch.tensor([0, 0, 1]),
+        count=3,
+    )
+    _, gradient, sums = run("gspo", batch)
+    third = 1 / 3
+    assert gradient.tolist() == pytest.approx([-third, -third, 0.0])
+    assert int(sums["clipped"]) == 1
+
+
+def test_count_and_shapes_are_checked():
+    values, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
+    assert losses.token_mean(values, mask, 6) == 0.5
+    with pytest.raises(AssertionError, match="got 0"):
+        losses.token_mean(values, mask, 0)
+    with pytest.raises(AssertionError, match="shape"):
+        losses.token_mean(torch.ones(1), mask, 3)
+    for name in OBJECTIVES:
+        batch = make_batch()
+        batch.advantages = batch.advantages[-1:]  # would broadcast
+        with pytest.raises(AssertionError, match="shape"):
+            run(name, batch)
+
+
+def test_sums_count_generated_tokens_only():
+    # Outside the mask every ratio reads 1; here 1 itself is clipped or capped.
+    batch = make_batch()
+    batch.proximal = batch.behaviour = batch.logprobs.clone()
+    for name, key, settings in [
+        ("double_sided", "clipped", Settings(double_low=0.0)),
+        ("tis", "capped", Settings(tis_cap=0.5)),
+    ]:
+        assert int(run(name, batch, settings)[2][key]) == batch.count < len(batch.mask)
+
+
+# ---- off-policy sequence masking ----
+
+
+@pytest.mark.parametrize("delta", [-0.2, 0.0, 0.05, 0.2])
+def test_opsm_against_loops(delta):
+    batch = make_batch(seed=3)
+    kept = losses.opsm_mask(
+        batch.behaviour, batch.logprobs, batch.advantages, batch.mask, batch.sequence, delta
+    )
+    expected = torch.zeros_like(batch.mask)
+    for index in ALL:
+        tokens = [t for t in range(len(batch.mask)) if batch.sequence[t] == index and batch.mask[t]]
+        drift = sum(float(batch.behaviour[t] - batch.logprobs[t]) for t in tokens) / len(tokens)
+        expected[tokens] = not (batch.advantages[tokens[0]] < 0 and drift > delta)
+    assert torch.equal(kept, expected)
+    if delta == 0.05:
+        negative = [i for i in (1, 3, 5) if expected[batch.sequence == i].any()]
+        assert 0 < len(negative) < 3, "the batch does not reach both branches"
+
+
+def test_opsm_threshold_is_strict_and_spares_good_news():
+    behaviour = torch.tensor([0.5, 0.0, 0.75, 0.25])
+    logprobs = torch.zeros(4)  # drift of both sequences: 0.25 and 0.5, exact in binary
+    mask, sequence = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    bad, good = -torch.ones(4), torch.ones(4)
+
+    def kept(advantages, delta):
+        return losses.opsm_mask(behaviour, logprobs, advantages, mask, sequence, delta).tolist()
+
+    assert kept(bad, 0.25) == [True, True, False, False]
+    assert kept(bad, 0.5) == [True] * 4
+    assert kept(good, 0.0) == [True] * 4
+    assert kept(torch.zeros(4), 0.0) == [True] * 4
+    assert losses.opsm_mask(logprobs, behaviour, bad, mask, sequence, 0.0).all(), "sign of drift"
+
+
+def test_what_opsm_drops_stays_in_the_denominator():
+    batch = make_batch()
+    kept = batch.mask & (batch.sequence != 3)
+    loss, gradient, _ = run("reinforce", batch, mask=kept)
+    _, whole_gradient, _ = run("reinforce", batch)
+    assert torch.equal(gradient, torch.where(kept, whole_gradient, 0.0))
+    assert torch.isfinite(loss)
+
+
+# ---- advantages ----
+
+REWARDS = [
+    [1.0, 0.0, 0.25, 0.5],
+    [0.1, 0.1, 0.1, 0.1],  # dead: all equal, though the mean of four 0.1 may be rounded
+    [0.7, NAN, 0.2, -3.0],  # one environment error
+    [5.0, NAN, NAN, NAN],  # dead: a single valid sample
+    [NAN, NAN, NAN, NAN],  # dead: none
+    [0.3, 0.3, 9.0, 0.3],  # dead: the only different reward is not valid
+    [-0.3, -0.3, 9.0, -0.3],  # the same below 0
+]
+VALID = [
+    [True] * 4,
+    [True] * 4,
+    [True, False, True, True],
+    [True, False, False, False],
+    [False] * 4,
+    [True, True, False, True],
+    [True, True, False, True],
+]
+
+
+def oracle_advantages(kind):
+    result, dead = [], []
+    for rewards, valid in zip(REWARDS, VALID, strict=True):
+        chosen = [r for r, v in zip(rewards, valid, strict=True) if v]
+        dead.append(len(chosen) < 2 or len(set(chosen)) == 1)
+        row = []
+        for i, (reward, is_valid) in enumerate(zip(rewards, valid, strict=True)):
+            if dead[-1] or not is_valid:
+                row.append(0.0)
+            elif kind == "rloo":
+                others = [r for j, r in enumerate(rewards) if valid[j] and j != i]
+                row.append(reward - statistics.mean(others))
+            else:
+                scale = statistics.stdev(chosen) + losses.STD_EPSILON if kind == "grpo" else 1.0
+                row.append((reward - statistics.mean(chosen)) / scale)
+        result.append(row)
+    return result, dead
+
+
+@pytest.mark.parametrize("kind", losses.ADVANTAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_advantages_against_loops(kind, dtype):
+    rewards = torch.tensor(REWARDS, dtype=dtype)
+    advantages, dead = group_advantages(rewards, kind, torch.tensor(VALID))
+    expected, expected_dead = oracle_advantages(kind)
+    assert dead.tolist() == expected_dead == [False, True, False, True, True, True, True]
+    assert advantages.dtype == dtype
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(
+        advantages, torch.tensor(expected, dtype=dtype), rtol=tolerance, atol=tolerance
+    )
+    assert (advantages[dead] == 0).all(), "a dead group must teach exactly nothing"
+    assert (advantages[~torch.tensor(VALID)] == 0).all()
+
+
+@pytest.mark.parametrize("kind", losses.ADVANTAGES)
+def test_equal_rewards_are_dead_whatever_rounding_does(kind):
+    for size in (2, 3, 7, 10):
+        for value in (0.1, 0.7, 1 / 3, 1e6 + 0.1):
+            rewards = torch.full((1, size), value, dtype=torch.float32)
+            advantages, dead = group_advantages(rewards, kind)
+            assert dead.tolist() == [True] and (advantages == 0).all()
+
+
+def test_advantages_default_to_all_valid_and_leave_rewards_alone():
+    rewards = torch.tensor([[1.0, 0.0, 0.5]])
+    before = rewards.clone()
+    with_default = group_advantages(rewards, "mean")[0]
+    assert with_default.tolist() == [[0.5, -0.5, 0.0]]
+    assert torch.equal(rewards, before)
+
+
+def test_advantages_refuse_unknown_kinds_and_nan():
+    with pytest.raises(ValueError, match="'gae'.*grpo, mean, rloo"):
+        group_advantages(torch.zeros(1, 2), "gae")
+    with pytest.raises(AssertionError, match="finite"):
+        group_advantages(torch.tensor([[NAN, 1.0]]), "grpo")
+
+
+# ---- KL estimators: exact expectations over a distribution of five outcomes ----
+
+
+def categorical(seed):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(5, generator=random, dtype=torch.float64)
+
+
+def exact_kl(p_logits, q_logits):
+    p, q = p_logits.log_softmax(0), q_logits.log_softmax(0)
+    return sum(p[i].exp() * (p[i] - q[i]) for i in range(len(p)))
+
+
+def test_kl_estimators_are_unbiased_where_they_should_be():
+    policy, reference, behaviour = categorical(1), categorical(2), categorical(3)
+    pi, ref, mu = (x.log_softmax(0) for x in (policy, reference, behaviour))
+    truth = float(exact_kl(policy, reference))
+    assert float((pi.exp() * losses.k1(pi, ref)).sum()) == pytest.approx(truth, rel=1e-12)
+    assert float((pi.exp() * losses.k3(pi, ref)).sum()) == pytest.approx(truth, rel=1e-12)
+    k2 = float((pi.exp() * losses.k2(pi, ref)).sum())
+    assert k2 != pytest.approx(truth, rel=0.01) and k2 > 0
+    # From samples of another policy only the corrected one is right.
+    off_policy = float((mu.exp() * losses.k3(pi, ref)).sum())
+    assert off_policy != pytest.approx(truth, rel=0.01)
+    corrected = float((mu.exp() * losses.unbiased_k3(pi, ref, mu)).sum())
+    assert corrected == pytest.approx(truth, rel=1e-12)
+
+
+def expected_gradient(estimator, sampler_logits):
+    """Gradient in the policy's logits of E_sampler[estimator], the samples held fixed."""
+    policy = categorical(1).requires_grad_()
+    value = (sampler_logits.softmax(0) * estimator(policy.log_softmax(0))).sum()
+    return torch.autograd.grad(value, policy)[0]
+
+
+def test_kl_estimators_have_the_gradients_that_the_docstring_says():
+    ref, behaviour = categorical(2).log_softmax(0), categorical(3)
+    policy = categorical(1).requires_grad_()
+    forward = torch.autograd.grad(exact_kl(policy, categorical(2)), policy)[0]
+    backward = torch.autograd.grad(exact_kl(categorical(2), policy), policy)[0]
+    on_policy = categorical(1)
+
+    def close(estimator, sampler, expected):
+        got = expected_gradient(estimator, sampler)
+        torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+    close(lambda pi: losses.k1(pi, ref), on_policy, torch.zeros(5, dtype=torch.float64))
+    close(lambda pi: losses.k2(pi, ref), on_policy, forward)
+    close(lambda pi: losses.k3(pi, ref), on_policy, backward)
+    mu = behaviour.log_softmax(0)
+    close(lambda pi: losses.unbiased_k3(pi, ref, mu), behaviour, forward)
+
+
+def test_k3_is_never_negative_and_keeps_its_digits():
+    gaps = torch.cat([-torch.logspace(-9, 1.2, 200), torch.zeros(1), torch.logspace(-9, 1.2, 200)])
+    value = losses.k3(torch.zeros_like(gaps), gaps)
+    assert value.dtype == torch.float32 and (value >= 0).all()
+    for gap, got in zip(gaps.tolist(), value.tolist(), strict=True):
+        # Far from 0 the plain formula in double; near 0 its series, where double loses it as well.
+        exact = math.exp(gap) - 1 - gap if abs(gap) > 1e-3 else gap**2 / 2 + gap**3 / 6
+        assert got == pytest.approx(exact, rel=1e-4, abs=1e-37), gap
+
+
+def test_k3_survives_hopeless_ratios():
+    logprobs = torch.tensor([-300.0, -1.0], requires_grad=True)
+    value = losses.k3(logprobs, torch.tensor([-1.0, -300.0]))
+    value.sum().backward()
+    assert torch.isfinite(value).all() and torch.isfinite(logprobs.grad).all()
+    assert value[1].item() == pytest.approx(299.0 - 1.0)  # pi >> pi_ref is a real and large penalty
+
+
+# ---- diagnostics ----
+
+
+def test_entropy_against_loops_and_its_gradient():
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    got = losses.entropy_from_logits(logits)
+    for row, value in zip(logits.tolist(), got.tolist(), strict=True):
+        total = sum(math.exp(x) for x in row)
+        p = [math.exp(x) / total for x in row]
+        assert value == pytest.approx(-sum(x * math.log(x) for x in p), rel=1e-12)
+    assert torch.autograd.gradcheck(losses.entropy_from_logits, logits.requires_grad_())
+
+
+def test_entropy_with_masked_out_logits():
+    logits = torch.tensor([[0.0, 0.0, -math.inf], [3.0, -math.inf, -math.inf]], requires_grad=True)
+    entropy = losses.entropy_from_logits(logits)
+    entropy.sum().backward()
+    assert entropy.tolist() == pytest.approx([math.log(2), 0.0])
+    assert torch.isfinite(logits.grad).all()
+
+
+def test_effective_sample_size():
+    everything = torch.ones(4, dtype=torch.bool)
+    assert losses.effective_sample_size(torch.full((4,), 700.0), everything) == 4.0
+    lonely = torch.tensor([0.0, -200.0, -200.0, -200.0])
+    assert losses.effective_sample_size(lonely, everything) == pytest.approx(1.0)
+    logs = torch.tensor([0.3, NAN, -1.0, 0.8])
+    mask = torch.tensor([True, False, True, True])
+    weights = [math.exp(x) for x in (0.3, -1.0, 0.8)]
+    expected = sum(weights) ** 2 / sum(w * w for w in weights)
+    assert losses.effective_sample_size(logs, mask).item() == pytest.approx(expected)
+    assert losses.effective_sample_size(logs, ~everything) == 0.0
+
+
+def micro_diagnostics(batch, objective="tis"):
+    reference = batch.proximal - 0.1
+    entropy = torch.where(batch.mask, batch.behaviour.abs(), NAN).requires_grad_()
+    _, _, sums = run(objective, batch)
+    return losses.diagnostics(
+        batch.logprobs.clone().requires_grad_(),
+        batch.behaviour,
+        batch.mask,
+        entropy,
+        sums,
+        reference,
+    )
+
+
+def test_merged_diagnostics_against_loops_over_the_whole_step():
+    batch = make_batch(seed=5)
+    parts = [micro_diagnostics(make_batch(5, sequences=s)) for s in ([0, 3, 5], [2, 4], [1])]
+    assert not any(value.requires_grad for part in parts for value in part.values())
+    tokens = [t for t in range(len(batch.mask)) if batch.mask[t]]
+    logprobs, behaviour = batch.logprobs.tolist(), batch.behaviour.tolist()
+    reference = (batch.proximal - 0.1).tolist()
+    ratios = [math.exp(logprobs[t] - behaviour[t]) for t in tokens]
+    n = len(tokens)
+    _, clipped, capped = oracle("tis", batch, logprobs, logprobs)
+    expected = {
+        "tokens": n,
+        "ratio_max": max(ratios),
+        "ratio_min": min(ratios),
+        "ess": sum(ratios) ** 2 / sum(x * x for x in ratios) / n,
+        "kl_behaviour": sum(x - 1 - math.log(x) for x in ratios) / n,
+        "kl_reference": statistics.mean(
+            math.exp(reference[t] - logprobs[t]) - 1 - (reference[t] - logprobs[t]) for t in tokens
+        ),
+        "entropy": statistics.mean(abs(behaviour[t]) for t in tokens),
+        "clipped": clipped / n,
+        "capped": capped / n,
+    }
+    merged = losses.merge_diagnostics(parts)
+    assert all(type(value) in (float, int) for value in merged.values())
+    assert merged == pytest.approx(expected, rel=1e-9)
+    assert merged == pytest.approx(losses.merge_diagnostics([micro_diagnostics(batch)]), rel=1e-12)
+    log_weights = batch.logprobs - batch.behaviour
+    ess = losses.effective_sample_size(log_weights, batch.mask).item()
+    assert merged["ess"] * n == pytest.approx(ess, rel=1e-9)
+    json.dumps(merged)
+
+
+def test_ratio_extremes_ignore_what_was_not_generated():
+    batch = make_batch()
+    for gap, key in [(-0.5, "ratio_max"), (0.5, "ratio_min")]:
+        batch.logprobs = batch.behaviour + gap  # 1, the ratio of a prompt token, would win
+        merged = losses.merge_diagnostics([micro_diagnostics(batch)])
+        assert merged[key] == pytest.approx(math.exp(gap))
+
+
+def test_an_empty_micro_batch_changes_no_diagnostic():
+    full, empty = make_batch(), make_batch(sequences=[0])
+    empty.mask = torch.zeros_like(empty.mask)
+    alone = losses.merge_diagnostics([micro_diagnostics(full)])
+    both = losses.merge_diagnostics([micro_diagnostics(full), micro_diagnostics(empty)])
+    assert both == alone
+    with pytest.raises(AssertionError, match="no generated token"):
+        losses.merge_diagnostics([micro_diagnostics(empty)])
+
+
+def test_merging_refuses_nothing_and_different_parts():
+    part = micro_diagnostics(make_batch())
+    other = {key: value for key, value in part.items() if key != "kl_reference"}
+    for parts in ([], [part, other]):
+        with pytest.raises(AssertionError, match="keys"):
+            losses.merge_diagnostics(parts)
+    assert "kl_reference" not in losses.merge_diagnostics([other])
+
+
+# ---- the KL-window damper ----
+
+
+def fed(values, damper=None):
+    damper = Damper() if damper is None else damper
+    for value in values:
+        damper = observe(damper, value)
+    return damper
+
+
+def scales(damper):
+    return losses.lr_scale(damper), losses.reference_scale(damper)
+
+
+OFF, ON = (1.0, 1.0), (0.6, losses.REFERENCE_FACTOR)
+
+
+def test_damper_threshold_is_strict_and_not_moved_by_rounding():
+    assert scales(Damper()) == OFF, "nothing observed, nothing to damp"
+    # A running float sum of a thousand 0.15 exceeds 150.
+    exactly = fed([0.15] * 1000)
+    assert scales(exactly) == OFF
+    assert scales(observe(exactly, 0.1501)) == ON
+    assert scales(fed([0.1501])) == ON, "the mean of the values kept so far"
+
+
+def test_damper_judges_the_mean_and_not_the_last_value():
+    assert scales(fed([0.0] * 9 + [1.0])) == OFF
+    assert scales(fed([1.0] * 9 + [0.0])) == ON
+
+
+def test_damper_forgets_after_a_thousand_values():
+    damper = fed([0.2] * 1000)
+    assert scales(damper) == ON
+    damper = fed([0.0] * 249, damper)
+    assert scales(damper) == ON
+    damper = observe(damper, 0.0)  # 750 of 1000 are left: the mean is 0.15 again
+    assert scales(damper) == OFF
+    damper = fed([0.0] * 750, damper)
+    assert losses.window_mean(damper) == 0.0 and len(damper.window) == 1000
+    spike = fed([1e6] + [0.0] * 999)
+    assert scales(spike) == ON and scales(observe(spike, 0.0)) == OFF
+
+
+def test_damper_settings_are_used():
+    damper = Damper(threshold=1.0, lr_factor=0.5, reference_factor=3.0, size=2)
+    assert scales(fed([0.9, 1.0], damper)) == OFF
+    assert scales(fed([9.0, 0.0, 1.1, 1.1], damper)) == (0.5, 3.0)
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+def test_damper_refuses_what_is_not_a_number(value):
+    with pytest.raises(AssertionError, match=str(value)):
+        observe(Damper(), value)
+
+
+def test_damper_is_a_value_and_survives_a_checkpoint():
+    before = fed([0.1, 0.3], Damper(size=3))
+    after = observe(before, torch.tensor(0.5).item())
+    assert before.window == (0.1, 0.3) and after.window == (0.1, 0.3, 0.5)
+    state = losses.damper_to_dict(after)
+    restored = losses.damper_from_dict(json.loads(json.dumps(state)))
+    assert type(state["window"]) is list and restored == after
+    # Resumed and uninterrupted runs stay the same, the forgetting included.
+    assert fed([0.7, 0.0], restored) == fed([0.7, 0.0], after)
+    assert replace(restored, window=()) == Damper(size=3)

@@ -1,0 +1,285 @@
+"""train_async.py: the same learner, with generation, verification and training all at once.
+
+    python train_async.py                        # guess a number, from random weights
+    python train_async.py --max-staleness 0      # bitwise the synchronous algorithm
+    python train_async.py --swap recompute       # --help lists every flag
+
+`learner_step` comes from train_sync.py: what is learned does not change, only when. This file adds
+what asynchrony needs: rollout and reward workers in their own processes, admission, weights that
+are published while episodes run, and groups that are issued again when a worker dies.
+
+Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
+through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
+the weights that it changes.
+"""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import common
+import train_sync
+from buffer import Buffer, Group, group_from_parts, group_to_parts, staleness
+from common import Config
+from reward import verify
+from train_sync import after_step, apply_verdicts, learner_step
+from transport import Line, Mailbox, Pool, WorkersFailed
+
+# ------------------------------------------------------------------------------------ the workers
+
+
+def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
+    """Generate what is asked for, with the newest weights that are in the mailbox."""
+    common.set_threads(config, processes)
+    task = train_sync.make_task(config)
+    model = train_sync.make_model(config, task).on(device)
+    generator = train_sync.make_generator(config, task, model, line.worker)
+    generator.version = -1  # the first weights come from the mailbox, too
+    mailbox, born, span = Mailbox(model.flat.numel(), mailbox_name), time.monotonic(), None
+
+    while True:
+        message = line.receive(0.0 if generator.busy else 0.02)
+        while message:
+            header, _ = message
+            generator.submit(Group(header["group_id"], header["start"], header["problem"]))
+            message = line.receive()
+        if mailbox.version > generator.version:
+            version, flat = mailbox.read()
+            generator.set_weights(version, torch.from_numpy(flat))
+        active = generator.step()
+        if span and (not active or generator.version != span[1]):
+            seconds = time.monotonic() - span[0]
+            generator.events.append((span[0], "generate", -1, span[1], seconds))
+            span = None
+        if active:
+            span = span or (time.monotonic(), generator.version)
+        else:
+            time.sleep(0.0005)
+        finished = generator.take_finished()
+        status = {**generator.counts, "alive": time.monotonic() - born}
+        for group in finished:
+            header, arrays = group_to_parts(group)
+            line.send("group", {**header, "status": status, "events": generator.events}, arrays)
+            generator.events = []
+        if not finished:
+            line.beat({"status": status})
+
+
+def reward_worker(line: Line, config: Config):
+    """Verify one group after the other; each episode has its own time limit."""
+    task = train_sync.make_task(config)
+    while True:
+        message = line.receive(0.5)
+        if message:
+            group, begin, verdicts = group_from_parts(*message), time.monotonic(), []
+            for t in group.trajectories:
+                answers = train_sync.reward.split_answers(task, t.tokens, t.turns)
+                verdicts.append(verify(task, group.problem, answers, config.reward_seconds))
+                line.beat()
+            spent = {"began": begin, "seconds": time.monotonic() - begin}
+            line.send("scores", {"group_id": group.group_id, "verdicts": verdicts, **spent})
+        line.beat()
+
+
+def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
+    """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
+    common.set_threads(config, processes)
+    learner = train_sync.make_learner(config, train_sync.make_task(config), device)
+    if config.resume:
+        train_sync.restore(learner, common.load_checkpoint(Path(config.resume)), config)
+    join_learners(config, rank, run)
+    batch: list[Group] = []
+    while True:
+        message = line.receive(0.5)
+        line.beat()
+        if message:
+            batch.append(group_from_parts(*message))
+        if len(batch) == config.groups_per_step:
+            learner_step(learner, batch, config, rank)
+            batch = []
+
+
+def join_learners(config: Config, rank: int, run: str) -> None:
+    """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
+    meeting = Path(run).resolve() / "checkpoints" / "meeting"
+    dist.init_process_group(
+        "gloo", f"file://{meeting}", rank=rank, world_size=config.learners
+    )
+
+
+# ------------------------------------------------------------------------------------- the parent
+
+
+def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox) -> Pool:
+    """Spawn every process of the run; the reward workers are fed by the rollout workers."""
+    learner_devices, rollout_devices = devices
+    cores = len(learner_devices) + len(rollout_devices)
+    roles = {
+        "rollout": (
+            rollout_worker,
+            [(config, device, mailbox.memory.name, cores) for device in rollout_devices],
+        ),
+        "reward": (reward_worker, [(config,)] * config.reward_workers),
+    }
+    if config.learners > 1:
+        others = enumerate(learner_devices[1:], start=1)
+        arguments = [(config, rank, device, str(run), cores) for rank, device in others]
+        roles["learner"] = (learner_worker, arguments)
+    relay = ("rollout", "group", "reward")
+    return Pool(roles, run / "logs", config.restarts, config.silence, relay)
+
+
+class Flights:
+    """Which rollout worker has which group; hands groups to the least busy one."""
+
+    def __init__(self, pool: Pool):
+        self.pool, self.groups, self.where = pool, {}, {}
+
+    def issue(self, group: Group) -> str:
+        """Send a group to the rollout worker with the fewest; returns the worker's name."""
+        workers = self.pool.of("rollout")
+        load = [sum(number == w.number for number in self.where.values()) for w in workers]
+        worker = workers[int(np.argmin(load))]
+        self.groups[group.group_id], self.where[group.group_id] = group, worker.number
+        order = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
+        self.pool.send(worker, "order", order)
+        return worker.name
+
+    def landed(self, group_id: int) -> None:
+        self.groups.pop(group_id, None)
+        self.where.pop(group_id, None)
+        self.pool.relayed.discard(group_id)
+
+    def lost_with(self, number: int) -> list[Group]:
+        """Groups that a dead worker had not finished."""
+        ids = [g for g, n in self.where.items() if n == number and g not in self.pool.relayed]
+        return [self.groups[g] for g in ids]
+
+
+def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch, totals: dict):
+    """What one message of a worker changes."""
+    kind, worker, header, original = message
+    if kind == "scores":
+        group_header, arrays = original
+        group = group_from_parts(group_header, arrays)
+        apply_verdicts(group, header["verdicts"])
+        flights.landed(group.group_id)
+        if not buffer.complete(group):
+            return
+        name = f"rollout-{group_header['worker']}"
+        totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
+        totals["status"][name] = group_header["status"]
+        for at, what, group_id, at_version, size in group_header["events"]:
+            watch.event(name, what, at, group=group_id, version=at_version, size=size)
+        seconds = header["seconds"]
+        watch.event(worker.name, "score", header["began"], group=group.group_id, seconds=seconds)
+    elif kind == "lost":
+        reason = header
+        watch.say(f"{worker.name} {reason}: restarted (log: {worker.log})")
+        watch.event(worker.name, "lost", reason=reason)
+        totals["lost"].append(f"{worker.name} {reason}")
+        if worker.role == "learner":
+            raise common.TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
+        lost = flights.lost_with(worker.number) if worker.role == "rollout" else []
+        for group in lost:
+            buffer.requeue(group.group_id, version)
+            group.start = version
+            watch.event("learner", "requeue", group=group.group_id, version=version)
+            flights.issue(group)
+
+
+def admit(learner, buffer, flights, again: list[int], config, task, watch) -> None:
+    """Issue new prompts as long as every deadline holds, and no more than the run will train."""
+    while True:
+        left = (config.steps - learner.version) * config.groups_per_step - len(buffer.outstanding)
+        if left <= 0 or not buffer.may_admit(learner.version):
+            return
+        if again:  # groups that were in flight when the run was interrupted
+            group_id = again.pop(0)
+            group = Group(group_id, learner.version, task.reset(group_id, "train"))
+        else:
+            (group,) = train_sync.new_groups(learner, task, 1)
+        buffer.admit(group.group_id, learner.version)
+        name = flights.issue(group)
+        details = {"group": group.group_id, "version": learner.version, "worker": name}
+        watch.event("learner", "admit", **details)
+
+
+def train(config: Config) -> None:
+    """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
+    devices = common.pick_devices(config)
+    common.set_threads(config, sum(map(len, devices)))
+    config, task, run, learner, watch, state = train_sync.begin(config, "async", devices[0][0])
+    stop = common.Stop()
+    mailbox = Mailbox(learner.model.flat.numel())
+    mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
+    pool = start_workers(config, run, devices, mailbox)
+    try:
+        if config.learners > 1:
+            join_learners(config, 0, str(run))
+        buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+        flights, again = Flights(pool), list(state["in_flight"]) if state else []
+        totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
+
+        while learner.version < config.steps and not stop.asked:
+            admit(learner, buffer, flights, again, config, task, watch)
+            for message in pool.receive(0.0):
+                handle(message, buffer, flights, learner.version, watch, totals)
+            batch = buffer.next_batch(learner.version)
+            if batch is None:  # wait for the workers, but never for ever
+                for message in pool.receive(0.2):
+                    handle(message, buffer, flights, learner.version, watch, totals)
+                continue
+            begin, version = time.monotonic(), learner.version
+            totals["begin"] = totals["begin"] or begin
+            for worker in pool.of("learner"):
+                for group in batch:
+                    pool.send(worker, "batch", *group_to_parts(group))
+            metrics = learner_step(learner, batch, config)
+            watch.event("learner", "train", begin, seconds=metrics["seconds"], version=version)
+            mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
+            watch.event("learner", "publish", version=learner.version)
+            admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
+
+            ages = [staleness(t, version) for g in batch for t in g.trajectories]
+            metrics |= {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
+            shown = {"age": f"{metrics['staleness_mean']:.1f}", "of": len(buffer.outstanding)}
+            in_flight = again + list(buffer.outstanding)
+            after_step(learner, batch, metrics, config, task, run, watch, in_flight, **shown)
+            totals["train"] += metrics["seconds"]
+    except WorkersFailed as error:
+        raise common.TrainingStopped(str(error)) from error
+    finally:
+        in_flight = again + list(buffer.outstanding)
+        state = train_sync.state_of(learner, in_flight)
+        common.save_checkpoint(run, learner.version, state)
+        pool.close()
+        mailbox.close()
+    finish(run, learner, config, watch, buffer, totals)
+
+
+def finish(run, learner, config, watch, buffer, totals) -> None:
+    """Write the summary: what only an asynchronous run can say about itself."""
+    seconds = time.monotonic() - (totals["begin"] or watch.start)
+    busy = [s["busy"] / s["alive"] for s in totals["status"].values()]
+    rate = [s["tokens"] / max(s["busy"], 1e-9) for s in totals["status"].values()]
+    record = {
+        "bound": config.max_staleness,
+        "stopped_early": learner.version < config.steps,
+        "tokens_generated": totals["tokens"],
+        "rollout_tokens_per_s": round(sum(rate)),
+        "utilization": {
+            "rollout": float(np.mean(busy or [0.0])),
+            "learner": totals["train"] / seconds,
+        },
+        "groups": {**buffer.counts, "in_flight": len(buffer.outstanding)},
+        "workers_lost": totals["lost"],
+    }
+    train_sync.summarise(run, learner, config, watch, record)
+
+
+if __name__ == "__main__":
+    common.run_main(train, __doc__)
