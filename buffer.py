@@ -206,7 +206,7 @@ def from_bytes(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     header = json.loads(head)
     if header["bytes"] != len(body) or header["checksum"] != zlib.crc32(body):
         raise ValueError(f"message of {len(body)} bytes: must have {header['bytes']}, undamaged")
-    arrays, start = {}, 0
+    arrays, start, body = {}, 0, bytearray(body)  # a copy that may be written to
     for name, (dtype, shape) in header.pop("arrays").items():
         count = int(np.prod(shape))
         arrays[name] = np.frombuffer(body, dtype, count, start).reshape(shape)

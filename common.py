@@ -65,7 +65,7 @@ class Config:
     learners: int = flag(1, "processes that train, each on its share of a batch", 1, 64)
     context: int = flag(0, "positions of the model (0: as many as the task needs)", 0, 131072)
     # generation
-    slots: int = flag(64, "sequences a generator decodes at once", 1, 4096)
+    slots: int = flag(128, "sequences a generator decodes at once", 1, 4096)
     group_size: int = flag(16, "answers to one prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "of sampling, and of the log-probs", 0.01, 100.0)
@@ -76,10 +76,10 @@ class Config:
     max_staleness: int = flag(2, "oldest experience that may be trained, in versions", 0, 1024)
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))
     # the objective
-    objective: str = flag("double_sided", "policy objective; see losses.py")
+    objective: str = flag("decoupled_ppo", "policy objective; see losses.py")
     advantage: str = flag("grpo", "advantage inside a group", choices=("grpo", "mean", "rloo"))
-    lr: float = flag(1e-3, "learning rate of AdamW", 0.0, 1.0)
-    entropy: float = flag(0.01, "weight of the entropy bonus", 0.0, 10.0)
+    lr: float = flag(5e-4, "learning rate of AdamW", 0.0, 1.0)
+    entropy: float = flag(0.003, "weight of the entropy bonus", 0.0, 10.0)
     grad_clip: float = flag(1.0, "largest gradient norm", 0.0)
     token_budget: int = flag(4096, "most tokens in a micro-batch", 1)
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy", 0.0)

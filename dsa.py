@@ -26,18 +26,18 @@ Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = H
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-QUERY_BLOCK = 256  # queries scored at once
+QUERY_BLOCK = 256  # queries scored at once ...
+TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
 GATHER_ELEMENTS = 1 << 19  # attention gathers keys for as many queries at once as fit in this
+KEEP_ELEMENTS = 1 << 23  # up to here a backward pass finds gathered keys, beyond it gathers again
 DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
-Index = tuple[Tensor, Tensor, Tensor]  # what an Indexer returns: q_index, k_index, weights
-Span = tuple[int, int, int, int]  # queries start ... stop - 1, chunks low ... high - 1
-MaybeTensor = Tensor | None
 
 
 class Tables(NamedTuple):
@@ -50,43 +50,39 @@ class Tables(NamedTuple):
     chunk_size: int  # C
     widest: int  # K, columns of the scores
     rows: int  # M
+    cached: bool  # every query has K chunks of its own, query by query
     row: Tensor  # [NC] first key row of the chunk
     pos: Tensor  # [NC] position of the chunk's first key
     len: Tensor  # [NC] key rows the chunk has (in a cache: filled or not)
     q_pos: Tensor  # [N] position of the query; -1: an empty slot, which sees nothing
     first: Tensor  # [N] id of the first chunk of the query's sequence
     past: Tensor  # [N] number of candidates = local id of the query's own chunk; -1: empty slot
-    spans: tuple[Span, ...]  # what to score together; (): a cache, every query has its own chunks
 
 
-def packed_tables(cu_seqlens: Tensor, chunk_size: int) -> Tables:
+def packed_tables(cu_seqlens: Tensor, chunk_size: int, capacity: int | None = None) -> Tables:
     """Tables for sequences packed one after the other, where query n is key row n.
 
     cu_seqlens: integer [sequences + 1], 0 first, never decreasing, the number of tokens last;
-    the tables lie on its device. Chunks start anew with every sequence.
-    Raises ValueError for other edges or a chunk size that is no power of two in 1..512.
+    the tables lie on its device. Chunks start anew with every sequence. Shapes are made for
+    sequences of `capacity` tokens, by default the longest here; with a fixed capacity a sequence's
+    result is bitwise the same whatever it is packed with, as a generator's prefill wants it.
+    Raises ValueError for other edges, a longer sequence, or a chunk size not a power of two <= 512.
     """
-    edges = _integers("cu_seqlens", cu_seqlens, chunk_size).cpu()
+    edges = _integers("cu_seqlens", cu_seqlens, chunk_size)
     lengths = edges.diff()
-    good = len(lengths) and edges[0] == 0 and edges[-1] > 0 and (lengths >= 0).all()
-    _require(good, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}")
-
+    fits = edges[0] == 0 and edges[-1] > 0 and (lengths >= 0).all()
+    _require(fits, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}")
     chunks = (lengths + chunk_size - 1) // chunk_size  # [sequences]
     before = chunks.cumsum(0) - chunks  # [sequences] chunks of earlier sequences
     owner = torch.repeat_interleave(chunks)  # [NC] sequence of a chunk
-    pos = (torch.arange(len(owner)) - before[owner]) * chunk_size
+    pos = (torch.arange(len(owner), device=edges.device) - before[owner]) * chunk_size
     size = (lengths[owner] - pos).clamp(max=chunk_size)
     sequence = torch.repeat_interleave(lengths)  # [N] sequence of a query
-    q_pos = torch.arange(len(sequence)) - edges[sequence]
-    first, past = before[sequence], q_pos // chunk_size
-
-    starts = torch.arange(0, len(q_pos), QUERY_BLOCK)
-    stops = (starts + QUERY_BLOCK).clamp(max=len(q_pos))
-    highs = (first + past)[stops - 1] + 1  # no later chunk is a candidate for the block
-    spans = zip(*(x.tolist() for x in (starts, stops, first[starts], highs)), strict=True)
-    columns = (edges[owner] + pos, pos, size, q_pos, first, past)
-    columns = (column.to(cu_seqlens.device) for column in columns)
-    return Tables(chunk_size, int(chunks.max()), len(q_pos), *columns, tuple(spans))
+    q_pos = torch.arange(len(sequence), device=edges.device) - edges[sequence]
+    columns = (edges[owner] + pos, pos, size, q_pos, before[sequence], q_pos // chunk_size)
+    widest = int(chunks.max()) if capacity is None else -(-capacity // chunk_size)
+    _require(widest >= chunks.max(), f"capacity must be >= {int(lengths.max())}, got {capacity}")
+    return Tables(chunk_size, widest, len(q_pos), False, *columns)
 
 
 def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
@@ -98,41 +94,37 @@ def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
     Raises ValueError for lengths outside 0..capacity or a bad chunk size.
     """
     lengths = _integers("lengths", lengths, chunk_size)
-    _require(isinstance(capacity, int) and capacity >= 1, f"capacity must be >= 1, got {capacity}")
-    slots = torch.arange(len(lengths), device=lengths.device)
-    pos = torch.arange(0, capacity, chunk_size, device=lengths.device)  # [K]
-    row = (slots[:, None] * capacity + pos).flatten()  # [B * K] slot by slot
-    size = (capacity - pos).clamp(max=chunk_size)
-    chunks = (row, pos.repeat(len(slots)), size.repeat(len(slots)))
-    queries = (lengths, slots * len(pos), lengths)  # advance() fills in q_pos and past
-    rows = len(slots) * capacity
-    return advance(Tables(chunk_size, len(pos), rows, *chunks, *queries, ()), lengths)
+    _require(type(capacity) is int and capacity >= 1, f"capacity must be >= 1, got {capacity!r}")
+    slots, widest = torch.arange(len(lengths), device=lengths.device), -(-capacity // chunk_size)
+    pos = torch.arange(0, capacity, chunk_size, device=lengths.device).repeat(len(slots))
+    row = pos + slots.repeat_interleave(widest) * capacity  # [B * K] slot by slot
+    columns = (row, pos, (capacity - pos).clamp(max=chunk_size), lengths, slots * widest, lengths)
+    return advance(Tables(chunk_size, widest, len(slots) * capacity, True, *columns), lengths)
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
     """Moves cache tables to new lengths, integer [B], without building the chunks again."""
     lengths = _integers("lengths", lengths, tables.chunk_size)
-    capacity = tables.rows // max(1, len(tables.first))
-    good = not tables.spans and lengths.shape == tables.first.shape and len(lengths)
-    good = good and ((lengths >= 0) & (lengths <= capacity)).all()
-    _require(good, f"lengths must be in 0..{capacity}, one per slot, got {lengths.tolist()}")
+    capacity = tables.rows // len(tables.first)
+    fits = tables.cached and len(lengths) == len(tables.first)
+    fits = fits and lengths.clamp(0, capacity).equal(lengths)
+    _require(fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}")
     q_pos = lengths - 1
     return tables._replace(q_pos=q_pos, past=q_pos.div(tables.chunk_size, rounding_mode="floor"))
 
 
-def chunk_means(k: Tensor, tables: Tables, chunks: MaybeTensor = None) -> Tensor:
-    """Mean key of every chunk, or of the given ones.
+def chunk_means(k: Tensor, tables: Tables, chunks=...) -> Tensor:
+    """Mean key of every chunk, or of the `chunks` given.
 
     k [M, H, D], chunks int64 [c] -> [c or NC, H, D] (half precision: float32). Means of complete
     chunks never change: a decoder keeps them (`update_means`) and does not read its cache again.
+    At C = 1 the keys are their own means and need no copy.
     """
-    chunks = slice(None) if chunks is None else chunks
     row, size = tables.row[chunks], tables.len[chunks, None]
     offset = torch.arange(tables.chunk_size, device=k.device)
     rows = row[:, None] + torch.minimum(offset, size - 1)  # [c, C]
-    keys = k.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # [c, C, H, D]
-    keys = keys.to(_work(k)).masked_fill((offset >= size)[..., None, None], 0)
-    return keys.sum(1) / size[..., None]
+    keys = _gather(k, rows)  # [c, C, H, D]
+    return keys.masked_fill((offset >= size)[..., None, None], 0).sum(1) / size[..., None]
 
 
 def update_means(means: Tensor, k: Tensor, tables: Tables) -> None:
@@ -145,7 +137,7 @@ def update_means(means: Tensor, k: Tensor, tables: Tables) -> None:
     means[own] = chunk_means(k, tables, own)
 
 
-def mean_scores(q: Tensor, k: Tensor, tables: Tables, means: MaybeTensor = None) -> Tensor:
+def mean_scores(q: Tensor, k: Tensor, tables: Tables, means: Tensor | None = None) -> Tensor:
     """Scores without parameters: the group's summed query times the mean key of a chunk.
 
     q [N, Hq, D], k [M, Hkv, D], means as from `chunk_means` (default: computed) -> [N, Hkv, K]
@@ -156,16 +148,17 @@ def mean_scores(q: Tensor, k: Tensor, tables: Tables, means: MaybeTensor = None)
     """
     _check_tensors(q, k, tables)
     means = chunk_means(k, tables) if means is None else means
-    q_group = q.to(_work(q)).unflatten(1, (k.shape[1], -1)).sum(2)  # [N, Hkv, D]
+    group = _work(q).unflatten(1, (k.shape[1], -1)).sum(2)  # [N, Hkv, D]
 
-    def score(part, keys: Tensor) -> Tensor:
-        return torch.einsum("...qhd,...chd->...qhc", q_group[part], keys)
+    def score(keys, group):  # always contiguous: other strides, other rounding
+        group, keys = (x.transpose(1, 2).contiguous() for x in (group, keys))  # [t, Hkv, .., D]
+        return (group @ keys.mT).transpose(1, 2)
 
-    return _local_scores(score, means, tables)
+    return _local_scores(score, means, tables, group)
 
 
 def index_scores(
-    q_index: Tensor, k_index: Tensor, weights: Tensor, tables: Tables, means: MaybeTensor = None
+    q_index: Tensor, k_index: Tensor, weights: Tensor, tables: Tables, means: Tensor | None = None
 ) -> Tensor:
     """Lightning indexer I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s]) (DeepSeek-V3.2-Exp report).
 
@@ -176,35 +169,44 @@ def index_scores(
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     _check_tensors(q_index, k_index[..., None, :], tables, weights)
-    fits = weights.shape == q_index.shape[:2]
-    _require(fits, f"weights must be {list(q_index.shape[:2])}, got {list(weights.shape)}")
+    _require(weights.shape == q_index.shape[:2], f"weights must be {list(q_index.shape[:2])}")
     means = chunk_means(k_index[:, None], tables) if means is None else means
-    q_index, weights = q_index.to(_work(q_index)), weights.to(_work(weights))
 
-    def score(part, keys: Tensor) -> Tensor:
-        hits = torch.einsum("...qje,...ce->...qjc", q_index[part], keys.squeeze(-2)).relu()
-        return torch.einsum("...qjc,...qj->...qc", hits, weights[part])[..., None, :]
+    def score(keys, q, w):
+        hits = torch.einsum("tqje,tce->tqjc", q, keys.squeeze(2)).relu()
+        return torch.einsum("tqjc,tqj->tqc", hits, w)[:, :, None]
 
-    return _local_scores(score, means, tables)
+    return _local_scores(score, means, tables, _work(q_index), _work(weights))
 
 
-def _local_scores(score: Callable, means: Tensor, tables: Tables) -> Tensor:
-    """Scores every query against its own sequence; score(part of the queries, keys [.., c, H, D])
-    -> [.., queries, heads, c]. Nothing N x NC is ever held."""
+def _local_scores(score: Callable, means: Tensor, tables: Tables, *queries: Tensor) -> Tensor:
+    """Scores every query with the chunks of its own sequence, as one product per tile of queries:
+    score(keys [t, K, H, D], queries [t, TILE, ...]) -> [t, TILE, Hs, K]. The place of a query in
+    its tile is given by its position, so its score does not depend on what else is packed."""
     _require(len(means) == len(tables.row), f"means must have {len(tables.row)} rows")
-    local = torch.arange(tables.widest, device=means.device)
-    if tables.spans:
-        parts = []
-        for start, stop, low, high in tables.spans:
-            scores = score(slice(start, stop), means[low:high])  # [queries, heads, high - low]
-            # Neighbours of other sequences shared the product; now columns become local ids.
-            column = tables.first[start:stop, None] - low + local
-            column = column.clamp(max=high - low - 1)[:, None].expand(-1, scores.shape[1], -1)
-            parts.append(scores.gather(-1, column))
-        scores = torch.cat(parts)
-    else:  # a cache: slot b owns chunks b * K ... b * K + K - 1
-        scores = score((slice(None), None), means.unflatten(0, (-1, tables.widest))).squeeze(1)
-    return scores.masked_fill((local >= tables.past[:, None])[:, None], float("-inf"))
+    local, parts = torch.arange(tables.widest, device=means.device), []
+    for part, block in _blocks(tables):
+        if tables.cached:  # slot b owns chunks b * K ... b * K + K - 1 and is a tile of one query
+            by_slot = means.unflatten(0, (-1, tables.widest))
+            scores = score(by_slot, *(x[:, None] for x in queries)).squeeze(1)
+        else:
+            opens = block.q_pos % TILE == 0
+            opens[0] = True  # a block may begin inside a tile
+            cell = (opens.cumsum(0) - 1) * TILE + block.q_pos % TILE  # [n] place in all tiles
+            chunks = (block.first[opens, None] + local).clamp(max=len(means) - 1)  # [t, K]
+            rows = cell.new_zeros(len(chunks), TILE)  # unused places compute in vain
+            rows.view(-1)[cell] = torch.arange(len(cell), device=cell.device)
+            scores = score(_gather(means, chunks), *(_gather(x[part], rows) for x in queries))
+            scores = scores.flatten(0, 1).index_select(0, cell)
+        parts.append(scores.masked_fill(local >= block.past[:, None, None], float("-inf")))
+    return torch.cat(parts)  # [N, Hs, K]
+
+
+def _blocks(tables: Tables, step: int = 0) -> Iterator[tuple[slice, Tables]]:
+    """Splits the queries; without a step so that scores stay small, where a cache is one block."""
+    step = step or (len(tables.q_pos) if tables.cached else QUERY_BLOCK)
+    for part in (slice(start, start + step) for start in range(0, len(tables.q_pos), step)):
+        yield part, Tables(*tables[:7], *(column[part] for column in tables[7:]))
 
 
 @torch.no_grad()
@@ -230,8 +232,7 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> tuple[Tensor, Tens
     bits = (scores.float() + 0.0).view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     key = (order << 32) + (0xFFFFFFFF - local)
-    limits = torch.iinfo(torch.int64)
-    key = key.masked_fill(local > past, limits.min).masked_fill(local == past, limits.max)
+    key = key.masked_fill(local > past, -(1 << 63)).masked_fill(local == past, (1 << 63) - 1)
 
     best = key.topk(min(top_k, width), dim=-1).indices  # [N, Hs, S]
     count = (past + 1).clamp(max=top_k).expand(-1, scores.shape[1], -1)  # [N, Hs, 1]
@@ -241,34 +242,21 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def select_chunks(
-    q: Tensor, k: Tensor, tables: Tables, top_k: int, index: Index | None = None, means=None
+    q: Tensor, k: Tensor, tables: Tables, top_k: int, index=None, means: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Scores and selects block by block: memory linear in N, where all scores are N x K.
 
     Scores are `index_scores(*index)`, or `mean_scores` when index is None; `means` as there.
     Returns (sel, count) of `top_chunks`. Selection has no gradient.
     """
-    if means is None:
-        means = chunk_means(k if index is None else index[1][:, None], tables)
-    sels, counts = [], []
-    for part, block in _query_blocks(tables):
-        if index is None:
-            scores = mean_scores(q[part], k, block, means)
-        else:
-            scores = index_scores(index[0][part], index[1], index[2][part], block, means)
-        sel, count = top_chunks(scores, block, top_k)
-        sels.append(sel)
-        counts.append(count)
-    return torch.cat(sels), torch.cat(counts)
-
-
-def _query_blocks(tables: Tables) -> Iterator[tuple[slice, Tables]]:
-    if not tables.spans:
-        yield slice(None), tables
-    for start, stop, low, high in tables.spans:
-        part = slice(start, stop)
-        queries = (tables.q_pos[part], tables.first[part], tables.past[part])
-        yield part, Tables(*tables[:6], *queries, ((0, stop - start, low, high),))
+    q, k, *weights = (q, k) if index is None else index
+    score = mean_scores if index is None else index_scores
+    means = chunk_means(k if index is None else k[:, None], tables) if means is None else means
+    picks = []
+    for part, block in _blocks(tables):
+        scores = score(q[part], k, *(w[part] for w in weights), block, means)
+        picks.append(top_chunks(scores, block, top_k))
+    return tuple(torch.cat(column) for column in zip(*picks, strict=True))
 
 
 def sparse_attention(
@@ -279,83 +267,41 @@ def sparse_attention(
     q [N, Hq, D], k and v [M, Hkv, D] of one dtype (float64, float32, bfloat16, float16),
     sel int64 [N, Hkv or 1, S] of global chunk ids, -1 = none -> [N, Hq, D]; a query that sees
     nothing gets 0. scale defaults to D ** -0.5. Only selected keys are read, a block of queries
-    at a time; the backward pass gathers them again rather than keep S * C keys per query.
+    at a time. With gradients and many keys (KEEP_ELEMENTS) the backward pass gathers again
+    rather than keep S * C keys per query: linear memory for 1.4 times the time.
     Raises ValueError for a duplicate or foreign chunk id and for inputs that do not fit.
     """
     _check_tensors(q, k, tables, v)
     _require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
     _check_selection(sel, tables, k.shape[1])
-    return _GatheredAttention.apply(q, k, v, sel, tables, scale or q.shape[-1] ** -0.5)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # per query
+    again = torch.is_grad_enabled() and len(q) * gathered > KEEP_ELEMENTS
+    attend = partial(checkpoint, _attend, use_reentrant=False) if again else _attend
+    blocks = _blocks(tables, max(1, GATHER_ELEMENTS // gathered))
+    return torch.cat([attend(q[part], k, v, sel[part], block, scale) for part, block in blocks])
 
 
-class _GatheredAttention(torch.autograd.Function):
-    """Autograd would save every gathered key and add a full-size gradient of k per block."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sel, tables, scale):
-        ctx.save_for_backward(q, k, v, sel)
-        ctx.tables, ctx.scale = tables, scale
-        out = torch.empty_like(q)
-        for part, rows, hidden in _gather_blocks(k, sel, tables):
-            out[part] = _attend(q[part], _gather(k, rows), _gather(v, rows), hidden, scale)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, k, v, sel = ctx.saved_tensors
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=_work(x)).flatten(0, 1) for x in (k, v))
-        for part, rows, hidden in _gather_blocks(k, sel, ctx.tables):
-            inputs = (q[part].to(_work(q)), _gather(k, rows), _gather(v, rows))
-            inputs = tuple(x.detach().requires_grad_() for x in inputs)
-            with torch.enable_grad():
-                out = _attend(*inputs, hidden, ctx.scale)
-            dq[part], dkeys, dvalues = torch.autograd.grad(out, inputs, grad[part].to(out.dtype))
-            dk.index_add_(0, rows.flatten(), dkeys.flatten(0, 2))
-            dv.index_add_(0, rows.flatten(), dvalues.flatten(0, 2))
-        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None, None
-
-
-def _gather_blocks(k: Tensor, sel: Tensor, tables: Tables) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields queries, their rows [n, Hkv, S * C] in k.flatten(0, 1), hidden [n, Hs, 1, S * C]."""
-    head = torch.arange(k.shape[1], device=k.device)[:, None]
-    offset = torch.arange(tables.chunk_size, device=k.device)
-    size = GATHER_ELEMENTS // (k[0].numel() * sel.shape[-1] * tables.chunk_size)
-    for part in (slice(i, i + max(1, size)) for i in range(0, len(sel), max(1, size))):
-        chunk = sel[part, ..., None].clamp(min=0)  # [n, Hs, S, 1]
-        q_pos = tables.q_pos[part, None, None, None]
-        visible = (sel[part, ..., None] >= 0) & (offset < tables.len[chunk])
-        visible = visible & (tables.pos[chunk] + offset <= q_pos)  # [n, Hs, S, C]
-        # What is hidden is not read: its lanes get the first key of the query's own chunk, which
-        # every query may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
-        own = tables.row[tables.first[part] + tables.past[part].clamp(min=0)]
-        rows = torch.where(visible, tables.row[chunk] + offset, own[:, None, None, None])
-        yield part, rows.flatten(2) * len(head) + head, ~visible.flatten(2)[:, :, None]
-
-
-def _gather(x: Tensor, rows: Tensor) -> Tensor:  # [M, Hkv, D], [n, Hkv, S * C]
-    x = x.flatten(0, 1).index_select(0, rows.flatten())
-    return x.to(_work(x)).unflatten(0, rows.shape)  # [n, Hkv, S * C, D]
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float) -> Tensor:
-    q = q.to(_work(q)).unflatten(1, (keys.shape[1], -1)) * scale  # [n, Hkv, G, D]
-    logits = (q @ keys.mT).masked_fill(hidden, torch.finfo(keys.dtype).min)
-    out = logits.softmax(-1) @ values  # [n, Hkv, G, D]
-    return out.masked_fill(hidden.all(-1, keepdim=True), 0).flatten(1, 2)
+def _attend(q, k, v, sel, tables: Tables, scale: float) -> Tensor:
+    offset = torch.arange(tables.chunk_size, device=q.device)
+    chunk = sel.clamp(min=0)[..., None]  # [n, Hs, S, 1]
+    visible = (sel >= 0)[..., None] & (offset < tables.len[chunk])
+    visible &= tables.pos[chunk] + offset <= tables.q_pos[:, None, None, None]  # [n, Hs, S, C]
+    # What is hidden is not read: its lanes get the first key of the query's own chunk, which
+    # every query may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
+    own = tables.row[tables.first + tables.past.clamp(min=0)]
+    rows = torch.where(visible, tables.row[chunk] + offset, own[:, None, None, None]).flatten(2)
+    rows = rows * k.shape[1] + torch.arange(k.shape[1], device=k.device)[:, None]  # [n, Hkv, S * C]
+    keys, values = (_gather(x.flatten(0, 1), rows) for x in (k, v))  # [.., S * C, D]
+    hidden = ~visible.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
+    logits = _work(q).unflatten(1, (k.shape[1], -1)) * scale @ keys.mT  # [n, Hkv, G, S * C]
+    chance = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
+    out = (chance @ values).masked_fill(hidden.all(-1, keepdim=True), 0)
+    return out.flatten(1, 2).to(q.dtype)
 
 
 def dsa_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Tables,
-    top_k: int,
-    scores: MaybeTensor = None,
-    index: Index | None = None,
-    means: MaybeTensor = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tables: Tables, top_k: int, scores=None, index=None, means=None
 ) -> Tensor:
     """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
 
@@ -367,7 +313,7 @@ def dsa_attention(
         sel, _ = select_chunks(q, k, tables, top_k, index, means)
     else:
         sel, _ = top_chunks(scores, tables, top_k)
-    return sparse_attention(q, k, v, sel, tables, scale)
+    return sparse_attention(q, k, v, sel, tables)
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
@@ -376,11 +322,10 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
     x [N, H, R], positions [N] -> [N, H, R]. DeepSeek-V3.2-Exp's README warns that its indexer
     needs this layout, unlike its attention.
     """
-    half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = positions[:, None, None] * rates  # [N, 1, R / 2]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
+    step = torch.arange(left.shape[-1], device=x.device, dtype=torch.float32) / left.shape[-1]
+    angle = positions[:, None, None] * base**-step  # [N, 1, R / 2]
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
@@ -394,29 +339,32 @@ class Indexer(nn.Module):
 
     def __init__(self, width: int, heads=4, head_width=32, rotary=None, rotate=rotate):
         super().__init__()
-        rotary = head_width // 4 * 2 if rotary is None else rotary
-        good = min(width, heads, head_width) >= 1 and 0 <= rotary <= head_width and rotary % 2 == 0
-        _require(good, "width, heads, head_width must be >= 1, rotary even in 0..head_width")
-        self.heads, self.rotary, self.rotate = heads, rotary, rotate
+        self.heads, self.rotate = heads, rotate
+        self.rotary = head_width // 4 * 2 if rotary is None else rotary
         self.query = nn.Linear(width, heads * head_width, bias=False)
         self.key = nn.Linear(width, head_width, bias=False)
         self.key_norm = nn.LayerNorm(head_width, eps=1e-6)
         self.weight = nn.Linear(width, heads, bias=False)
-        self.scale = (heads * head_width) ** -0.5  # J^-1/2 for the sum, E^-1/2 for the product
 
-    def forward(self, hidden: Tensor, positions: Tensor) -> Index:
-        """hidden [N, width], positions [N] -> q_index [N, J, E], k_index [N, E], weights [N, J]."""
+    def forward(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [N, width], positions [N] -> q_index [N, J, E], k_index [N, E], weights [N, J].
+
+        The weights are scaled by J^-1/2 (a sum over heads) and E^-1/2 (a product of width E).
+        """
         q = self.query(hidden).unflatten(-1, (self.heads, -1))  # [N, J, E]
-        k = self.key_norm(self.key(hidden))[:, None]  # [N, 1, E]
+        both = torch.cat([q, self.key_norm(self.key(hidden))[:, None]], dim=1)  # [N, J + 1, E]
         if self.rotary:
-            still, both = self.rotary, torch.cat([q, k], dim=1)  # [N, J + 1, E]
-            turned = self.rotate(both[..., :still], positions)
-            q, k = torch.cat([turned, both[..., still:]], dim=-1).split([self.heads, 1], dim=1)
-        return q, k[:, 0], self.weight(hidden) * self.scale
+            turned = self.rotate(both[..., : self.rotary], positions)
+            both = torch.cat([turned, both[..., self.rotary :]], dim=-1)
+        return both[:, :-1], both[:, -1], self.weight(hidden) * self.query.out_features**-0.5
 
 
-def _work(x: Tensor) -> torch.dtype:  # half precision is stored and gathered, never computed in
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _work(x: Tensor) -> Tensor:  # half precision is stored and gathered, never computed in
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _gather(x: Tensor, rows: Tensor) -> Tensor:  # index_select: x[rows] is 2 to 8 times slower
+    return _work(x.index_select(0, rows.flatten())).unflatten(0, rows.shape)
 
 
 def _require(condition: object, message: str) -> None:
@@ -428,7 +376,8 @@ def _integers(name: str, values: Tensor, chunk_size: int) -> Tensor:
     power = type(chunk_size) is int and 1 <= chunk_size <= 512 and chunk_size.bit_count() == 1
     _require(power, f"chunk_size must be a power of two from 1 to 512, got {chunk_size!r}")
     good = isinstance(values, Tensor) and values.dtype in (torch.int32, torch.int64)
-    _require(good and values.dim() == 1, f"{name} must be a 1-D int32 or int64 tensor")
+    good = good and values.dim() == 1 and len(values) > 0
+    _require(good, f"{name} must be a 1-D int32 or int64 tensor that is not empty")
     return values.long()
 
 
@@ -436,30 +385,22 @@ def _check_tensors(q: Tensor, k: Tensor, tables: Tables, *others: Tensor) -> Non
     """Queries [N, Hq, D] and keys [M, Hkv, D] must fit each other and the tables."""
     n, m, every = len(tables.q_pos), tables.rows, (q, k, *others)
     _require(q.dim() == 3 and len(q) == n, f"q must be [{n}, heads, width], got {list(q.shape)}")
-    fits = k.dim() == 3 and len(k) == m and k.shape[2] == q.shape[2]
-    _require(fits, f"k must be [{m}, heads, {q.shape[2]}], got {list(k.shape)}")
-    fits = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-    _require(fits, f"q heads must be a multiple of k heads, got {q.shape[1]} and {k.shape[1]}")
-    dtypes = {x.dtype for x in every}
-    good = len(dtypes) == 1 and dtypes <= DTYPES
-    _require(good, f"dtype must be one of {DTYPES} for all tensors, got {dtypes}")
-    devices = {x.device for x in (*every, tables.row)}
+    fits = k.dim() == 3 and len(k) == m and k.shape[2] == q.shape[2] and k.shape[1] > 0
+    fits = fits and q.shape[1] % k.shape[1] == 0
+    _require(fits, f"k must be [{m}, divisor of {q.shape[1]}, {q.shape[2]}], got {list(k.shape)}")
+    dtypes, devices = {x.dtype for x in every}, {x.device for x in (*every, tables.row)}
+    _require(len(dtypes) == 1 and dtypes <= DTYPES, f"dtype must be one of {DTYPES}, got {dtypes}")
     _require(len(devices) == 1, f"device must be the tables' for all tensors, got {devices}")
 
 
 def _check_selection(sel: Tensor, tables: Tables, heads: int) -> None:
     """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""
-    n, device = len(tables.q_pos), tables.row.device
-    fits = sel.dim() == 3 and len(sel) == n and sel.shape[1] in (1, heads) and sel.shape[2] > 0
-    fits = fits and sel.dtype == torch.int64 and sel.device == device
-    found = f"{sel.dtype} {list(sel.shape)} on {sel.device}"
-    _require(fits, f"sel must be int64 [{n}, {heads} or 1, chunks] on {device}, got {found}")
-    low = tables.first[:, None, None]
-    foreign = ((sel < low) | (sel > low + tables.past[:, None, None])) & (sel != -1)
-    order = sel.sort(-1).values
-    twice = (order[..., 1:] == order[..., :-1]) & (order[..., 1:] >= 0)
-    for bad, wanted in ((foreign, "ids of the query's own past or -1"), (twice, "unique ids")):
-        if bad.any():
-            query, head = bad.any(-1).nonzero()[0].tolist()
-            ids = sel[query, head].tolist()
-            raise ValueError(f"sel must hold {wanted}; query {query}, head {head} has {ids}")
+    n, kind = len(tables.q_pos), (sel.dtype, sel.device, sel.dim())
+    fits = kind == (torch.int64, tables.row.device, 3) and sel.shape[:2] in ((n, 1), (n, heads))
+    _require(fits and sel.numel(), f"sel must be int64 [{n}, {heads} or 1, S], got {list(sel.shape)}")
+    low, order = tables.first[:, None, None], sel.sort(-1).values
+    foreign = (order != -1) & ((order < low) | (order > low + tables.past[:, None, None]))
+    foreign[..., 1:] |= (order[..., 1:] == order[..., :-1]) & (order[..., 1:] >= 0)
+    wrong = foreign.any(-1).nonzero().tolist()[:1]  # the first [query, head]
+    ids = [sel[query, head].tolist() for query, head in wrong]
+    _require(not wrong, f"sel must hold unique ids a query may see, or -1; {wrong} has {ids}")

@@ -54,8 +54,8 @@ SPECIAL = ("<|end|>", "<|pad|>")
 
 # tiktoken silently drops text that its pattern does not match, hence the last alternative. Only
 # numbers 0..99 after a space are one piece; every other digit stands alone, so that the tasks on
-# digits cost one token each. A word is cut at 32 letters: merging is quadratic in the piece.
-PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}{1,32}|(?s:.)"
+# digits cost one token per digit.
+PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}+|(?s:.)"
 
 
 def load_tokenizer(path: str | Path = VOCABULARY) -> tiktoken.Encoding:
@@ -361,8 +361,9 @@ def make_task(spec: str, seed: int = 0) -> Task:
 def _guess_task(seed: int) -> Task:
     numbers = tuple(encode("".join(f" {n}" for n in range(GUESS_RANGE))))
     shape = {"max_turns": GUESS_TURNS, "observation_tokens": 1, "eval_size": GUESS_RANGE}
+    goal = {"solved": 1 - GUESS_TURNS / 10, "steps": 250}
     reset = partial(_guess_reset, seed)
-    return Task("guess", reset, _guess_step, numbers, 1, 1, stop=frozenset(), **shape)
+    return Task("guess", reset, _guess_step, numbers, 1, 1, stop=frozenset(), **shape, **goal)
 
 
 def _digits_task(spec: str, kind: str, size: int, seed: int) -> Task:

@@ -354,7 +354,9 @@ class Generator:
 
 def generate(generator: Generator, groups: list[Group]) -> list[Group]:
     """Run groups to their end and return them sorted by id: the synchronous use."""
+    newest = generator.new_weights[0] if generator.new_weights else generator.version
     for group in groups:
+        assert group.start <= newest, f"group starts at version {group.start}, weights are {newest}"
         generator.submit(group)
     while generator.busy:
         if not generator.step():

@@ -13,6 +13,7 @@ through the mailbox. The learner lives in the parent process, so nothing lies be
 the weights that it changes.
 """
 
+import atexit
 import time
 from pathlib import Path
 
@@ -38,7 +39,9 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
     model = train_sync.make_model(config, task).on(device)
     generator = train_sync.make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox, born, span = Mailbox(model.flat.numel(), mailbox_name), time.monotonic(), None
+    born, span = time.monotonic(), None
+    mailbox = Mailbox(model.flat.numel(), mailbox_name)
+    atexit.register(mailbox.close)
 
     while True:
         message = line.receive(0.0 if generator.busy else 0.02)
@@ -173,7 +176,8 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
         totals["status"][name] = group_header["status"]
         for at, what, group_id, at_version, size in group_header["events"]:
-            watch.event(name, what, at, group=group_id, version=at_version, size=size)
+            amount = {"seconds": size} if what == "generate" else {"size": size}
+            watch.event(name, what, at, group=group_id, version=at_version, **amount)
         seconds = header["seconds"]
         watch.event(worker.name, "score", header["began"], group=group.group_id, seconds=seconds)
     elif kind == "lost":

@@ -129,7 +129,9 @@ def test_the_hash_follows_the_content_and_nothing_is_cached(tmp_path):
     path.write_bytes(b"".join(lines[:-1]))
     second = reward.load_tokenizer(path)
     assert second.n_vocab == 511, "the old vocabulary came back"
-    assert reward.tokenizer_hash(second) != reward.tokenizer_hash(first)
+    path.write_bytes(b"".join([*lines[:-2], b"YWNr 508\n", b"dGVy 509\n"]))
+    third = reward.load_tokenizer(path)  # two tokens have changed places
+    assert len({reward.tokenizer_hash(encoding) for encoding in (first, second, third)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -346,6 +348,8 @@ def test_jsonl_splits_without_overlap_and_shows_every_line_once_per_epoch(tmp_pa
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
     assert set(epochs[0]) | {p["answer"] for p in held} == {row["answer"] for row in rows}
     assert len(set(epochs[0])) == 45
+    task.reset(0, "eval")["answer"] = "spoilt by the caller"
+    assert task.reset(0, "eval") == {"prompt": "q9", "answer": "a9"}
     clone = pickle.loads(pickle.dumps(task))
     assert clone.reset(7, "train") == task.reset(7, "train")
 
@@ -365,6 +369,7 @@ def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
     assert numeric.turn_tokens == 50 and numeric.context == 54
     assert numeric.step(problem, ["I say 3, no: 4/2."]).reward == 1
     assert numeric.step(problem, ["2, or 3"]).reward == 0
+    assert numeric.step({"prompt": "p", "answer": "two"}, ["two"]).reward == 0, "no number at all"
     assert make_task(f"jsonl:{path}:exact").step(problem, ["4/2"]).reward == 0
     assert make_task(f"jsonl:{path}:9").turn_tokens == 9
 
