@@ -6,19 +6,54 @@
 Left out: training itself (the trainers are run as commands, exactly as a user would).
 """
 
+import json
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 
 import common
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
 # colour-blind safe (Okabe & Ito, 2008)
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
+
+
+def summarise(run: Path, facts: dict) -> str:
+    """Write summary.json from a run's metrics and `facts`, draw its pictures; returns the verdict.
+
+    The verdict has three lines: before and after, what it took, where the files are.
+    """
+    rows = common.read_lines(run / "metrics.jsonl")
+    before, *_, after = [row["eval"] for row in rows if "eval" in row] * 2
+    steps = [row for row in rows if "seconds" in row]
+    total = {key: sum(row[key] for row in steps) for key in ("samples", "tokens", "seconds")}
+    age = {
+        "max": max((row["staleness_max"] for row in steps), default=0),
+        "mean": float(np.mean([row["staleness_mean"] for row in steps] or [0.0])),
+        "bound": facts.pop("staleness_bound"),
+    }
+    summary = {
+        **facts,
+        "eval_metric": "share of held-out problems solved by greedy decoding",
+        "eval_before": before["solved"],
+        "eval_after": after["solved"],
+        "eval": {"before": before, "after": after},
+        "samples": total["samples"],
+        "tokens_trained": int(total["tokens"]),
+        "learner_tokens_per_s": round(total["tokens"] / max(total["seconds"], 1e-9)),
+        "reference_share": float(np.mean([row["reference_share"] for row in steps] or [0.0])),
+        "staleness": age,
+        "machine": common.describe_machine(),
+    }
+    (run / "summary.json").write_text(json.dumps(summary, indent=1))
+    draw_run(run)
+    return (
+        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the held-out problems, reward "
+        f"{before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
+        f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
+        f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
+        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
+    )
 
 
 def draw_run(run: Path) -> None:
@@ -27,8 +62,19 @@ def draw_run(run: Path) -> None:
     draw_timeline(run)
 
 
+def canvas():
+    """matplotlib.pyplot without a screen; imported late, because a worker never draws."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
 def draw_reward(run: Path) -> None:
-    """Reward, held-out score, staleness and learning rate against wall-clock time."""
+    """Reward, held-out score and staleness against wall-clock time."""
+    plt = canvas()
     rows = common.read_lines(run / "metrics.jsonl")
     steps = [r for r in rows if "reward" in r]
     if not steps:
@@ -43,12 +89,14 @@ def draw_reward(run: Path) -> None:
     top.set_ylabel("score (1 = best)")
     top.set_ylim(-0.02, 1.05)
     top.legend(loc="lower right")
-    top.set_title(f"{run.name}: reward while it learns")
+    config = json.loads((run / "config.json").read_text())
+    top.set_title(f"{config['task']}, {config['mode']}: it learns while it generates")
     age = [r["staleness_mean"] for r in steps]
     bottom.plot(t, age, color=GREEN, lw=1, label="mean")
     bottom.plot(t, [r["staleness_max"] for r in steps], color=PURPLE, lw=1, label="oldest token")
     bottom.set_ylabel("staleness\n(versions)")
     bottom.set_xlabel("wall-clock time (s)")
+    bottom.set_ylim(-0.1, 1.5 * max(1, max(r["staleness_max"] for r in steps)))
     bottom.legend(loc="upper right", ncol=2, fontsize=8)
     for axis in (top, bottom):
         axis.grid(alpha=0.3)
@@ -63,6 +111,7 @@ def draw_timeline(run: Path, steps: int = 8) -> None:
     trained = [e for e in spans if e["kind"] == "train"]
     if not trained:
         return
+    plt = canvas()
     first = max(0, (len(trained) - steps) // 2)
     window = trained[first : first + steps]
     left, right = window[0]["t"], window[-1]["t"] + window[-1]["seconds"]
@@ -71,7 +120,7 @@ def draw_timeline(run: Path, steps: int = 8) -> None:
     seen = [e for e in spans if e["t"] < right and e["t"] + e["seconds"] > left]
     figure, axis = plt.subplots(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")
     colours = plt.get_cmap("cividis", high - low + 3)
-    norm = matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
+    norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
     for e in seen:
         y, start = rows.index(e["process"]), max(e["t"], left)
         width = min(e["t"] + e["seconds"], right) - start
@@ -80,14 +129,22 @@ def draw_timeline(run: Path, steps: int = 8) -> None:
         if e["kind"] == "train" and width > 0.04 * (right - left):
             middle = (start - left + width / 2) * 1e3
             white = norm(e["version"]) < colours.N / 2
-            axis.text(middle, y, f"v{e['version']}", ha="center", va="center", fontsize=8,
-                      color="white" if white else "black")
+            axis.text(
+                middle,
+                y,
+                f"v{e['version']}",
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if white else "black",
+            )
     axis.set_yticks(range(len(rows)), rows)
     axis.invert_yaxis()
     axis.set_xlim(0, (right - left) * 1e3)
     axis.set_xlabel(f"time (ms) since {left:.1f} s after the start; blank = idle, grey = verifying")
-    axis.set_title(f"{run.name}: {len(window)} learner steps")
-    scale = matplotlib.cm.ScalarMappable(norm, colours)
+    config = json.loads((run / "config.json").read_text())
+    axis.set_title(f"{config['task']}, {config['mode']}: who works, and with which policy version")
+    scale = plt.cm.ScalarMappable(norm, colours)
     figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
     figure.savefig(run / "timeline.png", dpi=120)
     plt.close(figure)

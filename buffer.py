@@ -64,6 +64,15 @@ class Group:
     trajectories: list[Trajectory] = field(default_factory=list)
 
 
+def apply_verdicts(group: Group, verdicts: list[tuple]) -> None:
+    """Write (reward, turn rewards, error or None) into a group's trajectories, in order; a failed
+    verification marks its trajectory, unless the environment had failed before."""
+    for trajectory, (value, turn_rewards, error) in zip(group.trajectories, verdicts, strict=True):
+        trajectory.reward, trajectory.turn_rewards = value, list(turn_rewards)
+        if error and not trajectory.failed:
+            trajectory.finish = error.split(":")[0]
+
+
 def staleness(trajectory: Trajectory, version: int) -> int:
     """Versions between the oldest generated token and the version that trains it (>= 0)."""
     return max(0, version - trajectory.oldest)

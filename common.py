@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 FORMAT = 1  # version of the checkpoint format
 
 
@@ -59,7 +60,7 @@ class Config:
     top_k: int = flag(8, "dsa: chunks a query attends to", 1)
     # machines
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
-    threads: int = flag(0, "CPU threads of each process (0: share the cores out)", 0, 1024)
+    threads: int = flag(1, "CPU threads of each process (0: share the cores out)", 0, 1024)
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
     reward_workers: int = flag(1, "processes that verify", 1, 64)
     learners: int = flag(1, "processes that train, each on its share of a batch", 1, 64)
@@ -76,7 +77,7 @@ class Config:
     max_staleness: int = flag(2, "oldest experience that may be trained, in versions", 0, 1024)
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))
     # the objective
-    objective: str = flag("decoupled_ppo", "policy objective; see losses.py")
+    objective: str = flag("decoupled_ppo", "policy objective (losses.py)", choices=OBJECTIVES)
     advantage: str = flag("grpo", "advantage inside a group", choices=("grpo", "mean", "rloo"))
     lr: float = flag(5e-4, "learning rate of AdamW", 0.0, 1.0)
     entropy: float = flag(0.003, "weight of the entropy bonus", 0.0, 10.0)

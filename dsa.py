@@ -397,7 +397,9 @@ def _check_selection(sel: Tensor, tables: Tables, heads: int) -> None:
     """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""
     n, kind = len(tables.q_pos), (sel.dtype, sel.device, sel.dim())
     fits = kind == (torch.int64, tables.row.device, 3) and sel.shape[:2] in ((n, 1), (n, heads))
-    _require(fits and sel.numel(), f"sel must be int64 [{n}, {heads} or 1, S], got {list(sel.shape)}")
+    _require(
+        fits and sel.numel(), f"sel must be int64 [{n}, {heads} or 1, S], got {list(sel.shape)}"
+    )
     low, order = tables.first[:, None, None], sel.sort(-1).values
     foreign = (order != -1) & ((order < low) | (order > low + tables.past[:, None, None]))
     foreign[..., 1:] |= (order[..., 1:] == order[..., :-1]) & (order[..., 1:] >= 0)

@@ -244,6 +244,23 @@ class GPT(nn.Module):
         return F.linear(hidden, weight if alphabet is None else weight[alphabet])
 
 
+def generated_logprobs(
+    model: GPT, packed: Packed, rows: Tensor, alphabet: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [M] and entropies [M] of the tokens at `rows` [M] of a packed batch, with gradient.
+
+    Row r is predicted by row r - 1, so no row may be the first of its sequence. Temperature and
+    `alphabet` [V'] are those of the generator; other rows never reach the output matrix.
+    """
+    hidden = model(packed)[rows - 1]  # [M, d]
+    column = torch.full((model.config.vocab_size,), -1, device=alphabet.device)
+    column[alphabet] = torch.arange(len(alphabet), device=alphabet.device)
+    targets = column[packed.tokens[rows]]  # [M]
+    logprobs = torch.log_softmax(model.logits(hidden, alphabet) / temperature, -1)  # [M, V']
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+
 def attend_packed(config: ModelConfig, packed: Packed) -> Callable:
     """The attention function of a packed forward: dense or sparse, as the model is configured."""
     if config.attention == "dense":

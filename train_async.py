@@ -21,12 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import bench
 import common
 import train_sync
-from buffer import Buffer, Group, group_from_parts, group_to_parts, staleness
+from buffer import Buffer, Group, apply_verdicts, group_from_parts, group_to_parts, staleness
 from common import Config
 from reward import verify
-from train_sync import after_step, apply_verdicts, learner_step
+from train_sync import after_step, learner_step
 from transport import Line, Mailbox, Pool, WorkersFailed
 
 # ------------------------------------------------------------------------------------ the workers
@@ -108,9 +109,7 @@ def learner_worker(line: Line, config: Config, rank: int, device: str, run: str,
 def join_learners(config: Config, rank: int, run: str) -> None:
     """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
     meeting = Path(run).resolve() / "checkpoints" / "meeting"
-    dist.init_process_group(
-        "gloo", f"file://{meeting}", rank=rank, world_size=config.learners
-    )
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=config.learners)
 
 
 # ------------------------------------------------------------------------------------- the parent
@@ -270,9 +269,8 @@ def finish(run, learner, config, watch, buffer, totals) -> None:
     seconds = time.monotonic() - (totals["begin"] or watch.start)
     busy = [s["busy"] / s["alive"] for s in totals["status"].values()]
     rate = [s["tokens"] / max(s["busy"], 1e-9) for s in totals["status"].values()]
-    record = {
-        "bound": config.max_staleness,
-        "stopped_early": learner.version < config.steps,
+    facts = train_sync.facts_of(learner, config, watch) | {
+        "staleness_bound": config.max_staleness,
         "tokens_generated": totals["tokens"],
         "rollout_tokens_per_s": round(sum(rate)),
         "utilization": {
@@ -282,7 +280,7 @@ def finish(run, learner, config, watch, buffer, totals) -> None:
         "groups": {**buffer.counts, "in_flight": len(buffer.outstanding)},
         "workers_lost": totals["lost"],
     }
-    train_sync.summarise(run, learner, config, watch, record)
+    print(bench.summarise(run, facts))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ what asynchrony needs. Left out: processes, queues, staleness (here it is always
 
 import copy
 import dataclasses
-import json
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -21,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import bench
 import common
 import losses
 import reward
-from buffer import Group, Trajectory, pack
+from buffer import Group, Trajectory, apply_verdicts, pack
 from common import Config, UserError
-from model import GPT, PRESETS, ModelConfig, pack_tokens
+from model import GPT, PRESETS, ModelConfig, generated_logprobs, pack_tokens
 from rollout import Environment, Generator, generate
 
 
@@ -56,13 +56,6 @@ def make_task(config: Config) -> reward.Task:
         raise UserError(str(error)) from error
 
 
-def check_objective(config: Config) -> None:
-    """Raises UserError for an unknown objective."""
-    if config.objective not in losses.OBJECTIVES:
-        allowed = ", ".join(losses.OBJECTIVES)
-        raise UserError(f"--objective {config.objective}: must be one of {allowed}")
-
-
 def alphabet_of(task: reward.Task) -> np.ndarray:
     """Token ids the policy may emit [V]: the task's own, or all but padding."""
     everything = (i for i in range(reward.VOCAB_SIZE) if i != reward.PAD)
@@ -89,7 +82,6 @@ def make_model(config: Config, task: reward.Task) -> GPT:
 
 def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
     """Model, optimizer, reference and damper at version 0."""
-    check_objective(config)
     model = make_model(config, task).on(device)
     # one tensor is all parameters: the optimizer is one vector operation
     flat = torch.nn.Parameter(model.flat)
@@ -158,34 +150,17 @@ def score(group: Group, task: reward.Task, seconds: float) -> list[reward.Verdic
     return reward.score_group(task, group.problem, answers, seconds)
 
 
-def apply_verdicts(group: Group, verdicts: list) -> None:
-    """Write rewards into the trajectories; a failed verification marks its trajectory."""
-    for trajectory, (value, turn_rewards, error) in zip(group.trajectories, verdicts, strict=True):
-        trajectory.reward, trajectory.turn_rewards = value, list(turn_rewards)
-        if error and not trajectory.failed:
-            trajectory.finish = error.split(":")[0]
-
-
 # --------------------------------------------------------------------------------------- a step
 
 
-def token_logprobs(model: GPT, trajectories: list[Trajectory], alphabet: Tensor, temperature: float):
-    """Log-probs [M] and entropies [M] of the M generated tokens, in order of the trajectories.
-
-    The row that predicts token t is t - 1; rows that predict prompt or environment tokens never
-    reach the output matrix. Same temperature and alphabet as in the generator.
-    """
+def token_logprobs(
+    model: GPT, trajectories: list[Trajectory], alphabet: Tensor, temperature: float
+):
+    """Log-probs [M] and entropies [M] of the M generated tokens, in order of the trajectories."""
     packed = pack_tokens([t.tokens for t in trajectories], model.flat.device)
     mask = torch.from_numpy(np.concatenate([t.loss_mask for t in trajectories]))
-    rows = mask.nonzero()[:, 0].to(model.flat.device)  # [M]
-    hidden = model(packed)[rows - 1]  # [M, d]
-    column = torch.full((model.config.vocab_size,), -1, device=alphabet.device)
-    column[alphabet] = torch.arange(len(alphabet), device=alphabet.device)
-    targets = column[packed.tokens[rows]]  # [M]
-    logits = model.logits(hidden, alphabet) / temperature  # [M, V]
-    distribution = torch.log_softmax(logits, -1)
-    entropy = -(distribution.exp() * distribution).sum(-1)
-    return distribution.gather(1, targets[:, None])[:, 0], entropy
+    rows = mask.nonzero()[:, 0].to(model.flat.device)
+    return generated_logprobs(model, packed, rows, alphabet, temperature)
 
 
 def learner_step(learner: Learner, groups: list[Group], config: Config, rank: int = 0) -> dict:
@@ -238,7 +213,9 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
             loss = loss + weight * losses.token_mean(losses.k3(logprobs, reference), mask, count)
         loss.backward()
         total_loss += float(loss.detach())
-        parts.append(losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference))
+        parts.append(
+            losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)
+        )
 
     if config.learners > 1:
         dist.all_reduce(learner.model.flat_grad)
@@ -416,57 +393,23 @@ def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(),
     watch.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
 
 
-def summarise(run: Path, learner: Learner, config: Config, watch: common.Watch, record: dict):
-    """Write summary.json, draw the pictures, print the three-line verdict."""
-    from bench import draw_run  # matplotlib is slow to import and needed only here
-
-    wall = watch.close()
-    rows = common.read_lines(run / "metrics.jsonl")
-    evaluations = [row["eval"] for row in rows if "eval" in row]
-    before, after = evaluations[0], evaluations[-1]
-    steps = [row for row in rows if "seconds" in row]
-    total = {key: sum(row[key] for row in steps) for key in ("samples", "tokens", "seconds")}
-    ages = [row["staleness_mean"] for row in steps]
-    summary = {
+def facts_of(learner: Learner, config: Config, watch: common.Watch) -> dict:
+    """What a summary needs to know beyond metrics.jsonl, in both trainers."""
+    return {
         "task": config.task,
         "seed": config.seed,
         "steps": learner.version,
-        "wall_s": round(wall, 2),
-        "eval_metric": "share of held-out problems solved by greedy decoding",
-        "eval_before": before["solved"],
-        "eval_after": after["solved"],
-        "eval": {"before": before, "after": after},
-        "samples": total["samples"],
-        "tokens_trained": total["tokens"],
-        "learner_tokens_per_s": round(total["tokens"] / max(total["seconds"], 1e-9)),
-        "reference_share": float(np.mean([row["reference_share"] for row in steps] or [0.0])),
-        "staleness": {
-            "max": max((row["staleness_max"] for row in steps), default=0),
-            "mean": float(np.mean(ages or [0.0])),
-            "bound": record.pop("bound"),
-        },
+        "stopped_early": learner.version < config.steps,
+        "wall_s": round(watch.close(), 2),
         "skipped_steps": learner.skipped,
-        **record,
         "weights_sha256": common.sha256_of(learner.model.flat),
-        "machine": common.describe_machine(),
     }
-    (run / "summary.json").write_text(json.dumps(summary, indent=1))
-    draw_run(run)
-    age = summary["staleness"]
-    print(
-        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the held-out problems, reward "
-        f"{before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
-        f"{summary['steps']} steps, {summary['samples']:,} episodes in {wall:.0f} s; staleness "
-        f"mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
-        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
-    )
 
 
 def begin(config: Config, mode: str, device: str):
     """Task, run folder, learner (resumed or new), progress: the set-up of both trainers."""
     task = make_task(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
-    check_objective(config)
     capacity_of(config, task)
     state = common.load_checkpoint(Path(config.resume)) if config.resume else None
     run = common.open_run(config, mode)
@@ -510,15 +453,14 @@ def train(config: Config) -> None:
     common.save_checkpoint(run, learner.version, state_of(learner))
     wall = time.monotonic() - watch.start
     tokens = generator.counts["tokens"]
-    record = {
-        "bound": 0,
-        "stopped_early": learner.version < config.steps,
+    facts = facts_of(learner, config, watch) | {
+        "staleness_bound": 0,
         "tokens_generated": tokens,
         "rollout_tokens_per_s": round(tokens / max(busy["generate"], 1e-9)),
         "utilization": {"rollout": busy["generate"] / wall, "learner": busy["train"] / wall},
         "groups": {"admitted": learner.next_group, "trained": learner.next_group},
     }
-    summarise(run, learner, config, watch, record)
+    print(bench.summarise(run, facts))
 
 
 if __name__ == "__main__":

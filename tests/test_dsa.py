@@ -1,0 +1,598 @@
+"""dsa.py against naive oracles: Python loops, Python sort, masked dense attention in float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dsa
+
+PACKS = [[0, 1], [0, 15], [0, 16], [0, 17], [0, 37, 100], [0, 0, 5, 5, 38, 39]]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def edges(*values):
+    return torch.tensor(values)
+
+
+def random_qkv(queries, keys, heads=4, kv_heads=2, width=8, dtype=torch.float64):
+    shapes = ((queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, width))
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def random_index(n, heads=3, width=8, dtype=torch.float64):
+    shapes = ((n, heads, width), (n, width), (n, heads))
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
+
+
+def naive_chunks(cu, chunk_size):
+    """[(sequence start, key rows of a chunk), ...] in the order of global chunk ids."""
+    chunks = []
+    for start, stop in zip(cu, cu[1:], strict=False):
+        for row in range(start, stop, chunk_size):
+            chunks.append((start, list(range(row, min(row + chunk_size, stop)))))
+    return chunks
+
+
+def naive_scores(cu, chunk_size, score):
+    """{(query row, chunk id): score(query row, key rows)} for chunks entirely in the past."""
+    return {
+        (t, c): score(t, rows)
+        for start, stop in zip(cu, cu[1:], strict=False)
+        for t in range(start, stop)
+        for c, (owner, rows) in enumerate(naive_chunks(cu, chunk_size))
+        if owner == start and max(rows) < t and len(rows) == chunk_size and t not in rows
+    }
+
+
+def naive_pick(cu, chunk_size, scores, top_k):
+    """For each query: its own chunk, then the best past ones, ties to the lowest id."""
+    chunks, picks = naive_chunks(cu, chunk_size), []
+    for t in range(cu[-1]):
+        own = next(c for c, (_, rows) in enumerate(chunks) if t in rows)
+        past = [(-np.float32(s), c) for (query, c), s in scores.items() if query == t]
+        picks.append([own, *(c for _, c in sorted(past))][:top_k])
+    return picks
+
+
+def naive_attention(q, k, v, seen):
+    """Dense attention in float64 under a mask; seen[t][head] = the key rows query t may see."""
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    mask = torch.full((len(q), k.shape[1], len(k)), -INF, dtype=torch.float64)
+    for t, heads in enumerate(seen):
+        for h, rows in enumerate(heads):
+            mask[t, h, rows] = 0.0
+    k, v, mask = (x.repeat_interleave(group, dim=1) for x in (k, v, mask))
+    logits = torch.einsum("thd,shd->ths", q, k) / math.sqrt(q.shape[-1]) + mask
+    return torch.einsum("ths,shd->thd", logits.softmax(-1), v)
+
+
+def seen_rows(sel, cu, chunk_size):
+    """What naive_attention wants, from a selection in global ids."""
+    chunks = naive_chunks(cu, chunk_size)
+    return [
+        [[row for c in ids if c >= 0 for row in chunks[c][1] if row <= t] for ids in heads]
+        for t, heads in enumerate(sel.tolist())
+    ]
+
+
+def random_selection(tables, heads, width):
+    """Any visible chunks in any order, the own chunk not always among them, -1 between."""
+    sel = torch.full((len(tables.q_pos), heads, width), -1)
+    for t, (first, past) in enumerate(zip(tables.first, tables.past, strict=True)):
+        for h in range(heads):
+            ids = first + torch.randperm(int(past) + 1)[:width]
+            sel[t, h, torch.randperm(width)[: len(ids)]] = ids
+    return sel
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cu", PACKS)
+@pytest.mark.parametrize("chunk_size", [1, 4, 16, 512])
+def test_packed_tables_are_the_naive_chunks(cu, chunk_size):
+    tables, chunks = dsa.packed_tables(edges(*cu), chunk_size), naive_chunks(cu, chunk_size)
+    columns = zip(tables.row.tolist(), tables.pos.tolist(), tables.len.tolist(), strict=True)
+    assert [(row - pos, list(range(row, row + n))) for row, pos, n in columns] == chunks
+    for t in range(cu[-1]):
+        own = int(tables.first[t] + tables.past[t])
+        assert t in chunks[own][1] and chunks[own][0] + int(tables.q_pos[t]) == t
+        assert chunks[int(tables.first[t])][1][0] == chunks[own][0]
+    assert tables.widest == max(-(-(b - a) // chunk_size) for a, b in zip(cu, cu[1:], strict=False))
+
+
+def test_cache_tables_place_slots_and_advance_moves_them():
+    tables = dsa.cache_tables(edges(0, 1, 9, 10), capacity=10, chunk_size=4)
+    assert tables.row.tolist() == [s * 10 + c for s in range(4) for c in (0, 4, 8)]
+    assert tables.pos.tolist() == [0, 4, 8] * 4 and tables.len.tolist() == [4, 4, 2] * 4
+    assert tables.q_pos.tolist() == [-1, 0, 8, 9] and tables.past.tolist() == [-1, 0, 2, 2]
+    assert tables.first.tolist() == [0, 3, 6, 9]
+    moved = dsa.advance(tables, edges(10, 4, 5, 0))
+    for a, b in zip(moved, dsa.cache_tables(edges(10, 4, 5, 0), 10, 4), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+# Scores -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cu", PACKS)
+@pytest.mark.parametrize("chunk_size", [1, 16])
+def test_scores_are_the_naive_scores_of_past_chunks(cu, chunk_size, monkeypatch):
+    monkeypatch.setattr(dsa, "QUERY_BLOCK", 23)  # blocks that begin inside tiles and sequences
+    tables = dsa.packed_tables(edges(*cu), chunk_size)
+    q, k, _ = random_qkv(cu[-1], cu[-1])
+    q_index, k_index, weights = random_index(cu[-1])
+
+    def mean(t, rows):
+        return [sum(float(q[t, 2 * h + g] @ k[rows, h].mean(0)) for g in (0, 1)) for h in (0, 1)]
+
+    def lightning(t, rows):
+        key = k_index[rows].mean(0)
+        return [
+            sum(float(w * max(x @ key, 0)) for w, x in zip(weights[t], q_index[t], strict=True))
+        ]
+
+    for got, score, heads in (
+        (dsa.mean_scores(q, k, tables), mean, 2),
+        (dsa.index_scores(q_index, k_index, weights, tables), lightning, 1),
+    ):
+        want = torch.full((cu[-1], heads, tables.widest), -INF, dtype=torch.float64)
+        for (t, c), values in naive_scores(cu, chunk_size, score).items():
+            want[t, :, c - int(tables.first[t])] = torch.tensor(values)
+        assert got.shape == want.shape
+        assert torch.equal(got.isinf(), want.isinf()), "wrong set of candidate chunks"
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16])
+def test_chunk_means_are_the_means_of_tail_chunks_too(chunk_size):
+    cu, k = [0, 37, 100], torch.randn(100, 2, 8, dtype=torch.float64)
+    tables = dsa.packed_tables(edges(*cu), chunk_size)
+    want = torch.stack([k[rows].mean(0) for _, rows in naive_chunks(cu, chunk_size)])
+    torch.testing.assert_close(dsa.chunk_means(k, tables), want)
+    torch.testing.assert_close(dsa.chunk_means(k, tables, edges(2, 0)), want[[2, 0]])
+    assert dsa.chunk_means(k.bfloat16(), tables).dtype == torch.float32
+
+
+def test_means_given_are_means_used():
+    tables = dsa.packed_tables(edges(0, 37, 100), 16)
+    q, k, _ = random_qkv(100, 100)
+    q_index, k_index, weights = random_index(100)
+    for score, keys in ((dsa.mean_scores, (q, k)), (dsa.index_scores, (q_index, k_index, weights))):
+        means = dsa.chunk_means(keys[1] if keys[1].dim() == 3 else keys[1][:, None], tables)
+        assert torch.equal(score(*keys, tables), score(*keys, tables, means))
+        assert (score(*keys, tables, 2 * means) != score(*keys, tables)).any()
+
+
+# Selection ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cu", PACKS)
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("top_k", [1, 3, 200])
+def test_selection_is_sorted_unique_and_ties_go_to_the_lowest_id(cu, chunk_size, top_k):
+    tables = dsa.packed_tables(edges(*cu), chunk_size)
+    values = torch.tensor([-INF, -1.5, -0.0, 0.0, 0.0, 2.0, 1e-40, -1e-40, INF])
+    scores = values[torch.randint(len(values), (cu[-1], 2, tables.widest))]  # ties everywhere
+    sel, count = dsa.top_chunks(scores, tables, top_k)
+    assert sel.shape == (cu[-1], 2, min(top_k, tables.widest)) and sel.dtype == torch.int64
+    for h in (0, 1):
+        first = tables.first.tolist()
+        past = naive_scores(cu, chunk_size, lambda t, rows: None)
+        past = {(t, c): float(scores[t, h, c - first[t]]) for t, c in past}
+        for t, ids in enumerate(naive_pick(cu, chunk_size, past, top_k)):
+            assert sel[t, h].tolist() == ids + [-1] * (sel.shape[2] - len(ids))
+            assert count[t, h] == len(ids) == len(set(ids))
+
+
+def test_scores_of_future_chunks_cannot_be_selected_whatever_they_are():
+    tables = dsa.packed_tables(edges(0, 37, 100), 4)
+    scores = torch.randn(100, 1, tables.widest)
+    sel, count = dsa.top_chunks(scores, tables, 3)
+    hidden = torch.arange(tables.widest) >= tables.past[:, None, None]
+    for value in (INF, -INF, NAN, -NAN, 1e9):
+        again = dsa.top_chunks(scores.masked_fill(hidden, value), tables, 3)
+        assert torch.equal(sel, again[0]) and torch.equal(count, again[1])
+    own = tables.first + tables.past
+    for value in (INF, NAN):  # nor can any candidate push out the own chunk
+        sel, _ = dsa.top_chunks(torch.full_like(scores, value), tables, 1)
+        assert torch.equal(sel[:, 0, 0], own)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16])
+@pytest.mark.parametrize("learned", [False, True])
+def test_select_chunks_by_blocks_is_select_at_once(chunk_size, learned, monkeypatch):
+    cu = edges(0, 37, 37, 100, 101)
+    q, k, v = random_qkv(101, 101)
+    index = random_index(101) if learned else None
+    tables = dsa.packed_tables(cu, chunk_size)
+    scores = dsa.index_scores(*index, tables) if learned else dsa.mean_scores(q, k, tables)
+    want = dsa.top_chunks(scores, tables, 4)
+    monkeypatch.setattr(dsa, "QUERY_BLOCK", 7)
+    got = dsa.select_chunks(q, k, tables, 4, index)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    attended = dsa.sparse_attention(q, k, v, want[0], tables)
+    assert torch.equal(dsa.dsa_attention(q, k, v, tables, 4, index=index), attended)
+    assert torch.equal(dsa.dsa_attention(q, k, v, tables, 4, scores), attended)
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cu", PACKS)
+@pytest.mark.parametrize("chunk_size", [1, 16])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 1)])
+def test_forward_and_gradients_are_those_of_masked_dense_attention(cu, chunk_size, heads):
+    tables = dsa.packed_tables(edges(*cu), chunk_size)
+    q, k, v = (x.requires_grad_() for x in random_qkv(cu[-1], cu[-1], *heads))
+    for sel_heads in {1, heads[1]}:
+        sel = random_selection(tables, sel_heads, 3)
+        if sel_heads < heads[1]:
+            seen = seen_rows(sel.expand(-1, heads[1], -1), cu, chunk_size)
+        else:
+            seen = seen_rows(sel, cu, chunk_size)
+        want = naive_attention(q, k, v, seen)
+        weight = torch.randn_like(want)
+        want_grads = torch.autograd.grad((want * weight).sum(), (q, k, v))
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+        for dtype, error in tolerance.items():
+            inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+            got = dsa.sparse_attention(*inputs, sel, tables)
+            assert got.dtype == dtype and got.shape == want.shape
+            grads = torch.autograd.grad((got * weight.to(dtype)).sum(), inputs)
+            for a, b in zip((got, *grads), (want, *want_grads), strict=True):
+                assert (a.double() - b).norm() <= error * b.norm() + 1e-12, f"{dtype}"
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 30])
+def test_gradcheck_with_and_without_gathering_again(keep, monkeypatch):
+    monkeypatch.setattr(dsa, "KEEP_ELEMENTS", keep)
+    monkeypatch.setattr(dsa, "GATHER_ELEMENTS", 200)  # several blocks
+    tables = dsa.packed_tables(edges(0, 3, 12), 4)
+    q, k, v = (x.requires_grad_() for x in random_qkv(12, 12, width=3))
+    sel = random_selection(tables, 2, 2)
+    sel[5] = -1  # sees nothing: output and gradients 0
+    assert torch.autograd.gradcheck(
+        lambda *x: dsa.sparse_attention(*x, sel, tables, scale=0.7), (q, k, v)
+    )
+    out = dsa.sparse_attention(q, k, v, sel, tables)
+    assert (out[5] == 0).all()
+    assert (torch.autograd.grad(out.sum(), q)[0][5] == 0).all()
+
+
+def test_gathering_again_and_blocks_change_no_bit(monkeypatch):
+    tables = dsa.packed_tables(edges(0, 37, 100), 4)
+    q, k, v = (x.requires_grad_() for x in random_qkv(100, 100, width=16, dtype=torch.float32))
+    results = []
+    for keep, gather in ((1 << 30, 1 << 30), (0, 1 << 30), (1 << 30, 5000), (1 << 30, 1)):
+        monkeypatch.setattr(dsa, "KEEP_ELEMENTS", keep)
+        monkeypatch.setattr(dsa, "GATHER_ELEMENTS", gather)
+        out = dsa.dsa_attention(q, k, v, tables, 3)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
+    assert all(torch.equal(results[0][0], other[0]) for other in results)
+    for other in results[2:]:  # sums over blocks: equal to rounding
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 64, 512])
+@pytest.mark.parametrize("length", [1, 15, 63, 64, 65])
+def test_selecting_everything_is_dense_attention(chunk_size, length):
+    tables = dsa.packed_tables(edges(0, length), chunk_size)
+    for dtype, error in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
+        q, k, v = random_qkv(length, length, dtype=dtype)
+        got = dsa.dsa_attention(q, k, v, tables, top_k=tables.widest)
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        want = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=0, atol=error)
+
+
+def test_two_stage_form_keeps_8_chunks_of_512():
+    tables = dsa.packed_tables(edges(0, 5000), 512)
+    q, k, v = random_qkv(5000, 5000, 1, 1, 4, torch.float32)
+    sel, count = dsa.select_chunks(q, k, tables, 8)
+    assert sel.shape == (5000, 1, 8) and count[-1] == 8 and count[600] == 2
+    last = dsa.packed_tables(edges(0, 5000), 512)
+    last = last._replace(q_pos=last.q_pos[-1:], first=last.first[-1:], past=last.past[-1:])
+    got = dsa.sparse_attention(q[-1:], k, v, sel[-1:], last)
+    rows = [r for c in sel[-1, 0].tolist() for r in naive_chunks([0, 5000], 512)[c][1]]
+    want = naive_attention(q[-1:], k[rows], v[rows], [[list(range(len(rows)))]])
+    torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 16])
+@pytest.mark.parametrize("learned", [False, True])
+def test_future_tokens_and_other_sequences_change_nothing(chunk_size, learned):
+    cu, now = [0, 30, 75, 90], 61  # the query at row 61 may see rows 30 ... 61
+    tables = dsa.packed_tables(edges(*cu), chunk_size)
+    tensors = [*random_qkv(90, 90, dtype=torch.float32), *random_index(90, dtype=torch.float32)]
+
+    def result(tensors):
+        q, k, v, *index = tensors
+        index = index if learned else None
+        sel, _ = dsa.select_chunks(q, k, tables, 3, index)
+        return sel[30 : now + 1], dsa.sparse_attention(q, k, v, sel, tables)[30 : now + 1]
+
+    sel, out = result(tensors)
+    for value in (0.0, 1e6, NAN):
+        other = [x.clone() for x in tensors]
+        for x in other:
+            x[now + 1 :] = value
+            x[:30] = value
+        got = result(other)
+        assert torch.equal(sel, got[0]) and torch.equal(out, got[1]), f"{value} leaked"
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 16])
+def test_packed_equals_separate_and_bitwise_with_a_fixed_capacity(chunk_size):
+    for trial in range(12):
+        lengths = torch.randint(1, 60, (5,)).tolist()
+        cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        width = (8, 20, 32, 64)[trial % 4]
+        q, k, v = random_qkv(cu[-1], cu[-1], width=width, dtype=torch.float32)
+        index = random_index(cu[-1], width=width, dtype=torch.float32)
+        runs = {"separate": [], "packed": []}
+        for name, packs in (("packed", [cu]), ("separate", zip(cu, cu[1:], strict=False))):
+            for a, *more in packs:
+                part, pack = slice(a, more[-1]), edges(a, *more) - a
+                tables = dsa.packed_tables(pack, chunk_size, capacity=64)
+                own = [x[part] for x in index]
+                for kind in (None, own):
+                    x = dsa.dsa_attention(q[part], k[part], v[part], tables, 3, index=kind)
+                    y = dsa.dsa_attention(
+                        *(z[part].double() for z in (q, k, v)),
+                        dsa.packed_tables(pack, chunk_size),  # shapes depend on the pack here
+                        3,
+                        index=kind and [z.double() for z in own],
+                    )
+                    runs[name].append((x, y))
+        for kind in (0, 1):
+            got, want = runs["packed"][kind], runs["separate"][kind::2]
+            assert torch.equal(got[0], torch.cat([x for x, _ in want])), "not bitwise"
+            torch.testing.assert_close(got[1], torch.cat([y for _, y in want]))
+
+
+# Cached decode ------------------------------------------------------------------------------------
+
+
+def decode_all(q, k, v, index, capacity, chunk_size, top_k, learned):
+    """Feeds sequences [B][T, ...] token by token through caches full of NaN -> [B][T, Hq, D]."""
+    slots, (kv_heads, width) = len(q), k[0].shape[1:]
+    keys = torch.full((slots, capacity, kv_heads, width), NAN)
+    values, index_keys = keys.clone(), torch.full((slots, capacity, 1, width), NAN)
+    lengths = torch.zeros(slots, dtype=torch.int64)
+    tables = dsa.cache_tables(lengths, capacity, chunk_size)
+    scored = index_keys if learned else keys
+    means = dsa.chunk_means(scored.flatten(0, 1), tables)
+    outs = [[] for _ in range(slots)]
+    for t in range(max(len(x) for x in q)):
+        live = [b for b in range(slots) if t < len(q[b])]
+        for b in live:
+            keys[b, t], values[b, t], index_keys[b, t, 0] = k[b][t], v[b][t], index[b][1][t]
+        lengths = torch.tensor([t + 1 if b in live else 0 for b in range(slots)])
+        tables = dsa.advance(tables, lengths)
+        dsa.update_means(means, scored.flatten(0, 1), tables)
+        query = torch.stack([q[b][min(t, len(q[b]) - 1)] for b in range(slots)])
+        triple = [torch.stack([x[i][min(t, len(x[i]) - 1)] for x in index]) for i in (0, 2)]
+        triple = (triple[0], index_keys.flatten(0, 2), triple[1]) if learned else None
+        flat = (keys.flatten(0, 1), values.flatten(0, 1))
+        out = dsa.dsa_attention(query, *flat, tables, top_k, index=triple, means=means)
+        for b in range(slots):
+            if b in live:
+                outs[b].append(out[b])
+            else:
+                assert (out[b] == 0).all(), "an empty slot must give 0"
+    return [torch.stack(rows) for rows in outs]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 16])
+@pytest.mark.parametrize("learned", [False, True])
+def test_decode_equals_prefill_at_every_step(chunk_size, learned):
+    lengths, capacity, top_k = [1, 33, 17], 36, 3
+    sequences = [random_qkv(n, n, dtype=torch.float32) for n in lengths]
+    index = [random_index(n, dtype=torch.float32) for n in lengths]
+    q, k, v = zip(*sequences, strict=True)
+    got = decode_all(q, k, v, index, capacity, chunk_size, top_k, learned)
+    for b, n in enumerate(lengths):
+        tables = dsa.packed_tables(edges(0, n), chunk_size)
+        own = index[b] if learned else None
+        want = dsa.dsa_attention(q[b], k[b], v[b], tables, top_k, index=own)
+        torch.testing.assert_close(got[b], want, rtol=0, atol=1e-5)
+        # and the selections are equal: ids of the last row, moved to slot b
+        cached = dsa.cache_tables(
+            torch.tensor([m if i == b else 0 for i, m in enumerate(lengths)]), 36, chunk_size
+        )
+        ready = [torch.zeros(3 * 36, 2, 8), torch.zeros(3 * 36, 8)]
+        ready[0][b * 36 : b * 36 + n], ready[1][b * 36 : b * 36 + n] = k[b], index[b][1]
+        last = [x[-1:].expand(3, *x.shape[1:]) for x in (q[b], index[b][0], index[b][2])]
+        triple = (last[1], ready[1], last[2]) if learned else None
+        sel, _ = dsa.select_chunks(last[0], ready[0], cached, top_k, triple)
+        local = torch.where(sel[b] >= 0, sel[b] - b * cached.widest, -1)
+        sel, _ = dsa.select_chunks(q[b], k[b], tables, top_k, own)
+        width = sel.shape[2]
+        assert torch.equal(local[:, :width], sel[-1]) and (local[:, width:] == -1).all()
+
+
+def test_decode_is_bitwise_the_same_in_any_slot_with_any_neighbours():
+    for trial in range(60):
+        slots, chunk_size = (1, 3, 8, 16)[trial % 4], (1, 4, 16)[trial % 3]
+        capacity, width = (40, 64)[trial % 2], (8, 32, 20)[trial % 3]
+        kv_heads = 1 + trial % 2
+        same_q, same_k, same_v = random_qkv(1, capacity, 4, kv_heads, width, torch.float32)
+        same_index = random_index(capacity, 3, width, torch.float32)
+        length, results = int(torch.randint(1, capacity + 1, ())), [[], []]
+        for slot in {0, slots // 2, slots - 1, int(torch.randint(slots, ()))}:
+            for scale in (1.0, 1e4, NAN):
+                shapes = (slots, slots * capacity, 4, kv_heads, width, torch.float32)
+                q, k, v = (x * scale for x in random_qkv(*shapes))
+                index = [x * scale for x in random_index(slots * capacity, 3, width, torch.float32)]
+                index = [index[0][:slots], index[1], index[2][:slots]]
+                lengths = torch.randint(0, capacity + 1, (slots,))
+                rows = slice(slot * capacity, slot * capacity + length)  # behind: neighbours' noise
+                lengths[slot], q[slot] = length, same_q[0]
+                k[rows], v[rows] = same_k[:length], same_v[:length]
+                index[0][slot], index[2][slot] = same_index[0][0], same_index[2][0]
+                index[1][rows] = same_index[1][:length]
+                tables = dsa.cache_tables(lengths, capacity, chunk_size)
+                for kind, triple in enumerate((None, index)):
+                    out = dsa.dsa_attention(q, k, v, tables, 3, index=triple)
+                    results[kind].append(out[slot])
+        for kind in results:
+            assert not kind[0].isnan().any()
+            assert all(torch.equal(kind[0], other) for other in kind), f"trial {trial}"
+
+
+def test_kept_means_are_bitwise_the_means_of_the_whole_cache():
+    k = torch.randn(3 * 40, 2, 8)
+    tables = dsa.cache_tables(edges(1, 1, 1), 40, 8)
+    whole = dsa.chunk_means(k, tables)
+    means = torch.full_like(whole, NAN)
+    for t in range(40):
+        tables = dsa.advance(tables, edges(t + 1, min(t + 1, 17), 0))
+        dsa.update_means(means, k, tables)
+    assert torch.equal(means[:5], whole[:5]) and torch.equal(means[5:7], whole[5:7])
+    packed = dsa.packed_tables(edges(0, 40), 8)
+    assert torch.equal(dsa.chunk_means(k[:40], packed), whole[:5])
+
+
+# Gradients of scores, the indexer, bad input ------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_index_scores_have_gradients_and_selection_has_none(chunk_size):
+    tables = dsa.packed_tables(edges(0, 5, 18), chunk_size)
+    index = [x.requires_grad_() for x in random_index(18, width=4)]
+
+    def finite(*index):
+        scores = dsa.index_scores(*index, tables)
+        return scores[scores.isfinite()]
+
+    assert torch.autograd.gradcheck(finite, index)
+    q, k, v = (x.requires_grad_() for x in random_qkv(18, 18))
+    scores = dsa.index_scores(*index, tables)
+    out = dsa.dsa_attention(q, k, v, tables, 2, scores)
+    grads = torch.autograd.grad(out.sum(), (*index, q, k, v), allow_unused=True)
+    assert all(g is None for g in grads[:3]), "the loss of the output reached the indexer"
+    assert all(g.abs().sum() > 0 for g in grads[3:])
+    sel, _ = dsa.select_chunks(q, k, tables, 2)
+    fixed = torch.autograd.grad(dsa.sparse_attention(q, k, v, sel, tables).sum(), (q, k, v))
+    chosen = torch.autograd.grad(dsa.dsa_attention(q, k, v, tables, 2).sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(fixed, chosen, strict=True))
+
+
+def test_indexer_is_the_formula_and_its_rotation_is_relative():
+    indexer = dsa.Indexer(12, heads=3, head_width=8, rotary=4).double()
+    hidden, positions = torch.randn(5, 12, dtype=torch.float64), torch.arange(5)
+    q, k, w = indexer(hidden, positions)
+    assert q.shape == (5, 3, 8) and k.shape == (5, 8) and w.shape == (5, 3)
+    torch.testing.assert_close(w, hidden @ indexer.weight.weight.T / math.sqrt(3 * 8))
+    still = F.layer_norm(hidden @ indexer.key.weight.T, (8,), eps=1e-6)
+    torch.testing.assert_close(k[:, 4:], still[:, 4:])  # channels without position
+    torch.testing.assert_close(k[0], still[0])  # position 0 turns nothing
+    assert (k[1:, :4] != still[1:, :4]).all()
+    angle = 3 * 10000.0 ** (-1 / 2)  # position 3, second of two frequencies: channels 1 and 3
+    turned = still[3, 1] * math.cos(angle) - still[3, 3] * math.sin(angle)
+    torch.testing.assert_close(k[3, 1], turned, rtol=1e-6, atol=1e-6)
+    far = indexer(hidden, positions + 1000)
+    torch.testing.assert_close(q[4] @ k[1], far[0][4] @ far[1][1], rtol=1e-4, atol=1e-4)
+    tables = dsa.packed_tables(edges(0, 5), 1)
+    dsa.index_scores(q, k, w, tables)[4, 0, :4].sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in indexer.parameters())
+
+    def mirror(x, positions):
+        return -x
+
+    plain, other = dsa.Indexer(12, 3, 8, rotary=0), dsa.Indexer(12, 3, 8, rotate=mirror)
+    other.load_state_dict(plain.state_dict())
+    a, b = plain(hidden.float(), positions)[0], other(hidden.float(), positions)[0]
+    assert torch.equal(b[..., :4], -a[..., :4]) and torch.equal(b[..., 4:], a[..., 4:])
+
+
+def attend(q=None, k=None, v=None, sel=None, tables=None):
+    """sparse_attention with good defaults, one of them replaced."""
+    tables = dsa.packed_tables(edges(0, 6), 2) if tables is None else tables
+    good = dict(zip("qkv", random_qkv(6, 6, dtype=torch.float32), strict=True))
+    good |= {"sel": tables.first[:, None, None] + tables.past[:, None, None]}
+    given = {"q": q, "k": k, "v": v, "sel": sel}
+    good |= {name: x for name, x in given.items() if x is not None}
+    return dsa.sparse_attention(**good, tables=tables)
+
+
+BAD = {
+    "chunk_size 0": (lambda: dsa.packed_tables(edges(0, 4), 0), "chunk_size.*1 to 512.*got 0"),
+    "chunk_size 24": (lambda: dsa.cache_tables(edges(1), 8, 24), "chunk_size.*power.*got 24"),
+    "chunk_size 1024": (lambda: dsa.packed_tables(edges(0, 4), 1024), "chunk_size.*512"),
+    "chunk_size -4": (lambda: dsa.packed_tables(edges(0, 4), -4), "chunk_size.*got -4"),
+    "chunk_size 2.0": (lambda: dsa.packed_tables(edges(0, 4), 2.0), "chunk_size.*got 2.0"),
+    "cu start": (lambda: dsa.packed_tables(edges(1, 4), 2), "cu_seqlens.*start at 0"),
+    "cu falls": (lambda: dsa.packed_tables(edges(0, 5, 4), 2), r"cu_seqlens.*\[0, 5, 4\]"),
+    "cu empty": (lambda: dsa.packed_tables(edges(0, 0), 2), "cu_seqlens.*end > 0"),
+    "cu float": (lambda: dsa.packed_tables(edges(0.0, 4.0), 2), "cu_seqlens.*int64"),
+    "capacity": (lambda: dsa.packed_tables(edges(0, 4, 9), 2, 3), "capacity.*>= 5, got 3"),
+    "lengths": (lambda: dsa.cache_tables(edges(2, 9), 8, 2), r"lengths.*0\.\.8.*\[2, 9\]"),
+    "lengths < 0": (lambda: dsa.cache_tables(edges(-1), 8, 2), r"lengths.*0\.\.8"),
+    "no lengths": (lambda: dsa.cache_tables(edges(1)[:0], 8, 2), "lengths.*not empty"),
+    "no capacity": (lambda: dsa.cache_tables(edges(0), 0, 2), "capacity.*got 0"),
+    "advance": (lambda: dsa.advance(dsa.packed_tables(edges(0, 2), 1), edges(1, 2)), "lengths"),
+    "slots": (lambda: dsa.advance(dsa.cache_tables(edges(1), 8, 2), edges(1, 2)), "lengths.*slot"),
+    "q rows": (lambda: attend(q=torch.randn(5, 4, 8)), r"q must be \[6, heads"),
+    "k rows": (lambda: attend(k=torch.randn(7, 2, 8)), r"k must be \[6, divisor of 4, 8\]"),
+    "k heads": (lambda: attend(k=torch.randn(6, 3, 8)), "k must be.*divisor of 4"),
+    "k width": (lambda: attend(k=torch.randn(6, 2, 4)), r"k must be \[6"),
+    "v shape": (lambda: attend(v=torch.randn(6, 2, 4)), "v must be"),
+    "dtypes": (lambda: attend(v=torch.randn(6, 2, 8).double()), "dtype.*float64"),
+    "integers": (lambda: attend(*(torch.ones(6, 2, 8).long() for _ in "qkv")), "dtype.*int64"),
+    "device": (lambda: attend(v=torch.randn(6, 2, 8, device="meta")), "device.*meta"),
+    "sel dtype": (lambda: attend(sel=torch.zeros(6, 1, 1).int()), "sel must be int64"),
+    "sel heads": (
+        lambda: attend(sel=torch.zeros(6, 3, 1).long()),
+        r"sel must be int64 \[6, 2 or 1",
+    ),
+    "sel empty": (lambda: attend(sel=torch.zeros(6, 1, 0).long()), "sel must be int64"),
+    "sel twice": (
+        lambda: attend(sel=torch.tensor([[[0, -1, -1]]] * 5 + [[[1, 0, 1]]])),
+        r"sel must hold unique.*\[\[5, 0\]\] has \[\[1, 0, 1\]\]",
+    ),
+    "sel future": (
+        lambda: attend(sel=torch.full((6, 1, 1), 1)),
+        r"sel.*\[\[0, 0\]\] has \[\[1\]\]",
+    ),
+    "sel foreign": (
+        lambda: attend(
+            sel=torch.zeros(6, 1, 1).long(), tables=dsa.packed_tables(edges(0, 3, 6), 4)
+        ),
+        r"sel.*\[\[3, 0\]\]",
+    ),
+    "sel below -1": (lambda: attend(sel=torch.full((6, 1, 1), -2)), "sel"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_bad_scores_and_top_k_are_named():
+    tables = dsa.packed_tables(edges(0, 6), 2)
+    q, k, v = random_qkv(6, 6)
+    for top_k in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="top_k must be an integer >= 1"):
+            dsa.dsa_attention(q, k, v, tables, top_k)
+    with pytest.raises(ValueError, match=r"scores must be \[6, heads, 3\], got \[6, 1, 4\]"):
+        dsa.dsa_attention(q, k, v, tables, 2, torch.zeros(6, 1, 4))
+    q_index, k_index, weights = random_index(6)
+    with pytest.raises(ValueError, match=r"weights must be \[6, 3\]"):
+        dsa.index_scores(q_index, k_index, weights[:, :1], tables)
+    with pytest.raises(ValueError, match="means must have 3 rows"):
+        dsa.mean_scores(q, k, tables, torch.zeros(4, 2, 8, dtype=torch.float64))
