@@ -16,6 +16,7 @@ first). If every group completes sooner or later, no group is late and no group 
 
 import dataclasses
 import json
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -86,6 +87,8 @@ class Buffer:
     """
 
     def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
+        assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
+        assert on_stale in ("wait", "drop"), on_stale
         self.batch_size, self.eta, self.on_stale = groups_per_step, max_staleness, on_stale
         self.outstanding: dict[int, int] = {}  # group id -> start version, in order of admission
         self.completed: dict[int, Group] = {}  # in order of completion
@@ -115,14 +118,16 @@ class Buffer:
         """A lost group starts again, at today's version: its deadline only moves away."""
         assert group_id in self.outstanding, f"group {group_id} is not outstanding"
         assert group_id not in self.completed, f"group {group_id} is complete: nothing was lost"
+        assert version >= self.outstanding[group_id], f"group {group_id} cannot start in the past"
         self.outstanding[group_id] = version
         self.counts["requeued"] += 1
 
     def complete(self, group: Group) -> bool:
-        """Take a finished group; False for one that is unknown or already here (a duplicate)."""
-        if group.group_id not in self.outstanding or group.group_id in self.completed:
+        """Take a finished group; False for one that is unknown, already here (a duplicate), or a
+        copy from before a requeue: the group that counts is still being made."""
+        start = self.outstanding.get(group.group_id)
+        if start is None or group.group_id in self.completed or group.start < start:
             return False
-        start = self.outstanding[group.group_id]
         oldest = min((t.oldest for t in group.trajectories), default=start)
         assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
         self.completed[group.group_id] = group
@@ -149,7 +154,7 @@ class Buffer:
         """
         if self.on_stale == "drop":
             for group in list(self.completed.values()):
-                if max(staleness(t, version) for t in group.trajectories) > self.eta:
+                if max((staleness(t, version) for t in group.trajectories), default=0) > self.eta:
                     self.discard(group.group_id, "stale")
         ready = list(self.completed)
         if len(ready) < self.batch_size:
@@ -201,25 +206,25 @@ ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "ve
 
 
 def to_bytes(header: dict, arrays: dict[str, np.ndarray] | None = None) -> bytes:
-    """A message: one line of JSON (with a checksum of what follows), then the arrays' bytes."""
+    """A message: checksum of all that follows, one line of JSON, then the arrays' bytes."""
     arrays = arrays or {}
     shapes = {name: [a.dtype.str, list(a.shape)] for name, a in arrays.items()}
-    body = b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
-    head = {**header, "arrays": shapes, "bytes": len(body), "checksum": zlib.crc32(body)}
-    return json.dumps(head).encode() + b"\n" + body
+    head = json.dumps({**header, "arrays": shapes}).encode() + b"\n"
+    data = head + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
+    return zlib.crc32(data).to_bytes(4, "big") + data
 
 
-def from_bytes(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+def from_bytes(message: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     """Header and arrays of a message; raises ValueError when it is torn or damaged."""
+    data = message[4:]
+    if zlib.crc32(data) != int.from_bytes(message[:4], "big"):
+        raise ValueError(f"message of {len(message)} bytes is torn or damaged: wrong checksum")
     head, _, body = data.partition(b"\n")
-    header = json.loads(head)
-    if header["bytes"] != len(body) or header["checksum"] != zlib.crc32(body):
-        raise ValueError(f"message of {len(body)} bytes: must have {header['bytes']}, undamaged")
-    arrays, start, body = {}, 0, bytearray(body)  # a copy that may be written to
+    header, arrays, start = json.loads(head), {}, 0
     for name, (dtype, shape) in header.pop("arrays").items():
-        count = int(np.prod(shape))
-        arrays[name] = np.frombuffer(body, dtype, count, start).reshape(shape)
-        start += arrays[name].nbytes
+        array = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
+        arrays[name] = array.copy()  # aligned, and may be written to
+        start += array.nbytes
     return header, arrays
 
 

@@ -285,8 +285,8 @@ def sparse_attention(
 def _attend(q, k, v, sel, tables: Tables, scale: float) -> Tensor:
     offset = torch.arange(tables.chunk_size, device=q.device)
     chunk = sel.clamp(min=0)[..., None]  # [n, Hs, S, 1]
-    visible = (sel >= 0)[..., None] & (offset < tables.len[chunk])
-    visible &= tables.pos[chunk] + offset <= tables.q_pos[:, None, None, None]  # [n, Hs, S, C]
+    visible = tables.pos[chunk] + offset <= tables.q_pos[:, None, None, None]  # [n, Hs, S, C]
+    visible &= (sel >= 0)[..., None]
     # What is hidden is not read: its lanes get the first key of the query's own chunk, which
     # every query may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
     own = tables.row[tables.first + tables.past.clamp(min=0)]

@@ -13,6 +13,7 @@ Axes: N packed tokens · B sequences or cache slots · T positions · L layers �
       Hq query heads · Hkv key/value heads · D head width · F hidden width · V vocabulary
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 import dsa
 
-KEY_BLOCK = 16  # key lengths are rounded up to this: SDPA on CPU is then bitwise independent of it
+KEY_BLOCK = 16  # key lengths are rounded up to this: decode is then bitwise independent of them
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
 
@@ -217,9 +218,19 @@ class GPT(nn.Module):
             p.grad = self.flat_grad[start:stop].view_as(p)
             start = stop
 
+    def __deepcopy__(self, memo: dict) -> "GPT":
+        """A copy with flat tensors of its own; plain copies of parameters would be no views."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        skip = ("flat", "flat_grad")
+        state = {name: value for name, value in self.__dict__.items() if name not in skip}
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        twin.flatten()
+        return twin
+
     def on(self, device: torch.device | str) -> "GPT":
-        """Move to a device, flat tensors included."""
-        if self.flat.device != torch.device(device):
+        """Move to a device, flat tensors included; "cuda" is the current CUDA device."""
+        if self.flat.device != torch.empty(0, device=device).device:
             self.to(device).flatten()
         return self
 
@@ -261,17 +272,15 @@ def generated_logprobs(
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
 
-def attend_packed(config: ModelConfig, packed: Packed) -> Callable:
-    """The attention function of a packed forward: dense or sparse, as the model is configured."""
+def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = None) -> Callable:
+    """The attention function of a packed forward: dense or sparse, as the model is configured.
+
+    With a fixed capacity, sparse attention's rounding does not depend on the longest sequence.
+    """
     if config.attention == "dense":
         return lambda q, k, v, index: dense_packed(q, k, v, packed)
-    tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size)
-
-    def sparse(q, k, v, index):
-        scores = None if index is None else dsa.index_scores(*index, tables)
-        return dsa.dsa_attention(q, k, v, tables, config.top_k, scores)
-
-    return sparse
+    tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size, capacity)
+    return lambda q, k, v, index: dsa.dsa_attention(q, k, v, tables, config.top_k, index=index)
 
 
 class Cache(NamedTuple):
@@ -297,16 +306,25 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
 def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
     """Write keys and values of whole sequences into their cache slots [B] (one sequence a slot).
 
-    A slot's result depends on its own sequence only, bitwise, whatever else is in the call.
+    A slot's result depends on its own sequence only, bitwise, whatever else is in the call. So
+    only sequences that fill a grid of the same width go together: SDPA's order of summation
+    changes with the width (from 200 tokens on, torch 2.13, CPU).
     """
-    filler = max(0, MIN_ROWS - sum(len(s) for s in sequences))  # too few rows change the rounding
-    packed = pack_tokens([*sequences, [0] * filler] if filler else sequences, model.flat.device)
-    real = sum(len(s) for s in sequences)
-    sequence = torch.repeat_interleave(
-        torch.arange(len(sequences)), torch.tensor([len(s) for s in sequences])
-    )
-    rows, columns = slots[sequence.to(slots.device)], packed.positions[:real]
-    inner = attend_packed(model.config, packed)
+    widths: dict[int, list[int]] = {}
+    for i, sequence in enumerate(sequences):
+        widths.setdefault(-(-len(sequence) // KEY_BLOCK), []).append(i)
+    for same in widths.values():
+        _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
+
+
+def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
+    lengths = torch.tensor([len(s) for s in sequences])
+    real = int(lengths.sum())
+    filler = [[0]] * (MIN_ROWS - real)  # too few rows change the rounding
+    packed = pack_tokens([*sequences, *filler], model.flat.device)
+    rows = torch.repeat_interleave(slots, lengths.to(slots.device))
+    columns = packed.positions[:real]
+    inner = attend_packed(model.config, packed, cache.k.shape[2])
 
     def attend_and_store(layer: int) -> Callable:
         def attend(q, k, v, index):
@@ -336,8 +354,7 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
         mask = torch.zeros(hidden_keys.shape, dtype=model.flat.dtype, device=tokens.device)
         mask = mask.masked_fill_(hidden_keys, -torch.inf)[:, None, None]  # [B, 1, 1, T]
     else:
-        capacity = cache.k.shape[2]
-        tables = dsa.cache_tables(positions + 1, capacity, c.chunk_size)
+        tables = dsa.cache_tables(positions + 1, cache.k.shape[2], c.chunk_size)
 
     def attend_cached(layer: int) -> Callable:
         keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
@@ -353,13 +370,11 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
                     enable_gqa=True,
                 )
                 return out[:, :, 0]  # [B, Hq, D]
-            scores = None
             if index is not None:
                 cache.index[layer][slots, positions] = index[1]
-                index_keys = cache.index[layer].flatten(0, 1)
-                scores = dsa.index_scores(index[0], index_keys, index[2], tables)
+                index = (index[0], cache.index[layer].flatten(0, 1), index[2])
             keys_flat, values_flat = keys.flatten(0, 1), values.flatten(0, 1)
-            return dsa.dsa_attention(q, keys_flat, values_flat, tables, c.top_k, scores)
+            return dsa.dsa_attention(q, keys_flat, values_flat, tables, c.top_k, index=index)
 
         return attend
 

@@ -12,10 +12,11 @@ shares the batch: bitwise on CPU, whatever the slot, the neighbours or the order
 Axes: B slots · T capacity · V tokens of the task's alphabet
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,11 +49,11 @@ def noise_key(seed: int, group_id: int, sample_index: int) -> int:
 
 def gumbel_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     """Gumbel noise [B, V] for keys [B] at positions [B]: the argmax of logits + noise is a sample
-    of the softmax (Gumbel-max trick). 24-bit uniforms bound the noise by 17.4."""
+    of the softmax (Gumbel-max trick). 23-bit uniforms, all exact in float32, bound it by 16.7."""
     row = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))  # [B]
     column = torch.arange(width, device=keys.device) * 0x9E3779B9 & MASK32  # [V]
     bits = mix(mix(row)[:, None] ^ column)  # [B, V]
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24  # in (0, 1)
+    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # in (0, 1): a 24th bit would round up to 1
     return -torch.log(-torch.log(uniform))
 
 
@@ -95,8 +96,24 @@ class Environment:
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
     stop: frozenset[int]  # token ids that end a turn
     turn_tokens: int  # most tokens in a turn
+    max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
     beside: bool = False  # run `respond` in a thread, beside generation
     seconds: float = 2.0  # limit of an environment turn that runs beside
+
+
+def in_thread(function: Callable, *args) -> Future:
+    """Call a function in a thread of its own. Not in a pool: calls that never return would fill
+    it up, and Python waits for a pool's threads before it exits."""
+    future: Future = Future()
+
+    def call():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
 
 
 class Generator:
@@ -118,6 +135,7 @@ class Generator:
         swap: str = "keep",
         worker: int = 0,
     ):
+        assert capacity <= model.config.context, (capacity, model.config.context)
         self.model, self.environment, self.capacity = model, environment, capacity
         self.group_size, self.seed, self.temperature = group_size, seed, temperature
         self.swap, self.worker, self.version = swap, worker, 0
@@ -141,19 +159,24 @@ class Generator:
         self.finished: list[Group] = []
         self.events: list[tuple] = []  # (time, kind, group or -1, version, tokens or episodes)
         self.counts = {"tokens": 0, "steps": 0, "slot_steps": 0, "swaps": 0, "busy": 0.0}
-        self.threads = ThreadPoolExecutor(slots) if environment.beside else None
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting) or any(e is not None for e in self.episodes)
+
+    @property
+    def newest(self) -> int:
+        """Version of the newest weights that were offered, adopted or not."""
+        return self.new_weights[0] if self.new_weights else self.version
 
     def submit(self, group: Group) -> None:
         """Queue every sample of a group; it begins when the weights are as new as its start."""
         self.waiting.extend((group, i) for i in range(self.group_size))
 
     def set_weights(self, version: int, flat: Tensor | None) -> None:
-        """Offer new weights [P] (None: the model shares the learner's); adopted by `step`."""
-        assert version >= self.version, f"weights of version {version} after {self.version}"
+        """Offer new weights [P] (None: the model shares the learner's); adopted by `step`, until
+        when nobody may write into them."""
+        assert version >= self.newest, f"weights of version {version} after {self.newest}"
         self.new_weights = (version, flat)
 
     def step(self) -> bool:
@@ -279,24 +302,28 @@ class Generator:
 
     def _end_turns(self, ended: list[int]) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
-        requests = []
+        requests = {}
         for b in ended:
             episode, known = self.episodes[b], int(self.known[b])
             episode.turns.append((int(self.turn_start[b]), known))
-            requests.append((episode.group.problem, self.tokens[b, :known], episode.turns))
-        if self.threads is None:
-            for b, reply in zip(ended, self.environment.respond(requests), strict=True):
+            if len(episode.turns) >= self.environment.max_turns:
+                self._finish(b, "stop")
+                continue
+            tokens, turns = self.tokens[b, :known].copy(), list(episode.turns)
+            requests[b] = (episode.group.problem, tokens, turns)
+        if not self.environment.beside:
+            replies = self.environment.respond(list(requests.values()))
+            for b, reply in zip(requests, replies, strict=True):
                 self._observe(b, reply)
             return
-        for b, (problem, tokens, turns) in zip(ended, requests, strict=True):
-            request = (problem, tokens.copy(), list(turns))
+        for b, request in requests.items():
             self.running[b], episode = False, self.episodes[b]
-            episode.reply = self.threads.submit(self.environment.respond, [request])
+            episode.reply = in_thread(self.environment.respond, [request])
             episode.deadline = time.monotonic() + self.environment.seconds
 
     def _collect_replies(self) -> None:
         """Take the replies of environments that ran beside generation; give up on late ones."""
-        if self.threads is None:
+        if not self.environment.beside:
             return
         for b, episode in enumerate(self.episodes):
             if episode is None or episode.reply is None:
@@ -354,7 +381,7 @@ class Generator:
 
 def generate(generator: Generator, groups: list[Group]) -> list[Group]:
     """Run groups to their end and return them sorted by id: the synchronous use."""
-    newest = generator.new_weights[0] if generator.new_weights else generator.version
+    newest = generator.newest
     for group in groups:
         assert group.start <= newest, f"group starts at version {group.start}, weights are {newest}"
         generator.submit(group)

@@ -220,11 +220,11 @@ def train(config: Config) -> None:
     mailbox = Mailbox(learner.model.flat.numel())
     mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
     pool = start_workers(config, run, devices, mailbox)
+    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+    flights, again = Flights(pool), list(state["in_flight"]) if state else []
     try:
         if config.learners > 1:
             join_learners(config, 0, str(run))
-        buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-        flights, again = Flights(pool), list(state["in_flight"]) if state else []
         totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
 
         while learner.version < config.steps and not stop.asked:
@@ -242,7 +242,8 @@ def train(config: Config) -> None:
                 for group in batch:
                     pool.send(worker, "batch", *group_to_parts(group))
             metrics = learner_step(learner, batch, config)
-            watch.event("learner", "train", begin, seconds=metrics["seconds"], version=version)
+            details = {"version": version, "groups": [g.group_id for g in batch]}
+            watch.event("learner", "train", begin, seconds=metrics["seconds"], **details)
             mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
             watch.event("learner", "publish", version=learner.version)
             admit(learner, buffer, flights, again, config, task, watch)  # before anything slow

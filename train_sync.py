@@ -117,6 +117,7 @@ def make_environment(config: Config, task: reward.Task) -> Environment:
         alphabet=alphabet_of(task),
         stop=task.stop,
         turn_tokens=task.turn_tokens,
+        max_turns=task.max_turns,
         beside=task.beside,
         seconds=config.reward_seconds,
     )

@@ -5,12 +5,14 @@ of arrival; `Mailbox` is the double-buffered shared memory through which weights
 Left out: what the messages mean. This file moves bytes and knows when a process has died.
 
 No lock and no queue is shared between workers, so `kill -9` of any of them can neither block nor
-corrupt the others: its pipe closes, its sentinel fires, the rest goes on. A thread of the parent
-drains every pipe all the time, so no worker ever waits for a busy learner.
+corrupt the others: its pipe closes, the rest goes on. Each pipe has two threads of the parent, one
+that reads and one that writes: no worker ever waits for a busy learner, and one that stops in the
+middle of a message holds up nobody else. What arrives is handled by one thread, `_drain`.
 """
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -19,10 +21,10 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 
@@ -39,18 +41,21 @@ class Mailbox:
     """The newest weights [P] in shared memory: two buffers, each stamped before and after writing.
 
     One process publishes, any number read; a reader never sees a mixture of two versions. A reader
-    that is overtaken (two publications during its copy) simply reads again.
+    that is overtaken (two publications during its copy) simply reads again. Versions only grow.
     """
 
     def __init__(self, count: int, name: str | None = None):
         size = 64 + 2 * 4 * count
+        if name is None:
+            check_room(size)
         self.memory = SharedMemory(name, create=name is None, size=size)
-        self.stamps = np.frombuffer(self.memory.buf, np.int64, 8)  # newest, begin 0/1, end 0/1
+        # newest version, begin and end of writing of side 0 and side 1, side of the newest version
+        self.stamps = np.frombuffer(self.memory.buf, np.int64, 6)
         flats = np.frombuffer(self.memory.buf, np.float32, 2 * count, 64)
         self.buffers = flats.reshape(2, count)
         self.owner = name is None
         if self.owner:
-            self.stamps[:] = -1
+            self.stamps[:] = -1, -1, -1, -1, -1, 0
 
     @property
     def version(self) -> int:
@@ -59,17 +64,19 @@ class Mailbox:
 
     def publish(self, version: int, flat: np.ndarray) -> None:
         """Write float32 weights [P] into the buffer that readers are not sent to, then switch."""
-        side = version % 2
+        assert version > self.version, f"version {version} published after {self.version}"
+        assert flat.shape == self.buffers[0].shape, (flat.shape, self.buffers.shape)
+        side = 1 - int(self.stamps[5])
         self.stamps[1 + side] = version
         self.buffers[side] = flat
         self.stamps[3 + side] = version
+        self.stamps[5] = side
         self.stamps[0] = version
 
     def read(self) -> tuple[int, np.ndarray]:
-        """The newest version and a private copy of its weights."""
+        """The newest version and a private copy of its weights; -1 and zeros before the first."""
         while True:
-            version = self.version
-            side = version % 2
+            version, side = self.version, int(self.stamps[5])
             copy = self.buffers[side].copy()
             if self.stamps[1 + side] == version == self.stamps[3 + side]:
                 return version, copy
@@ -80,6 +87,15 @@ class Mailbox:
         self.memory.close()
         if self.owner:
             self.memory.unlink()
+
+
+def check_room(size: int) -> None:
+    """Shared memory is granted without looking; writing more than there is kills the process."""
+    if sys.platform == "linux":
+        disk = os.statvfs("/dev/shm")
+        if (free := disk.f_bavail * disk.f_frsize) < size:
+            text = f"weights need {size >> 20} MB of shared memory, /dev/shm has {free >> 20} MB free"
+            raise OSError(errno.ENOSPC, f"{text} (in a container: --shm-size)")
 
 
 # ------------------------------------------------------------------------------ the worker's side
@@ -95,7 +111,10 @@ class Line:
         self.sequence += 1
         self.last = time.monotonic()
         head = {**(header or {}), "kind": kind, "worker": self.worker, "sequence": self.sequence}
-        self.connection.send_bytes(to_bytes(head, arrays))
+        try:
+            self.connection.send_bytes(to_bytes(head, arrays))
+        except OSError:
+            raise SystemExit(0) from None  # the parent is gone
 
     def beat(self, header: dict | None = None) -> None:
         """Say "alive" if nothing was said for a while; call it in every loop."""
@@ -147,6 +166,7 @@ class Worker:
     status: dict = field(default_factory=dict)  # header of its last beat
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
     held: dict[int, tuple] = field(default_factory=dict)  # relayed to it and not answered yet
+    gone: bool = False  # its loss has been reported
 
     @property
     def name(self) -> str:
@@ -154,14 +174,37 @@ class Worker:
 
 
 class WorkersFailed(RuntimeError):
-    """A role has used up its restart budget."""
+    """A worker has used up its restart budget."""
+
+
+@contextlib.contextmanager
+def interrupts_blocked():
+    """No SIGINT in this thread, nor in processes that it starts."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def post(worker: Worker) -> None:
     """A thread for each worker: only it ever blocks when that worker does not read its pipe."""
-    with contextlib.suppress(OSError):  # the worker died: the draining thread reports it
+    with contextlib.suppress(OSError):  # the worker died: `listen` reports it
         while (data := worker.outbox.get()) is not None:
             worker.connection.send_bytes(data)
+
+
+def listen(worker: Worker, inbox: SimpleQueue) -> None:
+    """Another: only it ever blocks when that worker stops in the middle of a message."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            data = worker.connection.recv_bytes()
+            worker.heard = time.monotonic()
+            inbox.put((worker, data))
+    inbox.put((worker, None))  # the end of the pipe, after everything that was said
 
 
 class Pool:
@@ -179,9 +222,12 @@ class Pool:
         self.relay_from, self.relay_kind, self.relay_to = relay
         self.workers: dict[tuple[str, int], Worker] = {}
         self.relayed: set[int] = set()  # group ids on their way through the other role
+        self.inbox: SimpleQueue = SimpleQueue()  # (worker, bytes) in order of arrival
         self.messages: deque = deque()
         self.news = threading.Condition()  # of this process only: never shared with a worker
-        self.closing = False
+        self.changing = threading.Lock()  # held while a worker is replaced: `close` waits for it
+        self.closing = self.closed = False
+        self.error: Exception | None = None  # what ended the draining thread
         for role, (_, arguments) in roles.items():
             for number in range(len(arguments)):
                 self._spawn(role, number)
@@ -189,7 +235,7 @@ class Pool:
         self.thread.start()
 
     def of(self, role: str) -> list[Worker]:
-        """The workers of a role that are running now, by number."""
+        """The workers of a role, by number; what is sent to one that just died is lost with it."""
         return [w for (r, _), w in sorted(list(self.workers.items())) if r == role]
 
     def send(self, worker: Worker, kind: str, header: dict | None = None, arrays=None) -> None:
@@ -200,10 +246,12 @@ class Pool:
         """Everything that arrived, waiting at most `seconds` for the first: (kind, worker, header,
         arrays) for messages, ("lost", worker, reason, None) for deaths. Raises WorkersFailed."""
         with self.news:
-            if not self.messages:
+            if not (self.messages or self.error):
                 self.news.wait(seconds)
             arrived = list(self.messages)
             self.messages.clear()
+        if self.error:
+            raise RuntimeError("the thread that watches the workers has failed") from self.error
         for kind, worker, reason, _ in arrived:
             if kind == "failed":
                 raise WorkersFailed(
@@ -222,10 +270,12 @@ class Pool:
             name=f"{role}-{number}",
             daemon=True,
         )
-        process.start()
+        with interrupts_blocked():  # and so they stay in the child: Ctrl-C is the parent's business
+            process.start()
         there.close()
         worker = Worker(role, number, process, here, log, restarts, time.monotonic())
         threading.Thread(target=post, args=(worker,), daemon=True).start()
+        threading.Thread(target=listen, args=(worker, self.inbox), daemon=True).start()
         self.workers[role, number] = worker
         return worker
 
@@ -235,45 +285,49 @@ class Pool:
             self.news.notify()
 
     def _drain(self) -> None:
-        """The thread: read every pipe, notice every death and every silence, until `close`."""
-        while not self.closing:
-            workers = list(self.workers.values())
-            handles = {w.connection: w for w in workers} | {w.process.sentinel: w for w in workers}
-            ready = wait(list(handles), timeout=0.2)
-            for worker in {id(handles[r]): handles[r] for r in ready}.values():
-                if worker.connection in ready:
-                    self._read(worker)
-                else:  # only the sentinel fired: its pipe has been read to the end
-                    self._replace(worker, f"died (exit code {worker.process.exitcode})")
-            now = time.monotonic()
-            for worker in workers:
-                silent = now - (worker.heard or worker.spawned)
-                if silent > (self.silence if worker.heard else START_SECONDS):
-                    self._replace(worker, f"was silent for {silent:.0f} s")
-
-    def _read(self, worker: Worker) -> None:
+        """The thread: handle what arrives, notice every death and every silence, until `close`."""
         try:
-            data = worker.connection.recv_bytes()
-            header, arrays = from_bytes(data)
-        except (EOFError, OSError):
+            looked = awake = time.monotonic()
+            while not self.closed:
+                with contextlib.suppress(Empty):
+                    self._take(*self.inbox.get(timeout=0.2))
+                now = time.monotonic()
+                if now - looked > 2.0:  # this process was stopped itself (Ctrl-Z): it heard nobody
+                    awake = now
+                looked = now
+                for worker in list(self.workers.values()):
+                    silent = now - max(worker.heard or worker.spawned, awake)
+                    if silent > (self.silence if worker.heard else START_SECONDS):
+                        self._replace(worker, f"was silent for {silent:.0f} s")
+        except Exception as error:  # `receive` raises it: nobody waits for a dead thread
+            with self.news:
+                self.error = error
+                self.news.notify()
+
+    def _take(self, worker: Worker, data: bytes | None) -> None:
+        """Handle one message, or the end (None), of a worker."""
+        if worker.gone:
+            return
+        if data is None:
             worker.process.join(1.0)
             return self._replace(worker, f"died (exit code {worker.process.exitcode})")
+        try:
+            header, arrays = from_bytes(data)
         except ValueError as error:
             return self._replace(worker, f"sent a damaged message ({error})")
-        worker.heard, worker.said = time.monotonic(), header["kind"]
+        worker.said = header["kind"]
         if header["kind"] == "beat":
             worker.status = header
         elif worker.role == self.relay_from and header["kind"] == self.relay_kind:
             self.relayed.add(header["group_id"])
             self._relay(header["group_id"], (data, header, arrays))
-        elif worker.role == self.relay_to and header.get("group_id") in worker.held:
-            _, *original = worker.held.pop(header["group_id"])
-            self._put(header["kind"], worker, header, original)
-        else:
+        elif worker.role != self.relay_to or "group_id" not in header:
             self._put(header["kind"], worker, header, arrays)
+        elif held := worker.held.pop(header["group_id"], None):  # else: answered already
+            self._put(header["kind"], worker, header, held[1:])
 
     def _relay(self, group_id: int, original: tuple) -> None:
-        if not (workers := self.of(self.relay_to)):
+        if not (workers := [w for w in self.of(self.relay_to) if not w.gone]):
             return  # the whole role has failed: `receive` is about to say so
         worker = min(workers, key=lambda w: len(w.held))
         worker.held[group_id] = original
@@ -281,22 +335,24 @@ class Pool:
 
     def _replace(self, worker: Worker, reason: str) -> None:
         """Report a death once, start a successor while the budget lasts, hand on what it held."""
-        if self.closing or self.workers.get((worker.role, worker.number)) is not worker:
-            return
-        worker.process.kill()
-        worker.outbox.put(None)
-        del self.workers[worker.role, worker.number]
-        if worker.restarts >= self.budget:
-            return self._put("failed", worker, reason, None)
-        self._spawn(worker.role, worker.number, worker.restarts + 1)
+        with self.changing:
+            if self.closing or worker.gone:
+                return
+            worker.gone = True
+            worker.process.kill()
+            worker.process.join(1.0)
+            worker.outbox.put(None)
+            if worker.restarts >= self.budget:
+                return self._put("failed", worker, reason, None)
+            self._spawn(worker.role, worker.number, worker.restarts + 1)
         for group_id, original in worker.held.items():
             self._relay(group_id, original)
         self._put("lost", worker, reason, None)
 
     def close(self, seconds: float = 2.0) -> None:
         """End every worker: ask, wait a moment, kill what is left."""
-        self.closing = True
-        self.thread.join(seconds)
+        with self.changing:
+            self.closing = True  # from here on nobody is replaced
         workers = list(self.workers.values())
         for worker in workers:
             self.send(worker, "end")
@@ -307,3 +363,5 @@ class Pool:
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
+        self.closed = True  # not before: workers die with the thread that has started them
+        self.thread.join(seconds)

@@ -269,6 +269,32 @@ def test_gradcheck_with_and_without_gathering_again(keep, monkeypatch):
     assert (torch.autograd.grad(out.sum(), q)[0][5] == 0).all()
 
 
+def test_gathering_again_saves_no_gathered_key(monkeypatch):
+    tables = dsa.packed_tables(edges(0, 200), 8)
+    q, k, v = (x.requires_grad_() for x in random_qkv(200, 200, width=32, dtype=torch.float32))
+    sel, _ = dsa.select_chunks(q, k, tables, 4)
+    saved = {}
+
+    def count(x):
+        saved[keep] = saved.get(keep, 0) + x.numel()
+        return x
+
+    for keep in (0, 1 << 30):
+        monkeypatch.setattr(dsa, "KEEP_ELEMENTS", keep)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            dsa.sparse_attention(q, k, v, sel, tables, scale=1.0)
+    gathered = 200 * 2 * 4 * 8 * 32
+    assert saved[1 << 30] > 2 * gathered > 10 * saved[0]
+
+
+def test_scale_multiplies_the_logits():
+    tables = dsa.packed_tables(edges(0, 20), 4)
+    q, k, v = random_qkv(20, 20)
+    sel, _ = dsa.select_chunks(q, k, tables, 2)
+    got = dsa.sparse_attention(q, k, v, sel, tables, scale=0.3)
+    torch.testing.assert_close(got, dsa.sparse_attention(q * 0.3 * 8**0.5, k, v, sel, tables))
+
+
 def test_gathering_again_and_blocks_change_no_bit(monkeypatch):
     tables = dsa.packed_tables(edges(0, 37, 100), 4)
     q, k, v = (x.requires_grad_() for x in random_qkv(100, 100, width=16, dtype=torch.float32))
@@ -332,7 +358,7 @@ def test_future_tokens_and_other_sequences_change_nothing(chunk_size, learned):
         assert torch.equal(sel, got[0]) and torch.equal(out, got[1]), f"{value} leaked"
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 16])
+@pytest.mark.parametrize("chunk_size", [1, 4, 8, 16])
 def test_packed_equals_separate_and_bitwise_with_a_fixed_capacity(chunk_size):
     for trial in range(12):
         lengths = torch.randint(1, 60, (5,)).tolist()

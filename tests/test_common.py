@@ -1,0 +1,141 @@
+"""Configuration, run folders and checkpoints: what a user can get wrong, in one line each."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import common
+import losses
+
+
+def refused(capsys, *argv) -> str:
+    """The one line that a wrong command line prints; asserts exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        common.parse("test", list(argv))
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--speed", "9"], ["--speed"]),
+        (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
+        (["--slots", "0"], ["--slots", "0", "at least 1"]),
+        (["--group-size", "1"], ["--group-size", "1", "at least 2"]),
+        (["--groups-per-step", "-4"], ["--groups-per-step", "-4"]),
+        (["--max-staleness", "-1"], ["--max-staleness", "-1"]),
+        (["--lr", "nan"], ["--lr", "nan"]),
+        (["--lr", "2"], ["--lr", "2.0", "at most 1.0"]),
+        (["--swap", "hot"], ["--swap", "hot", "keep", "recompute", "drain"]),
+        (["--objective", "dpo"], ["--objective", "dpo", "decoupled_ppo"]),
+        (["--model", "huge"], ["--model", "huge", "tiny"]),
+        (["--chunk-size", "24"], ["--chunk-size", "24", "power of two"]),
+        (["--seed", "x"], ["--seed", "x"]),
+        (["--step", "3"], ["--step"]),  # no abbreviations: a typo is not a flag
+        (["--silence", "1", "--reward-seconds", "2"], ["--silence", "at least 4"]),
+    ],
+)
+def test_wrong_flags_cost_one_line(capsys, argv, words):
+    line = refused(capsys, *argv)
+    for word in words:
+        assert word in line
+
+
+def test_flags_are_the_fields():
+    config = common.parse("test", ["--task", "sort:5", "--max-staleness", "4", "--lr", "0.01"])
+    assert (config.task, config.max_staleness, config.lr) == ("sort:5", 4, 0.01)
+    assert all(f.metadata["help"] for f in dataclasses.fields(common.Config))
+    assert common.check(common.Config()) == common.Config()
+
+
+def test_objectives_on_the_command_line_are_those_of_losses():
+    assert set(common.OBJECTIVES) == set(losses.OBJECTIVES)
+    assert set(losses.ADVANTAGES) == {"grpo", "mean", "rloo"}
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1"])
+def test_unknown_device(name):
+    config = dataclasses.replace(common.Config(), device=name)
+    with pytest.raises(common.UserError, match=f"--device {name}: must be"):
+        common.pick_devices(config)
+
+
+def test_devices_are_split(monkeypatch):
+    def split(gpus, cores=2, **flags):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(common.os, "cpu_count", lambda: cores)
+        return common.pick_devices(dataclasses.replace(common.Config(), **flags))
+
+    assert split(0) == (["cpu"], ["cpu"])
+    assert split(0, cores=8) == (["cpu"], ["cpu"] * 7)
+    assert split(0, cores=8, learners=2, rollout_workers=3) == (["cpu"] * 2, ["cpu"] * 3)
+    assert split(1) == (["cuda:0"], ["cuda:0"])  # one GPU is shared
+    assert split(4) == (["cuda:0"], ["cuda:1", "cuda:2", "cuda:3"])
+    assert split(4, learners=2) == (["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"])
+    assert split(4, device="cpu") == (["cpu"], ["cpu"])
+    assert split(4, device="cuda:2") == (["cuda:2"], ["cuda:2"])
+    with pytest.raises(common.UserError, match="has 0 CUDA devices"):
+        split(0, device="cuda")
+    with pytest.raises(common.UserError, match="has 2 CUDA devices"):
+        split(2, device="cuda:2")
+
+
+def test_run_folder_is_never_overwritten(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.txt").write_text("precious")
+    config = dataclasses.replace(common.Config(), out=str(full))
+    with pytest.raises(common.UserError, match="must be new or an empty folder"):
+        common.open_run(config, "sync")
+    assert [p.name for p in full.iterdir()] == ["thesis.txt"]
+    config = dataclasses.replace(common.Config(), out=str(full / "thesis.txt" / "run"))
+    with pytest.raises(common.UserError, match="must be writable"):
+        common.open_run(config, "sync")
+    run = common.open_run(dataclasses.replace(common.Config(), out=str(tmp_path / "a/b")), "sync")
+    record = json.loads((run / "config.json").read_text())
+    assert record["mode"] == "sync" and record["machine"]["torch"] == torch.__version__
+
+
+def state(value: float) -> dict:
+    return {"weights": torch.full((5,), value)}
+
+
+def test_newest_checkpoint_is_loaded_and_the_last_ones_are_kept(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for step in range(1, 6):
+        common.save_checkpoint(tmp_path, step, state(step), keep=3)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"step{step:07d}.pt" for step in (3, 4, 5)]
+    assert common.load_checkpoint(tmp_path)["weights"].tolist() == [5.0] * 5
+
+
+def test_damaged_checkpoints_are_refused(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(common.UserError, match="must hold a checkpoint"):
+        common.load_checkpoint(tmp_path)
+    path = common.save_checkpoint(tmp_path, 1, state(7.0))
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.full((5,), 7.0).numpy().tobytes())
+    data[at] ^= 1  # one flipped bit loads silently without the sha256
+    path.write_bytes(data)
+    with pytest.raises(common.UserError, match="step0000001.pt: must"):
+        common.load_checkpoint(tmp_path)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(common.UserError, match="readable checkpoint"):
+        common.load_checkpoint(tmp_path)
+
+
+def test_only_steps_may_change_on_resume(tmp_path):
+    base = dataclasses.replace(common.Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
+    run = common.open_run(base, "sync")
+    again = common.resumed(dataclasses.replace(common.Config(), resume=str(run), steps=9))
+    assert (again.lr, again.steps) == (0.01, 9)
+    with pytest.raises(common.UserError, match="--lr 0.2: must be left out with --resume"):
+        common.resumed(dataclasses.replace(common.Config(), resume=str(run), lr=0.2))
+    with pytest.raises(common.UserError, match="must be a run folder"):
+        common.resumed(dataclasses.replace(common.Config(), resume=str(tmp_path)))

@@ -1,0 +1,252 @@
+"""The synchronous trainer: one step, one loop, checkpoints, and everything that can go wrong."""
+
+import dataclasses
+import json
+import signal
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import losses
+import reward
+import train_sync
+from buffer import apply_verdicts
+from rollout import generate
+
+SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """A trainer takes over Ctrl-C; give it back after each test."""
+    saved = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in saved:
+        signal.signal(number, handler)
+
+
+def config_of(folder=None, **flags) -> common.Config:
+    return dataclasses.replace(common.Config(), **{"out": str(folder or ""), **SMALL, **flags})
+
+
+def batch_of(config, task=None):
+    """A learner and one scored batch."""
+    task = task or train_sync.make_task(config)
+    learner = train_sync.make_learner(config, task, "cpu")
+    generator = train_sync.make_generator(config, task, learner.model)
+    groups = generate(generator, train_sync.new_groups(learner, task, config.groups_per_step))
+    for group in groups:
+        apply_verdicts(group, train_sync.score(group, task, 2.0))
+    return learner, groups, task
+
+
+def rows_of(folder) -> list[dict]:
+    return common.read_lines(folder / "metrics.jsonl")
+
+
+def test_a_run_leaves_everything_behind(tmp_path, capsys):
+    train_sync.train(config_of(tmp_path / "run"))
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["steps"] == 6 and summary["samples"] == 6 * 16
+    assert summary["staleness"] == {"max": 0, "mean": 0.0, "bound": 0}
+    assert summary["tokens_generated"] == summary["tokens_trained"] > 0
+    assert 0 < summary["utilization"]["rollout"] < 1 and 0 < summary["utilization"]["learner"] < 1
+    for name in ("reward.png", "timeline.png", "config.json", "metrics.jsonl", "events.jsonl"):
+        assert (tmp_path / "run" / name).stat().st_size > 0, name
+    assert capsys.readouterr().out.count("\n") == 3  # the verdict
+    assert [r["step"] for r in rows_of(tmp_path / "run")] == list(range(7))
+
+
+def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
+    train_sync.train(config_of(tmp_path / "whole"))
+    train_sync.train(config_of(tmp_path / "parts", steps=3))
+    resume = dataclasses.replace(common.Config(), resume=str(tmp_path / "parts"), steps=6)
+    train_sync.train(common.resumed(resume))
+    whole, parts = (common.load_checkpoint(tmp_path / n) for n in ("whole", "parts"))
+    assert whole["sha256"] == parts["sha256"] and parts["version"] == 6
+    assert whole["next_group"] == parts["next_group"] == 24
+    assert torch.equal(whole["reference"], parts["reference"])
+
+
+def test_same_weights_give_the_same_logprobs():
+    for attention in ("dense", "dsa"):
+        config = config_of(task="sum:8", attention=attention, chunk_size=4, top_k=2)
+        learner, groups, _ = batch_of(config)
+        for group in groups:
+            for t in group.trajectories:
+                found, _ = train_sync.token_logprobs(learner.model, [t], learner.alphabet, 1.0)
+                sampled = torch.from_numpy(t.logprobs[t.loss_mask])
+                assert (found - sampled).abs().max() <= 1e-5, attention
+
+
+def test_gradient_does_not_depend_on_the_packing():
+    config = config_of(task="reverse")
+    learner, groups, _ = batch_of(config)
+    gradients = []
+    for budget in (1, 40, 10_000):
+        one = config_of(task="reverse", token_budget=budget, lr=0.0, grad_clip=0.0)
+        train_sync.learner_step(learner, groups, one)
+        gradients.append(learner.model.flat_grad.clone())
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+
+
+def test_a_step_raises_the_probability_of_what_was_good():
+    config = config_of(task="reverse", objective="reinforce", entropy=0.0, reference_every=0)
+    learner, groups, _ = batch_of(config)
+    flat = [t for g in groups for t in g.trajectories]
+    advantages, _ = train_sync.group_signal(groups, config.advantage)
+
+    def gain():  # sum of A log pi: the quantity whose gradient was followed
+        with torch.no_grad():
+            parts = [
+                float(a) * train_sync.token_logprobs(learner.model, [t], learner.alphabet, 1.0)[0]
+                for a, t in zip(advantages, flat, strict=True)
+            ]
+        return float(torch.cat(parts).sum())
+
+    before = gain()
+    metrics = train_sync.learner_step(learner, groups, config)
+    assert gain() > before
+    assert learner.version == 1 and metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_metrics_speak_of_all_micro_batches():
+    config = config_of(task="reverse", token_budget=30)
+    learner, groups, _ = batch_of(config)
+    metrics = train_sync.learner_step(learner, groups, config)
+    everything = [t for g in groups for t in g.trajectories]
+    assert metrics["tokens"] == sum(int(t.loss_mask.sum()) for t in everything)
+    assert metrics["reward"] == pytest.approx(np.mean([t.reward for t in everything]))
+    assert metrics["sequence_tokens"] == sum(len(t.tokens) for t in everything)
+
+
+def test_reference_follows_the_policy_and_feeds_the_damper():
+    config = config_of(task="reverse", reference_every=1, reference_refresh=2, lr=0.01)
+    learner, groups, _ = batch_of(config)
+    train_sync.learner_step(learner, groups, config)
+    assert not torch.equal(learner.reference.flat, learner.model.flat)
+    train_sync.learner_step(learner, groups, config)  # version 2: a snapshot is taken
+    assert torch.equal(learner.reference.flat, learner.model.flat)
+    embedding = learner.reference.embed_tokens.weight
+    assert torch.equal(embedding, learner.model.embed_tokens.weight)
+    assert learner.damper.window[0] == pytest.approx(0.0, abs=1e-6)
+    assert learner.damper.window[1] > 1e-6
+
+
+def test_damper_lowers_the_learning_rate():
+    config = config_of(task="reverse", reference_every=1, lr=0.01)
+    learner, groups, _ = batch_of(config)
+    learner.damper = dataclasses.replace(learner.damper, window=(0.4,) * 10)
+    metrics = train_sync.learner_step(learner, groups, config)
+    assert metrics["lr"] == pytest.approx(0.6 * config.lr)
+    assert metrics["reference_weight"] > config.reference_weight
+
+
+def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, monkeypatch):
+    def broken(logprobs, *others):
+        loss, sums = losses.reinforce(logprobs, *others)
+        return loss * float("nan"), sums
+
+    monkeypatch.setitem(losses.OBJECTIVES, "reinforce", broken)
+    config = config_of(tmp_path / "run", objective="reinforce")
+    learner, groups, _ = batch_of(config)
+    weights = learner.model.flat.clone()
+    metrics = train_sync.learner_step(learner, groups, config)
+    assert metrics["skipped"] == 1 and torch.equal(weights, learner.model.flat)
+    assert learner.version == 1  # the batch is used up
+    with pytest.raises(common.TrainingStopped, match="not finite three times in a row"):
+        train_sync.train(config)
+    assert (tmp_path / "run/bad_batch.pt").is_file()
+    assert all("reward" in r for r in rows_of(tmp_path / "run")[1:])
+
+
+def failing(bad_share: int):
+    """reverse, with a verifier that raises for every `bad_share`-th secret."""
+    task = reward.make_task("reverse:3")
+
+    def step(problem, answers):
+        if int(problem["answer"]) % bad_share == 0:
+            raise RuntimeError("verifier is broken")
+        return task.step(problem, answers)
+
+    return dataclasses.replace(task, step=step)
+
+
+def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_sync, "make_task", lambda config: failing(4))
+    train_sync.train(config_of(tmp_path / "run", max_failures=1.0))
+    rows = rows_of(tmp_path / "run")[1:]
+    failures = sum(n for r in rows for n in r["failures"].values())
+    assert len(rows) == 6 and failures > 0
+    assert {name for r in rows for name in r["failures"]} == {"verifier_error"}
+
+
+def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_sync, "make_task", lambda config: failing(1))
+    with pytest.raises(common.TrainingStopped, match="16 of 16 episodes failed.*verifier_error"):
+        train_sync.train(config_of(tmp_path / "run"))
+
+
+def test_evaluation_changes_nothing():
+    config = config_of(task="guess")
+    task = train_sync.make_task(config)
+    learner = train_sync.make_learner(config, task, "cpu")
+    weights, state = learner.model.flat.clone(), torch.get_rng_state()
+    first = train_sync.evaluate(learner, config, task)
+    assert first == train_sync.evaluate(learner, config, task)
+    assert torch.equal(weights, learner.model.flat) and torch.equal(state, torch.get_rng_state())
+    assert 0 <= first["solved"] <= 1 and 1 <= first["turns"] <= 6
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"task": "chess"}, ["chess", "guess", "reverse"]),
+        ({"task": "jsonl:nowhere.jsonl"}, ["nowhere.jsonl"]),
+        ({"task": "recall:999999"}, ["recall:999999", "16384"]),
+        ({"task": "sum", "context": 64}, ["--context 64", "at least 289"]),
+        ({"device": "tpu"}, ["--device tpu"]),
+    ],
+)
+def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, words):
+    argv = [a for k, v in flags.items() for a in ("--" + k, str(v))]
+    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--out", str(tmp_path / "run"), *argv])
+    with pytest.raises(SystemExit) as stop:
+        common.run_main(train_sync.train, "test")
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.count("\n") == 1
+    for word in words:
+        assert word in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_malformed_jsonl_is_named_by_its_line(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "3+3="}\n')
+    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--task", f"jsonl:{path}"])
+    with pytest.raises(SystemExit) as stop:
+        common.run_main(train_sync.train, "test")
+    assert stop.value.code == 2 and "line 2" in capsys.readouterr().err
+
+
+def test_the_users_own_jsonl_trains(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(12)]
+    path.write_text("\n".join(lines))
+    train_sync.train(config_of(tmp_path / "run", task=f"jsonl:{path}:numeric", steps=2))
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
+    train_sync.train(config_of(tmp_path / "run", steps=1))
+    path = tmp_path / "run/config.json"
+    path.write_text(path.read_text().replace('"positions": "learned"', '"positions": "rope"'))
+    resume = dataclasses.replace(common.Config(), resume=str(tmp_path / "run"), steps=2)
+    before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+    with pytest.raises(common.UserError, match="its positions is learned and this run's is rope"):
+        train_sync.train(common.resumed(resume))
+    assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
