@@ -14,15 +14,15 @@ leaks through pooling. A query's own chunk is always selected, and counts as one
 (GLM-5 has no such rule; at `chunk_size=1` it forces no more than the query's own token).
 
 Tables describe packed training, prefill and cached decode alike, so the attention knows neither
-batches nor caches: it follows rows and positions. What selection saves is compute and bytes read;
-it saves no KV capacity.
+batches nor caches: it follows rows and positions. A query's numbers depend, bitwise, on its own
+sequence and on the shapes only. What selection saves is compute and bytes read, not KV capacity.
 
 Left out: kernels (dsa_triton.py), the indexer's training stages (pretrain.py), low-precision keys.
 
 Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = Hq / Hkv
          B slots     C keys per chunk  K most chunks of one sequence (`widest`)    NC all chunks
          S selected chunks per query   D head width       J indexer heads   E indexer head width
-         Hs = Hkv or 1: heads that select for themselves  n, c: queries, chunks of one part
+         Hs = Hkv or 1: heads that select for themselves  n, c, t: queries, chunks, tiles of a part
 """
 
 from collections.abc import Callable, Iterator
@@ -363,7 +363,7 @@ def _work(x: Tensor) -> Tensor:  # half precision is stored and gathered, never 
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def _gather(x: Tensor, rows: Tensor) -> Tensor:  # index_select: x[rows] is 2 to 8 times slower
+def _gather(x: Tensor, rows: Tensor) -> Tensor:  # index_select: x[rows] is 2 to 9 times slower
     return _work(x.index_select(0, rows.flatten())).unflatten(0, rows.shape)
 
 
@@ -397,9 +397,7 @@ def _check_selection(sel: Tensor, tables: Tables, heads: int) -> None:
     """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""
     n, kind = len(tables.q_pos), (sel.dtype, sel.device, sel.dim())
     fits = kind == (torch.int64, tables.row.device, 3) and sel.shape[:2] in ((n, 1), (n, heads))
-    _require(
-        fits and sel.numel(), f"sel must be int64 [{n}, {heads} or 1, S], got {list(sel.shape)}"
-    )
+    _require(fits and sel.numel(), f"sel must be int64 [{n}, {heads} or 1, S], got {sel.shape}")
     low, order = tables.first[:, None, None], sel.sort(-1).values
     foreign = (order != -1) & ((order < low) | (order > low + tables.past[:, None, None]))
     foreign[..., 1:] |= (order[..., 1:] == order[..., :-1]) & (order[..., 1:] >= 0)

@@ -198,7 +198,8 @@ class GPT(nn.Module):
         self.flatten()
 
     def initialise(self, seed: int) -> None:
-        """Normal(0, init_std), what writes into the residual stream divided by sqrt(2 L) (GPT-2)."""
+        """Normal(0, init_std), divided by sqrt(2 L) where it writes into the residual stream, as
+        in GPT-2."""
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -292,14 +293,23 @@ class Cache(NamedTuple):
 
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up to KEY_BLOCK."""
+    """An empty cache; capacity is rounded up to KEY_BLOCK.
+
+    Dense attention reads whole heads, so there a head's keys lie together in memory; sparse
+    attention gathers rows, so there a row's heads do. The axes are the same in both.
+    """
     c, like = model.config, model.flat
     capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
-    shape = (c.layers, slots, capacity, c.kv_heads, c.head_width)
+    rows, heads = (c.layers, slots, capacity, c.kv_heads, c.head_width), None
+    if c.attention == "dense":
+        rows, heads = (c.layers, slots, c.kv_heads, capacity, c.head_width), (2, 3)
+    k, v = like.new_zeros(rows), like.new_zeros(rows)
+    if heads:
+        k, v = k.transpose(*heads), v.transpose(*heads)
     index = None
     if c.attention == "dsa" and c.scoring == "indexer":
         index = like.new_zeros(c.layers, slots, capacity, c.index_width)
-    return Cache(like.new_zeros(shape), like.new_zeros(shape), index)
+    return Cache(k, v, index)
 
 
 @torch.inference_mode()
@@ -352,7 +362,8 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     if c.attention == "dense":
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
         mask = torch.zeros(hidden_keys.shape, dtype=model.flat.dtype, device=tokens.device)
-        mask = mask.masked_fill_(hidden_keys, -torch.inf)[:, None, None]  # [B, 1, 1, T]
+        mask = mask.masked_fill_(hidden_keys, -torch.inf)[:, None, None]
+        mask = mask.expand(-1, -1, c.heads // c.kv_heads, -1)  # [B, 1, G, T]
     else:
         tables = dsa.cache_tables(positions + 1, cache.k.shape[2], c.chunk_size)
 
@@ -362,14 +373,11 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
         def attend(q, k, v, index):
             keys[slots, positions], values[slots, positions] = k, v
             if c.attention == "dense":
-                out = F.scaled_dot_product_attention(
-                    q[:, :, None],
-                    keys[:, :T].transpose(1, 2),
-                    values[:, :T].transpose(1, 2),
-                    attn_mask=mask,
-                    enable_gqa=True,
-                )
-                return out[:, :, 0]  # [B, Hq, D]
+                # the G query heads of a group stand where queries would: they share their keys
+                grouped = q.view(len(q), c.kv_heads, -1, c.head_width)  # [B, Hkv, G, D]
+                k, v = keys[:, :T].transpose(1, 2), values[:, :T].transpose(1, 2)
+                out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+                return out.reshape(q.shape)  # [B, Hq, D]
             if index is not None:
                 cache.index[layer][slots, positions] = index[1]
                 index = (index[0], cache.index[layer].flatten(0, 1), index[2])

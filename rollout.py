@@ -95,7 +95,7 @@ class Environment:
     respond: Callable[[list[tuple]], list[list[int] | None | str]]
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
     stop: frozenset[int]  # token ids that end a turn
-    turn_tokens: int  # most tokens in a turn
+    turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
     max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
     beside: bool = False  # run `respond` in a thread, beside generation
     seconds: float = 2.0  # limit of an environment turn that runs beside
@@ -150,6 +150,7 @@ class Generator:
         self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
         self.fed = np.zeros(slots, np.int64)
         self.turn_start = np.zeros(slots, np.int64)
+        self.turn_limit = np.zeros(slots, np.int64)
         self.keys = np.zeros(slots, np.int64)
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
         self.episodes: list[Episode | None] = [None] * slots
@@ -222,16 +223,19 @@ class Generator:
         """Give free slots to waiting samples, in order; a group never begins under old weights."""
         if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
             return
+        begun = []
         for b, episode in enumerate(self.episodes):
             if episode is not None:
                 continue
             if not self.waiting or self.waiting[0][0].start > self.version:
                 break
             group, sample_index = self.waiting.popleft()
-            self._begin(b, group, sample_index)
+            begun.append((b, group, self._begin(b, group, sample_index)))
+        self._share_prompts([entry for entry in begun if len(entry[2])])
 
-    def _begin(self, b: int, group: Group, sample_index: int) -> None:
-        """Put one sample into slot b; the prompt's keys and values are computed once a group."""
+    def _begin(self, b: int, group: Group, sample_index: int) -> list[int]:
+        """Put one sample into slot b; returns the prompt tokens that must be in the cache: all but
+        the last one, which `_decode` feeds."""
         prompt = self.environment.encode_prompt(group.problem)
         limit = self.capacity - 1
         assert 0 < len(prompt) <= limit, f"prompt of {len(prompt)} tokens: must be 1 to {limit}"
@@ -239,31 +243,37 @@ class Generator:
         self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
         self.versions[b] = -1
         self.known[b], self.fed[b], self.turn_start[b] = n, n - 1, n
+        self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
         seed = noise_key(self.seed, group.group_id, sample_index)
         self.keys[b], self.running[b] = seed, True
         now = time.monotonic()
         self.episodes[b] = Episode(group, sample_index, seed, now)
         if sample_index == 0:
             self.events.append((now, "start", group.group_id, self.version, n))
-        if n > 1:  # all but the last prompt token: `_decode` feeds that one
-            self._share_prompt(b, group, prompt[:-1])
-        if sample_index == self.group_size - 1:
-            self.prompts.pop(group.group_id, None)
+        return prompt[:-1]
 
-    def _share_prompt(self, b: int, group: Group, prompt: list[int]) -> None:
-        """Copy the prompt's keys and values from the group's first slot, or compute them in slot b.
+    def _share_prompts(self, begun: list[tuple[int, Group, list[int]]]) -> None:
+        """Fill the cache of slots that begin: prompts are computed once a group, then copied.
 
         They are computed again after a swap: an episode must not depend on when its siblings began.
         """
-        n, cache, kept = len(prompt), self.cache, self.prompts.get(group.group_id)
-        if kept is None or kept[0] != self.version:
-            prefill(self.model, cache, torch.tensor([b], device=self.alphabet.device), [prompt])
-            parts = [None if c is None else c[:, b, :n].clone() for c in cache]
-            self.prompts[group.group_id] = (self.version, *parts)
-        else:
-            for c, part in zip(cache, kept[1:], strict=True):
-                if part is not None:
-                    c[:, b, :n] = part
+        cache, first = self.cache, {}  # group id -> the slot that computes its prompt
+        for b, group, prompt in begun:
+            if self.prompts.get(group.group_id, (-1,))[0] != self.version:
+                first.setdefault(group.group_id, (b, prompt))
+        if first:
+            slots, prompts = zip(*first.values(), strict=True)
+            prefill(self.model, cache, torch.tensor(slots, device=self.alphabet.device), prompts)
+            for group_id, (b, prompt) in first.items():
+                parts = [None if c is None else c[:, b, : len(prompt)].clone() for c in cache]
+                self.prompts[group_id] = (self.version, *parts)
+        for b, group, prompt in begun:
+            if first.get(group.group_id, (-1,))[0] != b:
+                for c, part in zip(cache, self.prompts[group.group_id][1:], strict=True):
+                    if part is not None:
+                        c[:, b, : len(prompt)] = part
+            if self.episodes[b].sample_index == self.group_size - 1:
+                self.prompts.pop(group.group_id)
 
     # ----------------------------------------------------------------------------------- decode
 
@@ -295,7 +305,7 @@ class Generator:
         self.counts["slot_steps"] += int(self.running.sum())
 
         known = self.known[rows]
-        in_turn = known - self.turn_start[rows] >= self.environment.turn_tokens
+        in_turn = known - self.turn_start[rows] >= self.turn_limit[rows]
         ended = rows[self.stop[drawn] | in_turn | (known >= self.capacity)]
         if len(ended):
             self._end_turns(ended.tolist())
@@ -311,7 +321,7 @@ class Generator:
                 continue
             tokens, turns = self.tokens[b, :known].copy(), list(episode.turns)
             requests[b] = (episode.group.problem, tokens, turns)
-        if not self.environment.beside:
+        if requests and not self.environment.beside:
             replies = self.environment.respond(list(requests.values()))
             for b, reply in zip(requests, replies, strict=True):
                 self._observe(b, reply)

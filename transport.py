@@ -94,8 +94,8 @@ def check_room(size: int) -> None:
     if sys.platform == "linux":
         disk = os.statvfs("/dev/shm")
         if (free := disk.f_bavail * disk.f_frsize) < size:
-            text = f"weights need {size >> 20} MB of shared memory, /dev/shm has {free >> 20} MB free"
-            raise OSError(errno.ENOSPC, f"{text} (in a container: --shm-size)")
+            text = f"weights need {size >> 20} MB of shared memory, /dev/shm has {free >> 20} MB"
+            raise OSError(errno.ENOSPC, f"{text} (in a container: docker run --shm-size)")
 
 
 # ------------------------------------------------------------------------------ the worker's side

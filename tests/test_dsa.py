@@ -358,33 +358,40 @@ def test_future_tokens_and_other_sequences_change_nothing(chunk_size, learned):
         assert torch.equal(sel, got[0]) and torch.equal(out, got[1]), f"{value} leaked"
 
 
+def everything(start, stop, cu, tensors, chunk_size, capacity):
+    """Scores and outputs, without and with an indexer, of rows start ... stop - 1 packed as cu."""
+    tables = dsa.packed_tables(edges(*cu), chunk_size, capacity)
+    q, k, v, *index = (x[start:stop] for x in tensors)
+    yield dsa.mean_scores(q, k, tables)
+    yield dsa.index_scores(*index, tables)
+    yield dsa.dsa_attention(q, k, v, tables, 3)
+    yield dsa.dsa_attention(q, k, v, tables, 3, index=index)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 4, 8, 16])
-def test_packed_equals_separate_and_bitwise_with_a_fixed_capacity(chunk_size):
-    for trial in range(12):
-        lengths = torch.randint(1, 60, (5,)).tolist()
-        cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-        width = (8, 20, 32, 64)[trial % 4]
-        q, k, v = random_qkv(cu[-1], cu[-1], width=width, dtype=torch.float32)
-        index = random_index(cu[-1], width=width, dtype=torch.float32)
-        runs = {"separate": [], "packed": []}
-        for name, packs in (("packed", [cu]), ("separate", zip(cu, cu[1:], strict=False))):
-            for a, *more in packs:
-                part, pack = slice(a, more[-1]), edges(a, *more) - a
-                tables = dsa.packed_tables(pack, chunk_size, capacity=64)
-                own = [x[part] for x in index]
-                for kind in (None, own):
-                    x = dsa.dsa_attention(q[part], k[part], v[part], tables, 3, index=kind)
-                    y = dsa.dsa_attention(
-                        *(z[part].double() for z in (q, k, v)),
-                        dsa.packed_tables(pack, chunk_size),  # shapes depend on the pack here
-                        3,
-                        index=kind and [z.double() for z in own],
-                    )
-                    runs[name].append((x, y))
-        for kind in (0, 1):
-            got, want = runs["packed"][kind], runs["separate"][kind::2]
-            assert torch.equal(got[0], torch.cat([x for x, _ in want])), "not bitwise"
-            torch.testing.assert_close(got[1], torch.cat([y for _, y in want]))
+@pytest.mark.parametrize("width", [8, 20, 32, 64])
+def test_packed_is_bitwise_separate_with_a_fixed_capacity(chunk_size, width):
+    for _ in range(3):
+        cu = [0, *torch.tensor([*torch.randint(1, 60, (4,)), 13]).cumsum(0).tolist()]
+        tensors = random_qkv(cu[-1], cu[-1], width=width, dtype=torch.float32)
+        tensors += random_index(cu[-1], width=width, dtype=torch.float32)
+        packed = everything(0, cu[-1], cu, tensors, chunk_size, 64)
+        alone = (
+            everything(a, b, [0, b - a], tensors, chunk_size, 64)
+            for a, b in zip(cu, cu[1:], strict=False)
+        )
+        for got, *want in zip(packed, *alone, strict=True):
+            assert torch.equal(got, torch.cat(want))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16])
+def test_packed_equals_separate_when_shapes_follow_the_pack(chunk_size):
+    cu = [0, 37, 37, 100, 101, 117]
+    tensors = random_qkv(117, 117) + random_index(117)
+    *_, mean, learned = everything(0, 117, cu, tensors, chunk_size, None)
+    for a, b in ((0, 37), (37, 100), (100, 101), (101, 117)):
+        *_, x, y = everything(a, b, [0, b - a], tensors, chunk_size, None)
+        torch.testing.assert_close((x, y), (mean[a:b], learned[a:b]))
 
 
 # Cached decode ------------------------------------------------------------------------------------

@@ -1,0 +1,681 @@
+"""buffer.py against a naive oracle: thousands of random schedules; broken rules must fail.
+
+The oracle knows nothing of N(<=s). It keeps a plain list of groups and thinks in deadlines: oldest
+first, the i-th group can be trained at version v + i // B at the latest, which must be no later
+than its start + eta. Staleness is read from the tokens.
+"""
+
+import random
+import zlib
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import pytest
+
+import buffer as buffer_room
+from buffer import (
+    ARRAYS,
+    Buffer,
+    Group,
+    Trajectory,
+    from_bytes,
+    group_from_parts,
+    group_to_parts,
+    pack,
+    staleness,
+    to_bytes,
+)
+
+
+def trajectory(group_id: int, versions: list[int], sample: int = 0, prompt: int = 2) -> Trajectory:
+    """An episode with a prompt (version -1, not trained) and one token for each version."""
+    stamps = np.array([-1] * prompt + versions, np.int32)
+    return Trajectory(
+        group_id,
+        sample,
+        seed=0,
+        tokens=np.zeros(len(stamps), np.int32),
+        loss_mask=stamps >= 0,
+        logprobs=np.zeros(len(stamps), np.float32),
+        versions=stamps,
+        turns=[(prompt, len(stamps))],
+    )
+
+
+# ------------------------------------------------------------------------------------- the driver
+
+
+class Violation(Exception):
+    """The driver saw the buffer break its promise (not an AssertionError of buffer.py itself)."""
+
+
+def must(condition: bool, *what) -> None:
+    if not condition:
+        raise Violation(*what)
+
+
+@dataclass
+class Flight:
+    """The oracle's view of one outstanding group: the versions of each sample's tokens."""
+
+    group_id: int
+    start: int
+    samples: list[list[int]]
+    straggler: bool
+    order: int = -1  # of completion; -1: still being generated
+
+    def staleness(self, version: int) -> int:
+        oldest = 10**9
+        for sample in self.samples:
+            for token in sample:
+                oldest = min(oldest, token)
+        return version - oldest
+
+
+@dataclass
+class Driver:
+    """Drives a buffer through one random schedule; every answer is compared with the oracle's."""
+
+    buffer: Buffer
+    random: random.Random
+    formula: bool = True  # False: judge outcomes only, not the admission formula
+    version: int = 0
+    flights: list[Flight] = field(default_factory=list)  # in order of admission
+    admitted: int = 0
+    trained: int = 0
+    requeued: int = 0
+    discarded: dict = field(default_factory=dict)
+    ages: set = field(default_factory=set)
+
+    def __post_init__(self):
+        self.B, self.eta = self.buffer.batch_size, self.buffer.eta
+        self.wait, self.clock = self.buffer.on_stale == "wait", 0
+
+    # ------------------------------------------------------------------------------ the oracle
+
+    def on_time(self, flights: list[Flight], version: int) -> bool:
+        """Trained oldest first, B at each version from `version` on: is every deadline met?"""
+        starts = sorted(f.start for f in flights)
+        return all(version + i // self.B <= s + self.eta for i, s in enumerate(starts))
+
+    def formula_holds(self) -> bool:
+        """DESIGN section 4, word for word: N(<=s') + 1 <= (s' + eta - v + 1) B for s' >= s = v."""
+        for s in range(self.version, self.version + self.eta + 2):
+            count = len([f for f in self.flights if f.start <= s])
+            if not count + 1 <= (s + self.eta - self.version + 1) * self.B:
+                return False
+        return True
+
+    def expected(self) -> list[int] | None:
+        """The batch that must come out: earliest completed first, else oldest first, else none."""
+        done = sorted((f for f in self.flights if f.order >= 0), key=lambda f: f.order)
+        if len(done) < self.B:
+            return None
+        for order in (done, sorted(done, key=lambda f: (f.start, f.order))):
+            chosen = {f.group_id for f in order[: self.B]}
+            left = [f for f in self.flights if f.group_id not in chosen]
+            if not self.wait or self.on_time(left, self.version + 1):
+                return sorted(chosen)
+        return None
+
+    def check(self) -> None:
+        counts = self.buffer.counts
+        must(counts["admitted"] == self.admitted, "admitted", counts)
+        must(counts["trained"] == self.trained, "trained", counts)
+        must(counts["requeued"] == self.requeued, "requeued", counts)
+        must(counts["discarded"] == self.discarded, "discarded", counts, self.discarded)
+        gone = self.trained + sum(self.discarded.values())
+        must(self.admitted == gone + len(self.flights), "conservation", counts)
+        in_flight = {f.group_id: f.start for f in self.flights}
+        must(self.buffer.outstanding == in_flight, "in flight", in_flight)
+        if self.wait:
+            must(self.on_time(self.flights, self.version), "a deadline cannot be met any more")
+
+    # ------------------------------------------------------------------------------ the moves
+
+    def admit(self) -> bool:
+        allowed = self.buffer.may_admit(self.version)
+        if self.formula:
+            must(allowed == self.formula_holds(), "admission", self.version, len(self.flights))
+        if allowed:
+            self.buffer.admit(self.admitted, self.version)
+            samples = [[self.version] for _ in range(self.random.randint(1, 2))]
+            straggler = self.random.random() < 0.1
+            self.flights.append(Flight(self.admitted, self.version, samples, straggler))
+            self.admitted += 1
+        return allowed
+
+    def generate(self, flight: Flight) -> None:
+        """A few tokens, by a worker whose weights may lag behind the learner's."""
+        for sample in flight.samples:
+            for _ in range(self.random.randint(0, 2)):
+                sample.append(self.random.randint(sample[-1], self.version))
+
+    def complete(self, flight: Flight) -> None:
+        parts = [trajectory(flight.group_id, v, i) for i, v in enumerate(flight.samples)]
+        group = Group(flight.group_id, flight.start, {}, parts)
+        must(self.buffer.complete(group) is True, "a finished group was refused")
+        must(self.buffer.complete(group) is False, "a duplicate was taken")
+        flight.order = self.clock = self.clock + 1
+
+    def requeue(self, flight: Flight) -> None:
+        """Its worker died: everything it had generated is lost."""
+        self.buffer.requeue(flight.group_id, self.version)
+        flight.start, flight.samples = self.version, [[self.version]]
+        self.requeued += 1
+
+    def discard(self, flight: Flight) -> None:
+        self.buffer.discard(flight.group_id, "failed")
+        self.discarded["failed"] = self.discarded.get("failed", 0) + 1
+        self.flights.remove(flight)
+
+    def step(self) -> bool:
+        """Ask for a batch; only a batch moves the version."""
+        if not self.wait:
+            for f in [f for f in self.flights if f.order >= 0]:
+                if f.staleness(self.version) > self.eta:
+                    self.flights.remove(f)
+                    self.discarded["stale"] = self.discarded.get("stale", 0) + 1
+        expected = self.expected()
+        batch = self.buffer.next_batch(self.version)
+        ids = None if batch is None else [g.group_id for g in batch]
+        flights = {f.group_id: f for f in self.flights}
+        for group_id in ids or []:
+            must(group_id in flights, "trained twice, or never admitted", group_id)
+            age = flights[group_id].staleness(self.version)
+            must(0 <= age <= self.eta, "staleness", age, self.eta)
+            self.ages.add(age)
+        must(ids == expected, "another batch was due", ids, expected)
+        if ids is None:
+            return False
+        self.flights = [f for f in self.flights if f.group_id not in ids]
+        self.trained += len(ids)
+        self.version += 1
+        return True
+
+    def drain(self) -> None:
+        """No deadlock: once all that is outstanding has completed, there is a batch."""
+        for f in [f for f in self.flights if f.order < 0]:
+            self.complete(f)
+        if not self.step():  # in drop mode this has discarded what is too old
+            must(len(self.flights) < self.B, "deadlock: all is complete, nothing may be trained")
+            while len(self.flights) < self.B:
+                must(self.admit(), "deadlock: too few groups, and none may be admitted")
+                self.complete(self.flights[-1])
+            must(self.step(), "deadlock: a full batch of new groups is not trained")
+
+    def run(self, moves: int) -> None:
+        """`moves` random moves; each schedule has its own mixture of them."""
+        weights = [self.random.choice([0, 1, 3, 6]) for _ in range(3)]
+        kinds = self.random.choices(
+            ["admit", "finish", "step", "lose", "discard", "drain"],
+            [6 + weights[0], 6 + weights[1], 6 + weights[2], 1, 0.5, 0.3],
+            k=moves,
+        )
+        for kind in kinds:
+            running = [f for f in self.flights if f.order < 0]
+            quick = [f for f in running if not f.straggler] or running
+            if kind == "admit":
+                for _ in range(self.random.randint(1, 3 * self.B)):
+                    if not self.admit():
+                        break
+            elif kind == "finish" and quick:
+                for f in self.random.sample(quick, self.random.randint(1, len(quick))):
+                    self.generate(f)
+                    self.complete(f)
+            elif kind == "step":
+                self.step()
+            elif kind == "lose" and running:
+                self.requeue(self.random.choice(running))
+            elif kind == "discard" and self.flights:
+                self.discard(self.random.choice(self.flights))
+            elif kind == "drain":
+                self.drain()
+            self.check()
+        self.drain()
+        self.check()
+
+
+def drive(seed: int, make=Buffer, on_stale: str = "wait", **options) -> Driver:
+    """One random schedule, determined by its seed."""
+    chance = random.Random(seed)
+    eta, size = chance.choice([0, 1, 2, 4, 8]), min(chance.randint(1, 8), chance.randint(1, 8))
+    driver = Driver(make(size, eta, on_stale), chance, **options)
+    driver.run(chance.randint(10, 40))
+    return driver
+
+
+# ------------------------------------------------------------------------------------- properties
+
+
+def test_random_schedules_wait():
+    """No group later than eta, none dropped, no deadlock, nothing lost: 2000 schedules."""
+    drivers = [drive(seed) for seed in range(2000)]
+    for d in drivers:
+        assert max(d.ages) <= d.eta and "stale" not in d.discarded
+    # the schedules reach what they are meant to reach
+    for eta in (0, 1, 2, 4, 8):
+        assert max(max(d.ages) for d in drivers if d.eta == eta) == eta
+    assert sum(d.requeued for d in drivers) > 1000
+    assert sum(sum(d.discarded.values()) for d in drivers) > 500
+    assert sum(d.version for d in drivers) > 10_000
+
+
+def test_random_schedules_drop():
+    """GLM-5's rule: discards exactly what exceeds eta, counts it, trains nothing older."""
+    drivers = [drive(seed, on_stale="drop") for seed in range(1000)]
+    assert all(max(d.ages) <= d.eta for d in drivers)
+    assert sum(d.discarded.get("stale", 0) for d in drivers) > 100
+
+
+def test_the_same_seed_gives_the_same_schedule():
+    first, second = drive(7), drive(7)
+    assert first.version == second.version > 0 and first.ages == second.ages
+    assert first.buffer.counts == second.buffer.counts
+
+
+# -------------------------------------------------------- the property has teeth: broken buffers
+
+
+class Bare(Buffer):
+    """The buffer without its own assertions, so that only the driver can notice a broken rule."""
+
+    def admit(self, group_id, version):
+        self.outstanding[group_id] = version
+        self.counts["admitted"] += 1
+
+    def take(self, chosen, version):
+        for group_id in chosen:
+            del self.outstanding[group_id]
+        self.counts["trained"] += len(chosen)
+        return [self.completed.pop(group_id) for group_id in sorted(chosen)]
+
+
+class CountsFromNewest(Bare):
+    """Deadlines count from the newest token of a group instead of its start."""
+
+    def complete(self, group):
+        taken = super().complete(group)
+        if taken:
+            newest = max(int(t.versions.max()) for t in group.trajectories)
+            self.outstanding[group.group_id] = newest
+        return taken
+
+
+class AdmitsOneMore(Bare):
+    """The admission bound is off by one."""
+
+    def may_admit(self, version, start=None):
+        return len(self.outstanding) <= (self.eta + 1) * self.batch_size
+
+
+class TrainsWhatIsReady(Bare):
+    """Batches are taken without looking at what stays behind."""
+
+    def schedulable(self, version, without=()):
+        return True
+
+
+class LooksOneStepLess(Bare):
+    """What stays behind may be as much as before the step."""
+
+    def schedulable(self, version, without=()):
+        return super().schedulable(version - 1, without)
+
+
+class NeverOldestFirst(Bare):
+    """Waits when the earliest completed groups are the wrong ones, instead of choosing others."""
+
+    def next_batch(self, version):
+        ready = list(self.completed)[: self.batch_size]
+        if len(ready) < self.batch_size or not self.schedulable(version, ready):
+            return None
+        return self.take(ready, version)
+
+
+class Forgets(Bare):
+    """A discarded group is not counted."""
+
+    def discard(self, group_id, reason):
+        del self.outstanding[group_id]
+        self.completed.pop(group_id, None)
+
+
+class TakesDuplicates(Bare):
+    """A group that arrives twice is taken twice."""
+
+    def complete(self, group):
+        self.completed.pop(group.group_id, None)
+        return super().complete(group)
+
+
+class LosesRequeued(Bare):
+    """A lost group keeps its first start, although nothing is left of what started then."""
+
+    def requeue(self, group_id, version):
+        self.counts["requeued"] += 1
+
+
+BROKEN = [
+    CountsFromNewest,
+    AdmitsOneMore,
+    TrainsWhatIsReady,
+    LooksOneStepLess,
+    NeverOldestFirst,
+    Forgets,
+    TakesDuplicates,
+    LosesRequeued,
+]
+
+
+def test_bare_buffer_keeps_the_rules():
+    """The mutants below differ from this one by their broken rule only."""
+    for seed in range(100):
+        drive(seed, Bare)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda c: c.__name__)
+def test_broken_rule_is_caught(broken):
+    with pytest.raises(Violation):
+        for seed in range(300):
+            drive(seed, broken)
+
+
+class Outcomes(Driver):
+    """Judges what happens to the tokens only: too old, or stuck; no formula, no expected batch."""
+
+    def expected(self):
+        return None
+
+    def check(self):
+        pass
+
+    def step(self):
+        batch = self.buffer.next_batch(self.version)
+        ids = {g.group_id for g in batch or []}
+        for f in self.flights:
+            if f.group_id in ids:
+                must(f.staleness(self.version) <= self.eta, "staleness")
+        self.flights = [f for f in self.flights if f.group_id not in ids]
+        self.version += bool(ids)
+        return bool(ids)
+
+
+@pytest.mark.parametrize(
+    "broken, harm",
+    [
+        (CountsFromNewest, "staleness"),
+        (AdmitsOneMore, "deadlock"),
+        (TrainsWhatIsReady, "staleness"),
+        (NeverOldestFirst, "deadlock"),
+        (Bare, None),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_broken_rule_does_harm(broken, harm):
+    """The rules are needed: without one, tokens get too old or training stops; the bound is tight.
+
+    Off by one in admission: the oldest can no longer be trained in time, so nothing is.
+    """
+
+    def search():
+        for seed in range(300):
+            chance = random.Random(seed)
+            eta, size = chance.choice([0, 1, 2, 4]), chance.randint(1, 4)
+            Outcomes(broken(size, eta), chance, formula=False).run(30)
+
+    if harm is None:
+        return search()
+    with pytest.raises(Violation, match=harm):
+        search()
+
+
+def test_staleness_from_the_newest_token_is_caught_in_drop_mode(monkeypatch):
+    def newest(t, version):
+        return max(0, version - int(t.versions[t.loss_mask].max()))
+
+    monkeypatch.setattr(buffer_room, "staleness", newest)
+    with pytest.raises(Violation):
+        for seed in range(300):
+            drive(seed, Bare, "drop")
+
+
+def test_the_buffer_asserts_the_theorem_itself():
+    """Without a driver: a batch with a token that is too old never leaves a real Buffer."""
+
+    class Careless(Buffer):
+        def schedulable(self, version, without=()):
+            return True
+
+    buffer = Careless(1, 1)
+    buffer.admit(0, 0)
+    buffer.complete(Group(0, 0, {}, [trajectory(0, [0, 3])]))
+    with pytest.raises(AssertionError, match="staleness 3 > 1"):
+        buffer.next_batch(3)
+
+
+# ------------------------------------------------------------------------------ single behaviours
+
+
+def test_staleness_counts_from_the_oldest_generated_token():
+    t = trajectory(0, [5, 3, 7])
+    assert t.oldest == 3 and staleness(t, 9) == 6
+    assert (t.versions[:2] == -1).all()  # the prompt is older than anything, and does not count
+    t.loss_mask[3] = False  # an environment token in between does not count either
+    assert t.oldest == 5 and staleness(t, 9) == 4
+    t.loss_mask[:] = False
+    assert staleness(t, 9) == 0  # nothing generated: nothing to be stale
+
+
+def test_failed_trajectories():
+    t = trajectory(0, [1])
+    for finish, failed in (("stop", False), ("length", False), ("env_error", True)):
+        t.finish = finish
+        assert t.failed is failed
+
+
+def test_synchronous_when_eta_is_zero():
+    buffer = Buffer(3, 0)
+    for i in range(3):
+        buffer.admit(i, 0)
+    assert not buffer.may_admit(0)
+    for i in (2, 0):
+        assert buffer.complete(Group(i, 0, {}, [trajectory(i, [0])]))
+        assert buffer.next_batch(0) is None
+    buffer.complete(Group(1, 0, {}, [trajectory(1, [0])]))
+    assert [g.group_id for g in buffer.next_batch(0)] == [0, 1, 2]  # sorted: same sums as sync
+    assert buffer.may_admit(1) and buffer.outstanding == {} and buffer.next_batch(1) is None
+
+
+def test_earliest_completed_first_unless_a_deadline_is_at_stake():
+    buffer = Buffer(1, 1)
+    buffer.admit(0, 0)
+    buffer.admit(1, 0)
+    buffer.complete(Group(1, 0, {}, [trajectory(1, [0])]))
+    assert [g.group_id for g in buffer.next_batch(0)] == [1]  # 0 can still be trained at 1
+    buffer.admit(2, 1)
+    buffer.complete(Group(2, 1, {}, [trajectory(2, [1])]))
+    assert buffer.next_batch(1) is None  # 0 must be trained at 1: wait for it
+    buffer.complete(Group(0, 0, {}, [trajectory(0, [0])]))
+    assert [g.group_id for g in buffer.next_batch(1)] == [0]  # 2 was there earlier
+    assert [g.group_id for g in buffer.next_batch(2)] == [2]
+
+
+def test_groups_that_are_not_taken():
+    buffer = Buffer(1, 2)
+    group = Group(0, 0, {}, [trajectory(0, [0])])
+    assert buffer.complete(group) is False  # never admitted
+    buffer.admit(0, 0)
+    buffer.requeue(0, 1)
+    assert buffer.complete(group) is False  # a copy from before the requeue
+    fresh = Group(0, 1, {}, [trajectory(0, [1, 2])])
+    assert buffer.complete(fresh) is True
+    assert buffer.complete(fresh) is False  # here already
+    assert buffer.next_batch(2) == [fresh]
+    assert buffer.complete(fresh) is False  # trained already
+    buffer.admit(1, 2)
+    buffer.discard(1, "verifier_error")
+    assert buffer.complete(Group(1, 2, {}, [trajectory(1, [2])])) is False
+    assert buffer.counts == {
+        "admitted": 2,
+        "trained": 1,
+        "requeued": 1,
+        "discarded": {"verifier_error": 1},
+    }
+
+
+def test_wrong_use_is_refused():
+    buffer = Buffer(1, 1)
+    buffer.admit(0, 3)
+    with pytest.raises(AssertionError, match="admitted already"):
+        buffer.admit(0, 3)
+    buffer.admit(1, 3)
+    with pytest.raises(AssertionError, match="breaks a deadline"):
+        buffer.admit(2, 3)
+    with pytest.raises(AssertionError, match="token of version 2 < start 3"):
+        buffer.complete(Group(0, 3, {}, [trajectory(0, [2, 3])]))
+    with pytest.raises(AssertionError, match="past"):
+        buffer.requeue(0, 2)
+    with pytest.raises(AssertionError, match="not outstanding"):
+        buffer.requeue(9, 3)
+    buffer.complete(Group(0, 3, {}, [trajectory(0, [3])]))
+    with pytest.raises(AssertionError, match="nothing was lost"):
+        buffer.requeue(0, 3)
+    for size, eta, on_stale in ((0, 1, "wait"), (1, -1, "wait"), (1, 1, "Drop")):
+        with pytest.raises(AssertionError):
+            Buffer(size, eta, on_stale)
+
+
+@pytest.mark.parametrize("on_stale", ["wait", "drop"])
+def test_empty_group_is_no_accident(on_stale):
+    buffer = Buffer(1, 0, on_stale)
+    buffer.admit(0, 0)
+    buffer.complete(Group(0, 0, {}))
+    assert len(buffer.next_batch(0)) == 1
+
+
+# ---------------------------------------------------------------------------------------- packing
+
+
+def test_pack_random():
+    chance = random.Random(0)
+    for _ in range(500):
+        lengths = [chance.randint(0, 40) for _ in range(chance.randint(0, 30))]
+        budget = chance.randint(1, 60)
+        batches = pack(lengths, budget)
+        assert sorted(i for b in batches for i in b) == list(range(len(lengths)))
+        assert all(batches)
+        for b in batches:
+            assert sum(lengths[i] for i in b) <= budget or len(b) == 1
+        assert batches == pack(list(lengths), budget)
+
+
+def test_pack_examples():
+    assert pack([], 10) == []
+    assert pack([4, 4, 4], 8) == [[0, 1], [2]]  # exactly full; equal lengths keep their order
+    assert pack([3, 99, 5, 2], 10) == [[3, 0, 2], [1]]  # too long: alone
+    assert pack([99, 98], 10) == [[1], [0]]
+
+
+# --------------------------------------------------------------------------------------- messages
+
+
+def random_group(chance: random.Random) -> Group:
+    """Any bit pattern in the arrays, any text in the problem."""
+    numbers = np.random.default_rng(chance.getrandbits(32))
+    text = "".join(chance.choice('a\n\0"\\é漢') for _ in range(chance.randint(0, 5)))
+    group = Group(chance.randint(0, 2**40), chance.randint(0, 99), {"text": text, "n": [1, 2.5]})
+    for i in range(chance.randint(0, 4)):
+        length = chance.randint(0, 9)
+        arrays = {
+            name: numbers.integers(0, 256, length * np.dtype(kind).itemsize, np.uint8).view(kind)
+            for name, kind in ARRAYS.items()
+            if kind is not np.bool_
+        }
+        arrays["loss_mask"] = numbers.random(length) < 0.5
+        group.trajectories.append(
+            Trajectory(
+                group.group_id,
+                i,
+                seed=chance.getrandbits(64),
+                **arrays,
+                turns=[(0, 1), (2, length)][: chance.randint(0, 2)],
+                finish=chance.choice(["stop", "length", "env_error"]),
+                reward=chance.choice([0.0, -0.0, 0.1, float("nan"), float("inf"), 1e-320]),
+                turn_rewards=[chance.random() for _ in range(chance.randint(0, 3))],
+                worker=chance.randint(-1, 7),
+                started=chance.random(),
+                finished=chance.random() * 1e6,
+            )
+        )
+    return group
+
+
+def bits(group: Group) -> list:
+    """Everything in a group, in a form that == compares bit by bit (and NaN with NaN)."""
+    everything = [group.group_id, group.start, group.problem]
+    for t in group.trajectories:
+        for f in fields(t):
+            value = getattr(t, f.name)
+            is_array = isinstance(value, np.ndarray)
+            everything.append((value.dtype, value.tobytes()) if is_array else repr(value))
+    return everything
+
+
+def test_groups_survive_the_journey_bitwise():
+    chance = random.Random(1)
+    for _ in range(300):
+        group = random_group(chance)
+        header, arrays = group_to_parts(group)
+        message = to_bytes({**header, "kind": "group", "worker": 3}, arrays)
+        there, parts = from_bytes(message)
+        assert (there["kind"], there["worker"]) == ("group", 3)
+        again = group_from_parts(there, parts)
+        assert bits(again) == bits(group)
+        for name, kind in ARRAYS.items():
+            assert parts[name].dtype == kind
+            assert parts[name].flags.writeable and parts[name].flags.aligned
+        for t in again.trajectories:
+            assert all(isinstance(span, tuple) for span in t.turns)
+
+
+def test_shapes_survive():
+    arrays = {
+        "odd": np.array([True, False, True]),  # what follows is not aligned in the message
+        "matrix": np.arange(6.0).reshape(2, 3)[:, ::2],
+        "scalar": np.array(7, np.int64),
+        "nothing": np.empty((0, 4), np.float32),
+    }
+    header, again = from_bytes(to_bytes({}, arrays))
+    assert header == {} and list(again) == list(arrays)
+    for name, a in arrays.items():
+        assert a.dtype == again[name].dtype and a.shape == again[name].shape
+        assert (a == again[name]).all()
+    assert from_bytes(to_bytes({"a": [1, None]})) == ({"a": [1, None]}, {})
+
+
+def test_damaged_messages_are_refused():
+    """Torn anywhere, longer than it was, or one bit wrong anywhere: header, sizes or arrays."""
+    message = to_bytes({"group_id": 17, "kind": "group"}, {"tokens": np.arange(9, dtype=np.int32)})
+    from_bytes(message)
+    for n in range(len(message)):
+        with pytest.raises(ValueError):
+            from_bytes(message[:n])
+    for more in (b"\0", b"\n", b"{}", message):
+        with pytest.raises(ValueError):
+            from_bytes(message + more)
+    for i in range(8 * len(message)):
+        wrong = bytearray(message)
+        wrong[i // 8] ^= 1 << i % 8
+        with pytest.raises(ValueError):
+            from_bytes(bytes(wrong))
+
+
+def test_random_bytes_are_refused():
+    chance = random.Random(2)
+    for _ in range(300):
+        with pytest.raises(ValueError):
+            from_bytes(chance.randbytes(chance.randint(0, 50)))
+    garbage = b"not json\n"
+    with pytest.raises(ValueError):  # even with the right checksum
+        from_bytes(zlib.crc32(garbage).to_bytes(4, "big") + garbage)

@@ -1,0 +1,471 @@
+"""The GPT against a naive one written with Python loops, and against itself in other shapes.
+
+The naive forward knows the model by its Qwen3 weight names only, so a wrong name, shape or split
+of a fused matrix shows up as a wrong number. Bitwise claims hold on CPU with one thread.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model import GPT, PRESETS, ModelConfig, decode, make_cache, named_weights, pack_tokens, prefill
+
+SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
+SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns
+ROPE = dict(positions="rope", qk_norm=True)
+DSA = dict(attention="dsa", chunk_size=4, top_k=2)
+KINDS = {
+    "dense learned": {},
+    "dense rope": ROPE,
+    "dense, a key head per query head": dict(kv_heads=4, positions="rope"),
+    "dsa mean": DSA,
+    "dsa mean rope": DSA | ROPE,
+    "dsa indexer": DSA | ROPE | dict(scoring="indexer", chunk_size=2, top_k=3),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+LENGTHS = (21, 1, 34, 16)
+
+
+def make(kind="dense learned", seed=0, dtype=torch.float32, **changes) -> GPT:
+    """A tiny model whose norms are not all ones, as they would be after training."""
+    model = GPT(ModelConfig(**(SHAPE | KINDS[kind] | changes)), seed)
+    random = torch.Generator().manual_seed(99)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.data += 0.3 * torch.randn(p.shape, generator=random)
+    if dtype != torch.float32:
+        model.to(dtype).flatten()
+    return model
+
+
+def sentences(lengths: Sequence[int] = LENGTHS, seed=0, vocab=40) -> list[list[int]]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab, (n,), generator=random).tolist() for n in lengths]
+
+
+def hidden_of(model: GPT, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """Hidden states of each sequence, from one packed forward."""
+    with torch.no_grad():
+        return list(model(pack_tokens(sequences)).split([len(s) for s in sequences]))
+
+
+def is_view(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    inside = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return inside and part.dtype == whole.dtype and part.is_contiguous()
+
+
+def assert_flat(model: GPT) -> None:
+    """Every parameter lies in `flat`, every gradient in `flat_grad`, one behind the other."""
+    start = 0
+    for name, p in model.named_parameters():
+        assert is_view(p.data, model.flat) and p.data.storage_offset() == start, name
+        assert is_view(p.grad, model.flat_grad) and p.grad.storage_offset() == start, name
+        start += p.numel()
+    assert model.flat.shape == model.flat_grad.shape == (start,)
+
+
+# ------------------------------------------------------------------------------ the forward pass
+
+
+def naive_norm(x, weight, eps=1e-6):
+    return x / math.sqrt(float((x * x).mean()) + eps) * weight
+
+
+def naive_rotate(x, position, base):
+    """Rotate pairs (i, i + D/2) of one head by position * base^(-2i/D), one pair at a time."""
+    half, out = len(x) // 2, x.clone()
+    for i in range(half):
+        angle = position * base ** (-2 * i / len(x))
+        cos, sin = math.cos(angle), math.sin(angle)
+        out[i] = x[i] * cos - x[i + half] * sin
+        out[i + half] = x[i + half] * cos + x[i] * sin
+    return out
+
+
+def naive_forward(model: GPT, tokens: list[int]) -> torch.Tensor:
+    """Hidden states [T, d] of one sequence: token by token, head by head, explicit softmax."""
+    c, w = model.config, {name: view.double() for name, view in named_weights(model).items()}
+    xs = [w["model.embed_tokens.weight"][t] for t in tokens]
+    if c.positions == "learned":
+        xs = [x + w["model.embed_positions.weight"][t] for t, x in enumerate(xs)]
+    for layer in range(c.layers):
+        at, attention = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
+        keys, values, news = [], [], []
+        for t, x in enumerate(xs):
+            y = naive_norm(x, w[at + "input_layernorm.weight"])
+            heads = {}
+            for part in "qkv":
+                heads[part] = list((w[f"{attention}{part}_proj.weight"] @ y).split(c.head_width))
+                if part != "v" and c.qk_norm:
+                    gain = w[f"{attention}{part}_norm.weight"]
+                    heads[part] = [naive_norm(head, gain) for head in heads[part]]
+                if part != "v" and c.positions == "rope":
+                    heads[part] = [naive_rotate(head, t, c.rope_base) for head in heads[part]]
+            keys.append(heads["k"])
+            values.append(heads["v"])
+            mixed = []
+            for h, query in enumerate(heads["q"]):
+                shared = h // (c.heads // c.kv_heads)
+                scores = [float(query @ k[shared]) / math.sqrt(c.head_width) for k in keys]
+                powers = [math.exp(score - max(scores)) for score in scores]
+                pairs = zip(powers, values, strict=True)
+                mixed.append(sum(p / sum(powers) * v[shared] for p, v in pairs))
+            x = x + w[attention + "o_proj.weight"] @ torch.cat(mixed)
+            y = naive_norm(x, w[at + "post_attention_layernorm.weight"])
+            gate, up = (w[f"{at}mlp.{part}_proj.weight"] @ y for part in ("gate", "up"))
+            news.append(x + w[at + "mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up))
+        xs = news
+    return torch.stack([naive_norm(x, w["model.norm.weight"]) for x in xs])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("dense")])
+def test_forward_agrees_with_a_naive_one_in_float64(kind):
+    model = make(kind, dtype=torch.float64, rope_base=100.0)
+    sequences = sentences((9, 4))
+    for found, tokens in zip(hidden_of(model, sequences), sequences, strict=True):
+        wanted = naive_forward(model, tokens)
+        assert found.shape == wanted.shape and found.dtype == torch.float64
+        error = 2e-6 if model.config.positions == "rope" else 1e-12  # its table is float32
+        torch.testing.assert_close(found, wanted, rtol=0, atol=error)
+
+
+def test_sparse_attention_is_dense_while_everything_fits_and_not_beyond():
+    (tokens,) = sentences((32,))
+    for kind in ("dsa mean", "dsa mean rope", "dsa indexer"):
+        wide = make(kind, dtype=torch.float64, top_k=32)
+        wanted = naive_forward(wide, tokens)
+        torch.testing.assert_close(hidden_of(wide, [tokens])[0], wanted, rtol=0, atol=2e-6)
+        narrow = make(kind, dtype=torch.float64, chunk_size=4, top_k=2)
+        narrow.flat.copy_(wide.flat)
+        found = hidden_of(narrow, [tokens])[0]
+        assert torch.allclose(found[:8], wanted[:8], atol=2e-6)  # two chunks of four fit
+        assert not torch.allclose(found[8:], wanted[8:], atol=1e-2), kind
+
+
+@kinds
+def test_packed_forward_equals_separate_forwards(kind):
+    model, sequences = make(kind), sentences()
+    for alone, packed in zip(sequences, hidden_of(model, sequences), strict=True):
+        torch.testing.assert_close(hidden_of(model, [alone])[0], packed, rtol=0, atol=1e-5)
+    shuffled = hidden_of(model, sequences[::-1])[::-1]
+    for a, b in zip(shuffled, hidden_of(model, sequences), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@kinds
+def test_the_future_changes_nothing_and_neither_do_neighbours(kind):
+    model, sequences = make(kind), sentences()
+    before = hidden_of(model, sequences)
+    for t in (0, 7, 17, 33):
+        changed = [list(s) for s in sequences]
+        changed[2][t] = (changed[2][t] + 1) % 40
+        after = hidden_of(model, changed)
+        for i in (0, 1, 3):
+            assert torch.equal(before[i], after[i]), f"token {t} of sequence 2 changed sequence {i}"
+        assert torch.equal(before[2][:t], after[2][:t]), f"token {t} changed its past"
+        assert not torch.allclose(before[2][t], after[2][t]), f"token {t} does not matter"
+
+
+def test_pack_tokens_lays_sequences_end_to_end():
+    packed = pack_tokens([[5, 6, 7], [8], list(range(17))])
+    assert packed.tokens.tolist() == [5, 6, 7, 8, *range(17)]
+    assert packed.positions.tolist() == [0, 1, 2, 0, *range(17)]
+    assert packed.cu_seqlens.tolist() == [0, 3, 4, 21]
+    assert packed.shape == (3, 32)  # the width of the grid is a multiple of KEY_BLOCK
+    assert packed.pad.tolist() == [0, 1, 2, 32, *range(64, 81)]
+    for bad in ([], [[1], []]):
+        with pytest.raises((AssertionError, RuntimeError)):
+            pack_tokens(bad)
+
+
+def test_logits_use_the_tied_embeddings():
+    model, (tokens,) = make(), sentences((6,))
+    assert not any("lm_head" in name for name, _ in model.named_parameters())
+    hidden = hidden_of(model, [tokens])[0]
+    whole = model.logits(hidden)
+    table = named_weights(model)["model.embed_tokens.weight"]
+    torch.testing.assert_close(whole, hidden @ table.T)
+    some = torch.tensor([3, 39, 0])
+    torch.testing.assert_close(model.logits(hidden, some), whole[:, some])
+    unused = next(t for t in range(40) if t not in tokens)
+    table[unused] += 1.0  # as an output only
+    changed = (model.logits(hidden_of(model, [tokens])[0]) != whole).any(0).nonzero()
+    assert changed.flatten().tolist() == [unused]
+
+
+# ------------------------------------------------------------------------------------- the cache
+
+
+@pytest.mark.parametrize("kind", ["dense learned", "dense rope", *[k for k in KINDS if "dsa" in k]])
+def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
+    model, sequences, slots = make(kind), sentences((30, 9, 20)), [6, 0, 3]
+    wanted = hidden_of(model, sequences)
+    cache = make_cache(model, 9, 40)
+    for part in cache:
+        if part is not None:
+            part.fill_(7.0)  # left behind by an earlier episode: must not be seen
+    prefixes = [13, 1, 16]
+    prefill(
+        model,
+        cache,
+        torch.tensor(slots),
+        [s[:n] for s, n in zip(sequences, prefixes, strict=True)],
+    )
+    fed, worst = list(prefixes), 0.0
+    while any(n < len(s) for n, s in zip(fed, sequences, strict=True)):
+        tokens = torch.zeros(9, dtype=torch.int64)  # idle slots feed token 0 at position 0
+        positions = torch.zeros(9, dtype=torch.int64)
+        active = [i for i, s in enumerate(sequences) if fed[i] < len(s)]
+        for i in active:
+            tokens[slots[i]], positions[slots[i]] = sequences[i][fed[i]], fed[i]
+        hidden = decode(model, cache, tokens, positions, max(fed[i] for i in active))
+        for i in active:
+            error = (hidden[slots[i]] - wanted[i][fed[i]]).abs().max()
+            worst, fed[i] = max(worst, float(error)), fed[i] + 1
+    assert worst <= 1e-5
+
+
+@kinds
+def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
+    model, (tokens, *others) = make(kind), sentences((24, 60, 45, 33, 60))
+
+    def run(slot: int, neighbours: dict[int, list[int]]) -> list[torch.Tensor]:
+        cache = make_cache(model, 9, 64)
+        rows = {slot: tokens, **neighbours}
+        starts = {b: 5 if b == slot else 30 for b in rows}
+        prefill(model, cache, torch.tensor(list(rows)), [s[: starts[b]] for b, s in rows.items()])
+        found = []
+        for step in range(len(tokens) - 5):
+            ids, positions = torch.zeros(2, 9, dtype=torch.int64)
+            for b, s in rows.items():
+                positions[b] = min(starts[b] + step, len(s) - 1)
+                ids[b] = s[positions[b]]
+            longest = int(positions.max())
+            found.append(decode(model, cache, ids, positions, longest)[slot].clone())
+        return found
+
+    alone = run(0, {})
+    for slot, free in ((0, (1, 2, 3, 4)), (5, (0, 1, 2, 8)), (8, (7, 0, 3, 5))):
+        company = run(slot, dict(zip(free, others, strict=True)))
+        assert all(map(torch.equal, alone, company)), f"slot {slot}"
+
+
+@pytest.mark.parametrize("kind", ["dense rope", "dsa mean rope", "dsa indexer"])
+def test_prefill_is_bitwise_independent_of_what_else_is_in_the_call(kind):
+    """From 200 tokens on SDPA sums in another order when the padded grid is wider, and sparse
+    attention when there are more chunks to score, unless it is told the capacity."""
+    shape = dict(context=272, head_width=32, chunk_size=1, top_k=8)
+    model, lengths = make(kind, **shape), (3, 200, 250, 16, 224, 7, 272)
+    sequences = sentences(lengths)
+    together, alone = make_cache(model, 8, 272), make_cache(model, 8, 272)
+    prefill(model, together, torch.arange(7), sequences)
+    for slot, sequence in enumerate(sequences):
+        prefill(model, alone, torch.tensor([slot]), [sequence])
+        for a, b in zip(together, alone, strict=True):
+            if a is not None:
+                n = len(sequence)
+                assert b[:, slot, :n].any()
+                assert torch.equal(a[:, slot, :n], b[:, slot, :n]), f"length {n}"
+
+
+def test_prefill_of_a_few_tokens_fits_a_short_context():
+    """Filler rows must not run over the model's last position (task guess has 12)."""
+    model = make(context=6)
+    cache = make_cache(model, 8, 6)
+    assert cache.k.shape == (2, 8, 16, 2, 8)  # capacity is rounded up to KEY_BLOCK
+    prefill(model, cache, torch.tensor([3]), [[1, 2, 3]])
+    assert cache.k[:, 3, :3].all() and not cache.k[:, 3, 3:].any()
+    assert not cache.k[:, [0, 1, 2, 4, 5, 6, 7]].any(), "filler reached a slot"
+
+
+# ------------------------------------------------------------------- one tensor for all weights
+
+
+def loss_of(model: GPT, sequences: list[list[int]]) -> torch.Tensor:
+    """Mean cross-entropy of the next token."""
+    packed = pack_tokens(sequences)
+    rows = (packed.positions[1:] > 0).nonzero()[:, 0]  # all but the last of each sequence
+    return F.cross_entropy(model.logits(model(packed)[rows]), packed.tokens[rows + 1])
+
+
+@kinds
+def test_parameters_and_gradients_are_views_through_everything(kind):
+    model = make(kind)
+    assert_flat(model)
+    flat = model.flat
+    assert model.on("cpu") is model and model.flat is flat  # an optimizer holds on to it
+    model.flatten()
+    assert_flat(model)
+    assert torch.equal(model.flat, flat)
+    loss_of(model, sentences()).backward()
+    assert_flat(model)
+    first = model.flat_grad.clone()
+    assert first.any()
+    loss_of(model, sentences()).backward()  # gradients add up
+    torch.testing.assert_close(model.flat_grad, 2 * first)
+    model.to(torch.float64).flatten()
+    assert_flat(model)
+    assert model.flat.dtype == torch.float64
+
+
+def test_flat_gradient_is_the_slope_of_the_loss():
+    """Central differences in float64 along random directions of the flat tensor."""
+    for kind in ("dense learned", "dense rope"):
+        model, sequences = make(kind, dtype=torch.float64), sentences((9, 5))
+        loss_of(model, sequences).backward()
+        for seed in range(3):
+            random = torch.Generator().manual_seed(seed)
+            direction = torch.randn(model.flat.shape, generator=random, dtype=torch.float64)
+            direction /= direction.norm()
+            losses = []
+            for sign in (1, -1):
+                model.flat.add_(direction, alpha=sign * 1e-5)
+                losses.append(loss_of(model, sequences).item())
+                model.flat.add_(direction, alpha=-sign * 1e-5)
+            slope = (losses[0] - losses[1]) / 2e-5
+            assert slope == pytest.approx(float(model.flat_grad @ direction), rel=1e-5)
+
+
+def test_an_optimizer_on_the_flat_tensor_moves_every_parameter():
+    model = make("dense rope")
+    before = [p.detach().clone() for p in model.parameters()]
+    flat = torch.nn.Parameter(model.flat)
+    flat.grad = model.flat_grad
+    loss_of(model, sentences()).backward()
+    torch.optim.AdamW([flat], lr=0.1, weight_decay=0.0).step()
+    for (name, p), old in zip(model.named_parameters(), before, strict=True):
+        assert (p != old).any(), name
+    assert_flat(model)
+
+
+@kinds
+def test_a_deep_copy_has_flat_tensors_of_its_own(kind):
+    model = make(kind)
+    loss_of(model, sentences((5, 8))).backward()
+    twin = copy.deepcopy(model)
+    assert_flat(twin)
+    assert_flat(model)
+    assert not is_view(twin.flat, model.flat) and torch.equal(twin.flat, model.flat)
+    assert not twin.flat_grad.any() and model.flat_grad.any()
+    sequences = sentences()
+    old = torch.cat(hidden_of(model, sequences))
+    assert torch.equal(torch.cat(hidden_of(twin, sequences)), old)
+    model.flat.mul_(1.1)
+    assert torch.equal(torch.cat(hidden_of(twin, sequences)), old), "the copy follows its model"
+    twin.flat.copy_(model.flat)  # how the learner refreshes its reference
+    new = torch.cat(hidden_of(model, sequences))
+    assert not torch.equal(new, old)
+    assert torch.equal(torch.cat(hidden_of(twin, sequences)), new), "flat does not reach the copy"
+
+
+def test_the_language_model_loss_leaves_the_indexer_alone():
+    model = make("dsa indexer")
+    loss_of(model, sentences()).backward()
+    for name, p in model.named_parameters():
+        assert p.grad.any() == ("indexer" not in name), name
+
+
+# -------------------------------------------------------------------------- names, sizes, seeds
+
+
+def test_named_weights_are_those_of_qwen3():
+    model = make("dense rope")
+    wanted = {"model.embed_tokens.weight": (40, 16), "model.norm.weight": (16,)}
+    for layer in range(2):
+        shapes = {
+            "self_attn.q_proj": (4 * 8, 16),
+            "self_attn.k_proj": (2 * 8, 16),
+            "self_attn.v_proj": (2 * 8, 16),
+            "self_attn.o_proj": (16, 4 * 8),
+            "self_attn.q_norm": (8,),
+            "self_attn.k_norm": (8,),
+            "mlp.gate_proj": (24, 16),
+            "mlp.up_proj": (24, 16),
+            "mlp.down_proj": (16, 24),
+            "input_layernorm": (16,),
+            "post_attention_layernorm": (16,),
+        }
+        wanted |= {f"model.layers.{layer}.{name}.weight": s for name, s in shapes.items()}
+    weights = named_weights(model)
+    assert {name: tuple(view.shape) for name, view in weights.items()} == wanted
+    assert sum(view.numel() for view in weights.values()) == model.flat.numel()
+    learned = named_weights(make("dense learned"))
+    without_qk_norm = {name for name in wanted if "_norm.weight" not in name}
+    assert set(learned) == {"model.embed_positions.weight"} | without_qk_norm
+
+
+@pytest.mark.parametrize("kind", ["dense learned", "dense rope"])
+def test_writing_into_a_named_weight_changes_the_model(kind):
+    model, sequences = make(kind), sentences((12,))
+    for name, view in named_weights(model).items():
+        assert is_view(view, model.flat), name
+        before, kept = hidden_of(model, sequences)[0], view.clone()
+        view.copy_(view + torch.linspace(0.1, 1.0, view.shape[-1]))  # norms undo a constant
+        assert not torch.allclose(hidden_of(model, sequences)[0], before, atol=1e-3), name
+        view.copy_(kept)
+        assert torch.equal(hidden_of(model, sequences)[0], before), name
+
+
+def count(c: ModelConfig) -> int:
+    """Parameters of a dense model with learned positions, by arithmetic."""
+    attention = c.width * c.head_width * (2 * c.heads + 2 * c.kv_heads)
+    layer = attention + 3 * c.width * c.hidden + 2 * c.width
+    return (c.vocab_size + c.context) * c.width + c.layers * layer + c.width
+
+
+def test_presets_have_their_advertised_sizes():
+    sizes = {name: count(ModelConfig(**shape)) for name, shape in PRESETS.items()}
+    for name in ("tiny", "small"):
+        assert GPT(ModelConfig(**PRESETS[name])).flat.numel() == sizes[name]
+    assert 0.09e6 < sizes["tiny"] < 0.15e6
+    assert 0.9e6 < sizes["small"] < 1.2e6
+    assert 9e6 < sizes["medium"] < 11e6
+    assert 123e6 < count(ModelConfig(**PRESETS["gpt2"], context=1024)) < 125e6
+    assert list(sizes) == ["tiny", "small", "medium", "gpt2"]
+
+
+def test_weights_are_a_function_of_the_seed():
+    for kind in KINDS:
+        torch.manual_seed(1)
+        one = make(kind, seed=5)
+        torch.manual_seed(2)  # no other source of chance
+        assert torch.equal(one.flat, make(kind, seed=5).flat)
+        assert not torch.equal(one.flat, make(kind, seed=6).flat)
+
+
+def test_initialisation_has_the_stated_spread():
+    config = ModelConfig(**PRESETS["tiny"], init_std=0.05)
+    for name, view in named_weights(GPT(config)).items():
+        if view.dim() == 1:
+            assert (view == 1).all(), name
+            continue
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        wanted = 0.05 / math.sqrt(2 * config.layers) if residual else 0.05
+        assert float(view.std()) == pytest.approx(wanted, rel=0.06), name
+        assert abs(float(view.mean())) < 0.1 * wanted, name
+
+
+def test_configurations_can_be_written_down_and_heads_must_fit():
+    config = ModelConfig(**SHAPE)
+    assert ModelConfig(**asdict(config)) == config  # checkpoints hold it as a dict
+    with pytest.raises(AssertionError):
+        make(heads=4, kv_heads=3)
+
+
+@pytest.mark.gpu
+@kinds
+def test_on_a_gpu_it_computes_the_same(kind):
+    model, sequences = make(kind), sentences()
+    wanted = torch.cat(hidden_of(model, sequences))
+    twin = copy.deepcopy(model).on("cuda")
+    assert_flat(twin)
+    flat = twin.flat
+    assert twin.on("cuda").flat is flat, "moved twice: the optimizer lost its tensor"
+    with torch.no_grad():
+        found = twin(pack_tokens(sequences, "cuda")).cpu()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)

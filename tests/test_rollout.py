@@ -1,0 +1,722 @@
+"""The generator with toy environments: what an episode depends on, and on what it does not.
+
+An episode is a function of its prompt, its noise key and the weights at each of its steps. That is
+exact, bitwise, on CPU with one thread, for one number of slots: whatever the slot, the neighbours
+or the order of arrival. For different numbers of slots from 8 up it holds on every machine tried,
+because the CPU library then sums each row of a matrix product in the same order; below, it differs.
+"""
+
+import dataclasses
+import math
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import model as model_file
+import reward
+import rollout
+import train_sync
+from buffer import Group
+from common import Config
+from model import GPT, ModelConfig, decode, make_cache, pack_tokens, prefill
+from rollout import Environment, Generator, generate, gumbel_noise, noise_key, sample
+
+VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
+SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
+SHAPE |= dict(vocab_size=VOCAB, init_std=0.3)
+DSA = dict(attention="dsa", chunk_size=4, top_k=2)
+KINDS = {
+    "dense learned": {},
+    "dense rope": dict(positions="rope", qk_norm=True),
+    "dsa mean": DSA,
+    "dsa indexer": DSA | dict(scoring="indexer", positions="rope", chunk_size=2, top_k=3),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind="dense learned", context=CONTEXT, **changes) -> GPT:
+    return GPT(ModelConfig(**(SHAPE | KINDS[kind] | changes), context=context))
+
+
+def environment(respond=None, turns=1, stop=(3,), turn_tokens=20, **more) -> Environment:
+    """By default: `turns` turns; the observation echoes what was said, as ids from 30 up."""
+
+    def echo(requests):
+        replies = []
+        for _, tokens, spans in requests:
+            said = tokens[spans[-1][0] :]
+            reply = [30 + int(said.sum()) % 7] * (1 + len(said) % 3)
+            replies.append(None if len(spans) == turns else reply)
+        return replies
+
+    prompt, alphabet = (lambda problem: problem["prompt"]), np.arange(LETTERS)
+    return Environment(prompt, respond or echo, alphabet, frozenset(stop), turn_tokens, **more)
+
+
+def group_of(i: int, start=0, length: int | None = None) -> Group:
+    """Group i, with a prompt of 1 to 20 tokens that depends on i alone."""
+    random = np.random.default_rng(i)
+    prompt = random.integers(VOCAB, size=length or random.integers(1, 21)).tolist()
+    return Group(i, start, {"prompt": prompt})
+
+
+def play(groups, model=None, env=None, slots=8, size=4, **more) -> dict:
+    """Run groups to their end: {(group, sample): trajectory}, and the generator under "by"."""
+    by = Generator(model or make(), env or environment(turns=2), slots, CONTEXT, size, **more)
+    done = generate(by, groups)
+    assert [g.group_id for g in done] == sorted(g.group_id for g in groups)
+    assert all([t.sample_index for t in g.trajectories] == list(range(size)) for g in done)
+    return {(t.group_id, t.sample_index): t for g in done for t in g.trajectories} | {"by": by}
+
+
+def assert_same(a, b) -> None:
+    """Bitwise the same episode, up to clocks and worker numbers."""
+    for name in ("tokens", "loss_mask", "logprobs", "versions"):
+        x, y = getattr(a, name), getattr(b, name)
+        assert x.dtype == y.dtype and x.tobytes() == y.tobytes(), (name, x, y)
+    assert (a.turns, a.finish, a.seed) == (b.turns, b.finish, b.seed)
+
+
+def recomputed(model: GPT, t, temperature=1.0) -> np.ndarray:
+    """The learner's log-probs of a trajectory's generated tokens."""
+    with torch.no_grad():
+        found, _ = train_sync.token_logprobs(model, [t], torch.arange(LETTERS), temperature)
+    return found.numpy()
+
+
+def moved(model: GPT, amount=0.3) -> torch.Tensor:
+    """Other weights [P] for the same model."""
+    random = torch.Generator().manual_seed(7)
+    return model.flat + amount * torch.randn(model.flat.shape, generator=random)
+
+
+# -------------------------------------------------------------------------------- sampling noise
+
+
+def unmix(x: int) -> int:
+    """The inverse of `rollout.mix`."""
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 2**32) % 2**32
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 2**32) % 2**32
+    return x ^ x >> 16
+
+
+def test_the_hash_has_an_inverse_and_works_alike_on_ints_and_tensors():
+    values = [0, 1, 2, 12345, 2**31 - 1, 2**31, 2**32 - 1]
+    hashed = [rollout.mix(v) for v in values]
+    assert [unmix(v) for v in hashed] == values
+    assert rollout.mix(torch.tensor(values)).tolist() == hashed
+    flips = np.zeros((32, 32))
+    for v in range(200):
+        a = rollout.mix(v * 0x9E3779B9 % 2**32)
+        for i in range(32):
+            b = rollout.mix(v * 0x9E3779B9 % 2**32 ^ 1 << i)
+            flips[i] += [(a ^ b) >> j & 1 for j in range(32)]
+    assert 0.3 < flips.min() / 200 and flips.max() / 200 < 0.7  # each bit reaches each bit
+
+
+def test_noise_is_finite_for_every_hash_value():
+    """The largest 24-bit uniform rounds up to 1 in float32, and its noise to infinity."""
+    for bits in (0xFFFFFFFF, 0xFFFFFF00, 0xFFFFFE00, 0x1FF, 0):
+        key = torch.tensor([unmix(unmix(unmix(bits)))])
+        noise = float(gumbel_noise(key, torch.tensor([0]), 1))
+        assert -3 < noise < 17, hex(bits)
+        assert (noise > 16) == (bits > 2**31)
+
+
+def test_noise_is_a_pure_function_and_differs_everywhere_else():
+    keys = torch.tensor([noise_key(0, g, s) for g in range(20) for s in range(10)])
+    positions = torch.arange(200) % 50
+    noise = gumbel_noise(keys, positions, 7)
+    assert noise.dtype == torch.float32 and noise.shape == (200, 7)
+    torch.rand(3)
+    assert torch.equal(noise, gumbel_noise(keys, positions, 7))
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(noise[order], gumbel_noise(keys[order], positions[order], 7))
+    for row in (0, 77, 199):  # alone; in a wider alphabet
+        assert torch.equal(noise[row], gumbel_noise(keys[[row]], positions[[row]], 7)[0])
+    assert torch.equal(noise, gumbel_noise(keys, positions, 9)[:, :7])
+    assert len(set(noise.flatten().tolist())) > 1390
+    names = [(s, g, i) for s in (0, 1, 2**31 - 1) for g in (0, 1, 2**32, 2**40 + 1) for i in (0, 1)]
+    found = [noise_key(*name) for name in names]
+    assert len(set(found)) == len(names) and all(0 <= key < 2**62 for key in found)
+
+
+@pytest.mark.parametrize("what", ["seed", "group", "sample", "position"])
+def test_samples_follow_the_softmax_along_every_counter(what):
+    """Chi-square over 20,000 samples in which only one of the four counters changes."""
+    n, temperature = 20_000, 1.7
+    counter = {name: [3] * n for name in ("seed", "group", "sample", "position")}
+    counter[what] = list(range(n))
+    triples = zip(counter["seed"], counter["group"], counter["sample"], strict=True)
+    keys = torch.tensor([noise_key(*triple) for triple in triples])
+    positions = torch.tensor(counter["position"])
+    logits = torch.tensor([2.0, 0.0, 1.0, -1.0, -4.0, 1.5])
+    chosen, logprobs = sample(logits.expand(n, 6).contiguous(), keys, positions, temperature)
+    chance = torch.softmax(logits.double() / temperature, 0)
+    found = torch.bincount(chosen, minlength=6)
+    chi2 = float(((found - n * chance) ** 2 / (n * chance)).sum())
+    assert chi2 < 35, f"{found.tolist()} against {(n * chance).tolist()}"  # p = 1e-6, 5 degrees
+    torch.testing.assert_close(logprobs.double(), chance.log()[chosen], rtol=0, atol=1e-6)
+    noise = gumbel_noise(keys, positions, 4).double()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.03)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.06)
+    columns = torch.cat([noise[:-1], noise[1:]], dim=1).T  # neighbours along the counter, too
+    off = torch.corrcoef(columns) - torch.eye(8)
+    assert off.abs().max() < 0.035  # five standard deviations
+
+
+def test_temperature_zero_is_greedy():
+    model, groups = make(), [group_of(i) for i in range(3)]
+    found = play(groups, model, size=2, temperature=0.0)
+    for i in range(3):
+        assert found[i, 0].tokens.tolist() == found[i, 1].tokens.tolist()
+        t = found[i, 0]
+        with torch.no_grad():
+            logits = model.logits(model(pack_tokens([t.tokens])), torch.arange(LETTERS))
+        at = t.loss_mask.nonzero()[0]
+        assert t.tokens[at].tolist() == logits.argmax(-1)[at - 1].tolist()
+        np.testing.assert_allclose(t.logprobs[at], recomputed(model, t), atol=1e-5)
+
+
+# ------------------------------------------------- an episode does not know who shares its batch
+
+
+@kinds
+def test_an_episode_is_bitwise_the_same_alone_and_in_a_full_batch(kind):
+    model, env = make(kind), environment(turns=3, turn_tokens=9)
+    crowd = [group_of(i) for i in range(7)]
+    full = play(crowd, model, env)  # 28 samples through 8 slots
+    assert len({len(full[i, s].tokens) for i in range(7) for s in range(4)}) > 8
+    for i in (0, 4):
+        alone = play([group_of(i)], model, env)
+        for s in range(4):
+            assert_same(alone[i, s], full[i, s])
+        assert_same(play([group_of(i)], model, env, size=1)[i, 0], full[i, 0])
+    order = play([group_of(i) for i in (5, 2, 6, 0, 3, 1, 4)], model, env)
+    for key in full.keys() - {"by"}:
+        assert_same(order[key], full[key])
+
+
+@kinds
+def test_an_episode_is_bitwise_the_same_in_every_slot(kind):
+    model, env = make(kind), environment(turn_tokens=40)
+    alone = play([group_of(11)], model, env, slots=9, size=1)[11, 0]
+    for before in range(1, 9):
+        crowd = [group_of(100 + i) for i in range(before)] + [group_of(11)]
+        generator = Generator(model, env, 9, CONTEXT, 1)
+        for group in crowd:
+            generator.submit(group)
+        generator.step()
+        assert generator.episodes[before].group.group_id == 11
+        generate(generator, [])
+        assert_same(crowd[-1].trajectories[0], alone)
+
+
+@kinds
+def test_an_episode_is_the_same_for_any_number_of_slots_from_eight(kind):
+    model, groups = make(kind), range(5)
+    wanted = play([group_of(i) for i in groups], model)
+    for slots in (9, 12, 16, 31):
+        found = play([group_of(i) for i in groups], model, slots=slots)
+        for key in wanted.keys() - {"by"}:
+            assert_same(found[key], wanted[key])
+    few = play([group_of(i) for i in groups], model, slots=3)  # rounding differs, nothing else
+    for key in wanted.keys() - {"by"}:
+        assert few[key].tokens.tolist() == wanted[key].tokens.tolist()
+
+
+def test_the_noise_key_is_the_run_seed_group_and_sample():
+    found, other = play([group_of(2)], seed=5), play([group_of(2)], seed=6)
+    for s in range(4):
+        assert found[2, s].seed == noise_key(5, 2, s)
+        assert found[2, s].tokens.tolist() != other[2, s].tokens.tolist()
+    assert len({tuple(found[2, s].tokens) for s in range(4)}) == 4
+
+
+@kinds
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_learner(kind, temperature):
+    model = make(kind)
+    found = play([group_of(i) for i in range(4)], model, temperature=temperature)
+    for key in found.keys() - {"by"}:
+        t = found[key]
+        wanted = recomputed(model, t, temperature)
+        np.testing.assert_allclose(t.logprobs[t.loss_mask], wanted, rtol=0, atol=1e-5)
+        assert (np.abs(wanted - recomputed(model, t, 2.0)) > 1e-3).any()
+
+
+@pytest.mark.parametrize("task", ["guess", "reverse:4", "sum:24"])
+@pytest.mark.parametrize("attention", ["dense", "dsa"])
+def test_real_tasks(task, attention):
+    """The trainers' own generator: same episodes alone, the learner's log-probs, a fair verdict."""
+    config = Config(task=task, attention=attention, chunk_size=4, top_k=2, slots=16, group_size=4)
+    task, groups = train_sync.make_task(config), {}
+    model = train_sync.make_model(config, task)
+    for ids in (range(6), [3]):
+        generator = train_sync.make_generator(config, task, model)
+        done = generate(generator, [Group(i, 0, task.reset(i, "train")) for i in ids])
+        groups[len(ids)] = {g.group_id: g for g in done}
+    for a, b in zip(groups[1][3].trajectories, groups[6][3].trajectories, strict=True):
+        assert_same(a, b)
+    alphabet = torch.from_numpy(train_sync.alphabet_of(task))
+    for group in groups[6].values():
+        for t in group.trajectories:
+            assert t.finish == "stop" and len(t.tokens) <= task.context
+            assert len(t.turns) <= task.max_turns
+            prompt = reward.encode(group.problem["prompt"])
+            assert t.tokens[: len(prompt)].tolist() == prompt
+            assert set(t.tokens[t.loss_mask].tolist()) <= set(alphabet.tolist())
+        verdicts = train_sync.score(group, task, 2.0)
+        assert all(v.error is None for v in verdicts)
+        with torch.no_grad():
+            found, _ = train_sync.token_logprobs(model, group.trajectories, alphabet, 1.0)
+        wanted = np.concatenate([t.logprobs[t.loss_mask] for t in group.trajectories])
+        np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-5)
+
+
+# --------------------------------------------------------------------------- weights that change
+
+
+def swap_after(steps: int, swap: str, groups, kind="dense learned", context=CONTEXT, **changes):
+    """Play groups, one sample each, with new weights after so many steps; and both weights."""
+    model, env = make(kind, context, **changes), environment(turns=2, turn_tokens=12, stop=())
+    old, new = model.flat.clone(), moved(model)
+    by = Generator(model, env, 8, context, 1, swap=swap)
+    for group in groups:
+        by.submit(group)
+    for _ in range(steps):
+        by.step()
+    by.set_weights(1, new)
+    done = {g.group_id: g.trajectories[0] for g in generate(by, [])}
+    assert by.version == 1 and by.counts["swaps"] == 1
+    return done, old, new, model
+
+
+@pytest.mark.parametrize("swap", ["keep", "recompute"])
+def test_tokens_carry_the_version_that_sampled_them(swap):
+    done, *_ = swap_after(5, swap, [group_of(i) for i in range(4)])
+    for t in done.values():
+        versions = t.versions[t.loss_mask]
+        assert versions.tolist() == [0] * 5 + [1] * (len(versions) - 5) and len(versions) == 24
+        assert (t.versions[~t.loss_mask] == -1).all()
+        assert t.oldest == 0
+
+
+@kinds
+@pytest.mark.parametrize("swap", ["keep", "recompute"])
+def test_a_swap_does_not_tie_an_episode_to_its_batch(kind, swap):
+    done, *_ = swap_after(5, swap, [group_of(i) for i in range(6)], kind)
+    for i in (1, 4):
+        alone, *_ = swap_after(5, swap, [group_of(i)], kind)
+        assert_same(alone[i], done[i])
+
+
+def test_recomputing_long_and_short_sequences_together_is_bitwise_the_same():
+    shape, lengths = dict(context=288, head_width=32), {1: 205, 2: 240, 3: 10}
+    groups = [group_of(i, length=n) for i, n in lengths.items()]
+    done, *_ = swap_after(3, "recompute", groups, **shape)
+    for i, n in lengths.items():
+        alone, *_ = swap_after(3, "recompute", [group_of(i, length=n)], **shape)
+        assert_same(alone[i], done[i])
+
+
+@pytest.mark.parametrize("kind", ["dense learned", "dense rope", "dsa mean"])
+@pytest.mark.parametrize("swap", ["keep", "recompute"])
+@torch.inference_mode()
+def test_a_swap_equals_decoding_by_hand(kind, swap):
+    """Bitwise: `keep` goes on with the old weights' keys and values, `recompute` with new ones."""
+    done, old, new, model = swap_after(5, swap, [group_of(3)], kind)
+    t, prompt = done[3], group_of(3).problem["prompt"]
+    model.flat.copy_(old)
+    cache, keys = make_cache(model, 8, CONTEXT), torch.zeros(8, dtype=torch.int64)
+    prefill(model, cache, torch.tensor([0]), [prompt[:-1]])
+    keys[0] = noise_key(0, 3, 0)
+    tokens, positions = torch.zeros(2, 8, dtype=torch.int64)
+    for step, at in enumerate(range(len(prompt) - 1, len(t.tokens) - 1)):
+        if step == 5:
+            model.flat.copy_(new)
+            if swap == "recompute":
+                prefill(model, cache, torch.tensor([0]), [t.tokens[:at]])
+        tokens[0], positions[0] = int(t.tokens[at]), at
+        hidden = decode(model, cache, tokens, positions, at)
+        logits = model.logits(hidden, torch.arange(LETTERS))
+        chosen, logprobs = sample(logits, keys, positions + 1, 1.0)
+        if t.loss_mask[at + 1]:
+            assert chosen[0] == t.tokens[at + 1] and float(logprobs[0]) == t.logprobs[at + 1]
+
+
+@kinds
+def test_recompute_forgets_the_old_weights_and_keep_does_not(kind):
+    groups = [group_of(i, length=12) for i in range(3)]
+    for swap in ("keep", "recompute"):
+        done, _, _, model = swap_after(8, swap, groups, kind)
+        for t in done.values():
+            fresh = t.versions[t.loss_mask] == 1
+            error = np.abs(recomputed(model, t) - t.logprobs[t.loss_mask])
+            assert fresh.sum() > 10 and error[~fresh].max() > 1e-2
+            assert error[fresh].max() <= 1e-5 if swap == "recompute" else error[fresh].max() > 1e-3
+        for group in groups:
+            group.trajectories.clear()
+
+
+def test_drain_finishes_what_runs_under_the_old_weights():
+    model, env = make(), environment(stop=(), turn_tokens=6)
+    by = Generator(model, env, 8, CONTEXT, 4, swap="drain")
+    new = moved(model)
+    for i in range(3):  # 12 samples: the third group waits
+        by.submit(group_of(i))
+    by.step()
+    by.set_weights(1, new)
+    by.set_weights(2, new)  # the newest offer counts
+    assert (by.version, by.newest) == (0, 2)
+    for _ in range(5):
+        by.step()
+        assert by.version == 0
+    done = {g.group_id: g for g in by.take_finished()}
+    assert set(done) == {0, 1}
+    done |= {g.group_id: g for g in generate(by, [])}
+    for i, version in ((0, 0), (1, 0), (2, 2)):
+        for t in done[i].trajectories:
+            assert set(t.versions[t.loss_mask].tolist()) == {version}
+    model.flat.copy_(new)
+    again = play([group_of(2)], model, env)
+    for t in done[2].trajectories:
+        assert t.tokens.tolist() == again[2, t.sample_index].tokens.tolist()
+
+
+@pytest.mark.parametrize("swap", ["keep", "recompute", "drain"])
+def test_no_group_begins_under_weights_older_than_its_start(swap):
+    model = make()
+    by = Generator(model, environment(), 8, CONTEXT, 2, swap=swap)
+    groups = [group_of(0), group_of(1, start=2), group_of(2, start=2)]
+    for group in groups:
+        by.submit(group)
+    for version in (0, 1):
+        by.set_weights(version, moved(model))
+        while by.step():
+            pass
+        assert by.busy and not any(by.episodes) and len(by.waiting) == 4
+        assert [g.group_id for g in by.take_finished()] == ([0] if version == 0 else [])
+    by.set_weights(2, moved(model))
+    done = generate(by, [])
+    assert [g.group_id for g in done] == [1, 2]
+    for group in groups:
+        assert all(t.oldest >= group.start for t in group.trajectories)
+    with pytest.raises(AssertionError, match="starts at version 3"):
+        generate(by, [group_of(4, start=3)])  # would wait for ever
+    with pytest.raises(AssertionError, match="version 1 after 2"):
+        by.set_weights(1, model.flat)
+
+
+def test_siblings_that_begin_after_a_swap_do_not_inherit_old_keys():
+    model, env = make(), environment(stop=(), turn_tokens=6)
+    new = moved(model)
+    by = Generator(model, env, 8, CONTEXT, 12)
+    by.submit(group_of(5, length=15))  # 12 samples: 8 begin now, 4 after the swap
+    by.step()
+    by.set_weights(1, new)
+    (group,) = generate(by, [])
+    fresh = make()
+    fresh.flat.copy_(new)
+    wanted = play([group_of(5, length=15)], fresh, env, size=12)
+    for t in group.trajectories[8:]:
+        assert set(t.versions[t.loss_mask].tolist()) == {1}
+        assert t.logprobs.tobytes() == wanted[5, t.sample_index].logprobs.tobytes()
+
+
+# ----------------------------------------------------------------------------------- environments
+
+
+def test_observations_are_in_the_record_but_not_the_policys():
+    found = play([group_of(i) for i in range(4)], env=environment(turns=4, turn_tokens=5))
+    seen = 0
+    for key in found.keys() - {"by"}:
+        t, prompt = found[key], group_of(key[0]).problem["prompt"]
+        assert t.tokens[: len(prompt)].tolist() == prompt and t.finish == "stop"
+        assert (
+            len(t.turns) == 4 and t.turns[0][0] == len(prompt) and t.turns[-1][1] == len(t.tokens)
+        )
+        mask = np.zeros(len(t.tokens), bool)
+        for (start, stop), (after, _) in zip(
+            t.turns, [*t.turns[1:], (len(t.tokens), 0)], strict=True
+        ):
+            mask[start:stop] = True
+            said, echo = t.tokens[start:stop], t.tokens[stop:after].tolist()
+            assert (said < LETTERS).all()
+            if after < len(t.tokens):
+                assert echo == [30 + int(said.sum()) % 7] * (1 + len(said) % 3)
+                seen += len(echo)
+        assert t.loss_mask.tolist() == mask.tolist()
+        assert (t.versions == np.where(mask, 0, -1)).all()
+        assert (t.logprobs[~mask] == 0).all() and (t.logprobs[mask] < 0).all()
+    assert seen > 50
+
+
+def test_turns_end_at_stop_tokens_and_at_their_limit():
+    found = play([group_of(i) for i in range(8)], env=environment(stop=(3, 4), turn_tokens=6))
+    limits = 0
+    for key in found.keys() - {"by"}:
+        ((start, stop),), tokens = found[key].turns, found[key].tokens.tolist()
+        assert not {3, 4} & set(tokens[start : stop - 1])
+        limits += stop - start == 6
+        assert tokens[-1] in (3, 4) if stop - start < 6 else stop - start == 6
+    assert 3 < limits < 29  # both happened
+
+
+def test_capacity_ends_an_episode():
+    """Nothing is written beyond it; an observation that leaves no room to answer is not kept."""
+
+    def talk(requests):
+        return [[35, 36] for _ in requests]
+
+    prompt = {"prompt": list(range(10))}
+    for turn_tokens, total in ((100, 64), (1, 62), (51, 64), (52, 62), (53, 63), (54, 64)):
+        env = environment(talk, stop=(), turn_tokens=turn_tokens)
+        t = play([Group(0, 0, prompt)], env=env, size=1)[0, 0]
+        assert t.finish == "length" and not t.failed
+        assert len(t.tokens) == total == t.turns[-1][1], turn_tokens
+        assert t.loss_mask[-1]
+    done = play([Group(0, 0, prompt)], env=environment(stop=(), turn_tokens=54), size=1)[0, 0]
+    assert (len(done.tokens), done.finish) == (64, "stop")  # its environment was content
+    for length in (0, 64):
+        with pytest.raises(AssertionError, match="must be 1 to 63"):
+            play([Group(0, 0, {"prompt": [1] * length})])
+    t = play([Group(0, 0, {"prompt": [1] * 63})], size=1)[0, 0]
+    assert len(t.tokens) == 64
+    with pytest.raises(AssertionError):  # more positions than the model has
+        Generator(make(), environment(), 8, CONTEXT + 1, 4)
+
+
+def test_after_the_last_turn_nobody_is_asked():
+    asked = []
+
+    def talk(requests):
+        asked.extend(len(turns) for _, _, turns in requests)
+        return [[35] for _ in requests]
+
+    found = play([group_of(i) for i in range(3)], env=environment(talk, turn_tokens=3, max_turns=3))
+    for key in found.keys() - {"by"}:
+        assert len(found[key].turns) == 3 and found[key].finish == "stop"
+        assert found[key].turns[-1][1] == len(found[key].tokens)
+    assert sorted(asked) == [1] * 12 + [2] * 12
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_failing_environment_marks_its_episode_and_others_go_on(beside):
+    plain = environment(turns=3, turn_tokens=5)
+
+    def fragile(requests):
+        replies = plain.respond(requests)
+        for i, (problem, _, turns) in enumerate(requests):
+            if problem["prompt"] == group_of(1).problem["prompt"] and len(turns) == 2:
+                replies[i] = "env_error"
+        return replies
+
+    env = environment(fragile, turn_tokens=5, beside=beside, seconds=1000.0)
+    found, wanted = (play([group_of(i) for i in range(4)], env=e) for e in (env, plain))
+    for key in wanted.keys() - {"by"}:
+        if key[0] != 1:
+            assert_same(found[key], wanted[key])
+            continue
+        t, n = found[key], len(found[key].tokens)
+        assert t.finish == "env_error" and t.failed and len(t.turns) == 2
+        assert t.tokens.tolist() == wanted[key].tokens[:n].tolist()
+
+
+def test_a_slow_environment_stops_nobody_else():
+    plain, gate = environment(turns=3, turn_tokens=5), threading.Event()
+    slow = group_of(0, length=4).problem["prompt"]
+
+    def respond(requests):
+        assert len(requests) == 1
+        if requests[0][0]["prompt"] == slow:
+            assert gate.wait(60)
+        return plain.respond(requests)
+
+    env = environment(respond, beside=True, turn_tokens=5, seconds=1000.0)
+    groups = [group_of(0, length=4)] + [group_of(i) for i in range(1, 5)]
+    by = Generator(make(), env, 8, CONTEXT, 4)
+    for group in groups:
+        by.submit(group)
+    others: list[Group] = []
+    while len(others) < 4:  # 16 episodes pass by the 4 that wait
+        if not by.step():
+            time.sleep(0.0005)
+        others += by.take_finished()
+    assert 0 not in [g.group_id for g in others] and by.counts["steps"] >= 16 * 3 // 4
+    waiting = [e for e in by.episodes if e is not None]
+    assert len(waiting) == 4 and not any(e.reply.done() for e in waiting)
+    assert not by.step() and by.busy  # nothing to decode
+    gate.set()
+    others += generate(by, [])
+    groups = [group_of(0, length=4)] + [group_of(i) for i in range(1, 5)]
+    wanted = play(groups, env=plain)
+    for group in others:
+        for t in group.trajectories:
+            assert_same(t, wanted[t.group_id, t.sample_index])
+
+
+def test_environments_that_never_answer_time_out_however_many(monkeypatch):
+    """More of them than slots: they would fill up a pool of threads, and good ones would wait."""
+    now, gate, plain = [0.0], threading.Event(), environment(turn_tokens=5)
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(rollout, "time", clock)
+    before = set(threading.enumerate())
+
+    def respond(requests):
+        if requests[0][0]["prompt"][0] == 39:
+            gate.wait(60)
+        return plain.respond(requests)
+
+    env = environment(respond, turn_tokens=5, beside=True, seconds=3.0)
+    by = Generator(make(), env, 8, CONTEXT, 4)
+    bad = [Group(i, 0, {"prompt": [39, i]}) for i in range(3)]
+    for group in bad:  # 12 samples, 8 slots
+        by.submit(group)
+
+    def finished_at(time_now: float) -> list[int]:
+        now[0] = time_now
+        while by.step():
+            pass
+        return [g.group_id for g in by.take_finished()]
+
+    assert finished_at(0.0) == finished_at(2.9) == []
+    assert finished_at(3.1) == [0, 1]  # the third group begins, and waits as well
+    assert finished_at(6.0) == [] and finished_at(6.2) == [2] and not by.busy
+    for group in bad:
+        assert [t.finish for t in group.trajectories] == ["env_timeout"] * 4
+        assert all(t.failed and t.turns[0][1] == len(t.tokens) for t in group.trajectories)
+    stuck = set(threading.enumerate()) - before
+    assert len(stuck) == 12 and all(t.daemon for t in stuck), "they would keep Python from exiting"
+    (good,) = generate(by, [group_of(9)])
+    for t in good.trajectories:
+        assert_same(t, play([group_of(9)], env=plain)[9, t.sample_index])
+    gate.set()
+
+
+def test_tokens_are_never_made_into_text_and_back():
+    """Prompt and observation are spelt byte by byte: a tokenizer would merge them."""
+    spelt = list(b"reverse the number")
+    assert reward.encode(bytes(spelt).decode()) != spelt
+    requests_seen = []
+
+    def respond(requests):
+        requests_seen.extend((tokens, list(turns)) for _, tokens, turns in requests)
+        return [None if len(turns) == 2 else spelt for _, _, turns in requests]
+
+    config = ModelConfig(**(SHAPE | {"vocab_size": 512}), context=CONTEXT)
+    env = environment(respond, turn_tokens=4)
+    env.alphabet = np.array(list(b" ther"))  # what is generated would be merged, too
+    found = play([Group(0, 0, {"prompt": spelt})], GPT(config), env, size=8)
+    for s in range(8):
+        t = found[0, s]
+        assert t.tokens.dtype == np.int32
+        assert t.tokens[:18].tolist() == t.tokens[22:40].tolist() == spelt
+        assert t.turns == [(18, 22), (40, 44)] and len(t.tokens) == 44
+        for stop in (22, 44):
+            assert any(np.array_equal(tokens, t.tokens[:stop]) for tokens, _ in requests_seen)
+        assert np.isin(t.tokens[t.loss_mask], env.alphabet).all()
+    assert len(requests_seen) == 16
+
+
+# ------------------------------------------------------------------------------------- scheduling
+
+
+def test_a_group_computes_its_prompt_once(monkeypatch):
+    calls = []
+
+    def counted(model, cache, slots, sequences):
+        calls.append([list(s) for s in sequences])
+        prefill(model, cache, slots, sequences)
+
+    monkeypatch.setattr(rollout, "prefill", counted)
+    groups = [group_of(i, length=n) for i, n in enumerate((7, 1, 20))]
+    for kind in KINDS:
+        calls.clear()
+        shared = play(groups, make(kind), size=6)
+        assert calls == [[groups[i].problem["prompt"][:-1]] for i in (0, 2)]
+        assert not shared["by"].prompts, "kept for ever"
+        with monkeypatch.context() as patch:
+            inner = Generator._share_prompt
+
+            def forgetful(self, *arguments, inner=inner):
+                self.prompts.clear()
+                inner(self, *arguments)
+
+            patch.setattr(Generator, "_share_prompt", forgetful)
+            for group in groups:
+                group.trajectories.clear()
+            own = play(groups, make(kind), size=6)
+        assert len(calls) == 2 + 12
+        for key in own.keys() - {"by"}:
+            assert_same(own[key], shared[key])
+        for group in groups:
+            group.trajectories.clear()
+
+
+def test_a_free_slot_is_filled_at_once():
+    """With 20 samples on 8 slots no step decodes fewer than it could."""
+    by = Generator(make(), environment(turn_tokens=30), 8, CONTEXT, 4)
+    groups = [group_of(i) for i in range(5)]
+    for group in groups:
+        by.submit(group)
+    lengths, steps = [], 0
+    while by.busy:
+        left, before = 20 - sum(len(g.trajectories) for g in groups), by.counts["slot_steps"]
+        assert by.step()
+        assert by.counts["slot_steps"] - before == min(8, left)
+        steps += 1
+    lengths = [int(t.loss_mask.sum()) for g in groups for t in g.trajectories]
+    assert len(set(lengths)) > 5  # they ended at different times
+    assert by.counts["tokens"] == by.counts["slot_steps"] == sum(lengths)
+    assert by.counts["steps"] == steps < 20 / 8 * max(lengths)
+    assert not by.step()
+    assert len(by.take_finished()) == 5 and by.take_finished() == []
+
+
+def test_finished_groups_and_events_come_in_order():
+    by = Generator(make(), environment(), 8, CONTEXT, 2, worker=3)
+    generate(by, [group_of(i) for i in range(6)])
+    starts = [e[2] for e in by.events if e[1] == "start"]
+    finishes = {e[2]: e[4] for e in by.events if e[1] == "finish"}
+    assert starts == list(range(6)) and sorted(finishes) == starts
+    times = [e[0] for e in by.events]
+    assert times == sorted(times)
+    again = play([group_of(i) for i in range(6)], size=2, env=environment())
+    for i, tokens in finishes.items():
+        assert tokens == len(again[i, 0].tokens) + len(again[i, 1].tokens)
+
+
+def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
+    seen = []
+
+    def watched(model, cache, tokens, positions, longest):
+        seen.append((longest, positions.tolist()))
+        return decode(model, cache, tokens, positions, longest)
+
+    monkeypatch.setattr(rollout, "decode", watched)
+    play([group_of(i) for i in range(3)], size=1)
+    assert all(longest == max(positions) for longest, positions in seen)
+    assert all(positions[3:] == [0] * 5 for _, positions in seen)  # idle slots
+    assert max(longest for longest, _ in seen) // model_file.KEY_BLOCK >= 1
+
+
+@pytest.mark.gpu
+@kinds
+def test_on_a_gpu_the_logprobs_are_still_the_learners(kind):
+    model = make(kind).on("cuda")
+    by = Generator(model, environment(turns=2), 8, CONTEXT, 4)
+    for group in generate(by, [group_of(i) for i in range(4)]):
+        for t in group.trajectories:
+            alphabet = torch.arange(LETTERS, device="cuda")
+            with torch.no_grad():
+                found, _ = train_sync.token_logprobs(model, [t], alphabet, 1.0)
+            wanted = t.logprobs[t.loss_mask]
+            np.testing.assert_allclose(found.cpu().numpy(), wanted, rtol=0, atol=1e-4)
+            assert dataclasses.is_dataclass(t)
