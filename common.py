@@ -19,12 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
-FORMAT = 1  # version of the checkpoint format
 
 
 class UserError(ValueError):
@@ -37,8 +35,7 @@ class TrainingStopped(RuntimeError):
 
 def flag(default, help, low=None, high=None, choices=None):
     """One field of `Config`: its default, its help text and what values are allowed."""
-    limits = {"help": help, "low": low, "high": high, "choices": choices}
-    return field(default=default, metadata=limits)
+    return field(default=default, metadata=dict(help=help, low=low, high=high, choices=choices))
 
 
 @dataclass(frozen=True)
@@ -123,12 +120,10 @@ def check(config: Config) -> Config:
             raise UserError(f"{name} {value}: must be one of {', '.join(limits['choices'])}")
         if f.type in (int, float):
             low, high = limits["low"], limits["high"]
-            at_least = "" if low is None else f"at least {low}"
-            at_most = "" if high is None else f"at most {high}"
-            wanted = " and ".join(w for w in (at_least, at_most) if w)
-            inside = (low is None or value >= low) and (high is None or value <= high)
-            if not (math.isfinite(value) and inside):
-                raise UserError(f"{name} {value}: must be {wanted}")
+            high = math.inf if high is None else high
+            if not (math.isfinite(value) and low <= value <= high):
+                at_most = f" and at most {high}" if high < math.inf else ""
+                raise UserError(f"{name} {value}: must be at least {low}{at_most}")
     if config.chunk_size & (config.chunk_size - 1):
         raise UserError(f"--chunk-size {config.chunk_size}: must be a power of two, 1 to 512")
     if config.silence < 2 * config.reward_seconds:
@@ -199,9 +194,8 @@ def set_threads(config: Config, processes: int) -> None:
 
 def open_run(config: Config, mode: str) -> Path:
     """Create the run folder, or reopen the one to resume; raises UserError, overwrites nothing."""
-    name = config.task.split(":")[0]
-    stamp = time.strftime("%m%d-%H%M%S")
-    folder = Path(config.resume or config.out or f"runs/{name}-{mode}-{stamp}")
+    name = f"runs/{config.task.split(':')[0]}-{mode}-{time.strftime('%m%d-%H%M%S')}"
+    folder = Path(config.resume or config.out or name)
     if config.resume:
         return folder
     try:
@@ -222,23 +216,20 @@ def describe_machine() -> dict:
     if Path("/proc/cpuinfo").is_file():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), cpu)
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "numpy": np.__version__,
     }
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
     """Append records as JSON lines."""
-    if records:
-        with path.open("a") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
+    with path.open("a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -259,7 +250,7 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
     path = folder / "checkpoints" / f"step{step:07d}.pt"
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
-        torch.save({"format": FORMAT, "sha256": sha256_of(state["weights"]), **state}, file)
+        torch.save({"sha256": sha256_of(state["weights"]), **state}, file)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -276,10 +267,9 @@ def load_checkpoint(folder: Path) -> dict:
     try:
         state = torch.load(paths[-1], map_location="cpu", weights_only=True)
     except Exception as error:
-        kind = type(error).__name__
-        raise UserError(f"--resume {paths[-1]}: must be a readable checkpoint ({kind})") from error
-    if state.get("format") != FORMAT or state["sha256"] != sha256_of(state["weights"]):
-        raise UserError(f"--resume {paths[-1]}: must have format {FORMAT} and a matching sha256")
+        raise UserError(f"--resume {paths[-1]}: must be a readable checkpoint") from error
+    if state["sha256"] != sha256_of(state["weights"]):
+        raise UserError(f"--resume {paths[-1]}: must have the sha256 of its weights")
     return state
 
 
@@ -308,6 +298,12 @@ class Watch:
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
         self.events: list[dict] = []
         self.shown: dict = {}
+
+    def span(self, process: str, kind: str, begin: float, **details) -> float:
+        """Note what lasted from `begin` until now; returns its seconds."""
+        seconds = time.monotonic() - begin
+        self.event(process, kind, begin, seconds=seconds, **details)
+        return seconds
 
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
         """Note one event; times are seconds since the run began."""

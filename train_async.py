@@ -26,7 +26,17 @@ import common
 import train_sync
 from buffer import Buffer, Group, apply_verdicts, group_from_parts, group_to_parts, staleness
 from common import Config
-from reward import verify
+from learner import (
+    facts_of,
+    make_generator,
+    make_learner,
+    make_model,
+    make_task,
+    new_groups,
+    restore,
+    state_of,
+)
+from reward import split_answers, verify
 from train_sync import after_step, learner_step
 from transport import Line, Mailbox, Pool, WorkersFailed
 
@@ -36,9 +46,9 @@ from transport import Line, Mailbox, Pool, WorkersFailed
 def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
     common.set_threads(config, processes)
-    task = train_sync.make_task(config)
-    model = train_sync.make_model(config, task).on(device)
-    generator = train_sync.make_generator(config, task, model, line.worker)
+    task = make_task(config)
+    model = make_model(config, task).on(device)
+    generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
     born, span = time.monotonic(), None
     mailbox = Mailbox(model.flat.numel(), mailbox_name)
@@ -74,13 +84,13 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other; each episode has its own time limit."""
-    task = train_sync.make_task(config)
+    task = make_task(config)
     while True:
         message = line.receive(0.5)
         if message:
             group, begin, verdicts = group_from_parts(*message), time.monotonic(), []
             for t in group.trajectories:
-                answers = train_sync.reward.split_answers(task, t.tokens, t.turns)
+                answers = split_answers(task, t.tokens, t.turns)
                 verdicts.append(verify(task, group.problem, answers, config.reward_seconds))
                 line.beat()
             spent = {"began": begin, "seconds": time.monotonic() - begin}
@@ -91,9 +101,9 @@ def reward_worker(line: Line, config: Config):
 def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
     """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
     common.set_threads(config, processes)
-    learner = train_sync.make_learner(config, train_sync.make_task(config), device)
+    learner = make_learner(config, make_task(config), device)
     if config.resume:
-        train_sync.restore(learner, common.load_checkpoint(Path(config.resume)), config)
+        restore(learner, common.load_checkpoint(Path(config.resume)), config)
     join_learners(config, rank, run)
     batch: list[Group] = []
     while True:
@@ -204,7 +214,7 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
             group_id = again.pop(0)
             group = Group(group_id, learner.version, task.reset(group_id, "train"))
         else:
-            (group,) = train_sync.new_groups(learner, task, 1)
+            (group,) = new_groups(learner, task, 1)
         buffer.admit(group.group_id, learner.version)
         name = flights.issue(group)
         details = {"group": group.group_id, "version": learner.version, "worker": name}
@@ -215,7 +225,9 @@ def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
     devices = common.pick_devices(config)
     common.set_threads(config, sum(map(len, devices)))
-    config, task, run, learner, watch, state = train_sync.begin(config, "async", devices[0][0])
+    config, task, run, learner, watch, state = train_sync.open_training(
+        config, "async", devices[0][0]
+    )
     stop = common.Stop()
     mailbox = Mailbox(learner.model.flat.numel())
     mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
@@ -242,8 +254,8 @@ def train(config: Config) -> None:
                 for group in batch:
                     pool.send(worker, "batch", *group_to_parts(group))
             metrics = learner_step(learner, batch, config)
-            details = {"version": version, "groups": [g.group_id for g in batch]}
-            watch.event("learner", "train", begin, seconds=metrics["seconds"], **details)
+            ids = [group.group_id for group in batch]
+            watch.span("learner", "train", begin, version=version, groups=ids)
             mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
             watch.event("learner", "publish", version=learner.version)
             admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
@@ -258,7 +270,7 @@ def train(config: Config) -> None:
         raise common.TrainingStopped(str(error)) from error
     finally:
         in_flight = again + list(buffer.outstanding)
-        state = train_sync.state_of(learner, in_flight)
+        state = state_of(learner, in_flight)
         common.save_checkpoint(run, learner.version, state)
         pool.close()
         mailbox.close()
@@ -270,7 +282,7 @@ def finish(run, learner, config, watch, buffer, totals) -> None:
     seconds = time.monotonic() - (totals["begin"] or watch.start)
     busy = [s["busy"] / s["alive"] for s in totals["status"].values()]
     rate = [s["tokens"] / max(s["busy"], 1e-9) for s in totals["status"].values()]
-    facts = train_sync.facts_of(learner, config, watch) | {
+    facts = facts_of(learner, config, watch) | {
         "staleness_bound": config.max_staleness,
         "tokens_generated": totals["tokens"],
         "rollout_tokens_per_s": round(sum(rate)),

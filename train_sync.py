@@ -5,14 +5,13 @@
 
 This is the honest baseline and the place to start reading: `main` is the whole algorithm in one
 flat loop. `learner_step` and `evaluate` live here; `train_async.py` imports them and adds only
-what asynchrony needs. Left out: processes, queues, staleness (here it is always 0).
+what asynchrony needs. Left out: set-up and checkpoints (learner.py), processes, queues, staleness
+(here it is always 0).
 """
 
-import copy
 import dataclasses
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,131 +24,23 @@ import common
 import losses
 import reward
 from buffer import Group, Trajectory, apply_verdicts, pack
-from common import Config, UserError
-from model import GPT, PRESETS, ModelConfig, generated_logprobs, pack_tokens
-from rollout import Environment, Generator, generate
-
-
-@dataclass
-class Learner:
-    """Everything that a step changes, and so everything that a checkpoint holds."""
-
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    damper: losses.Damper
-    alphabet: Tensor  # int64 [V], token ids the policy may emit
-    reference: GPT | None = None  # an older copy of the policy
-    version: int = 0  # optimizer steps so far = version of the weights
-    next_group: int = 0  # prompt cursor: the next group id
-    skipped: int = 0  # steps left out because loss or gradient was not finite
-    skipped_in_row: int = 0
-
-
-# ------------------------------------------------------------------------------------- set-up
-
-
-def make_task(config: Config) -> reward.Task:
-    """The configured task; raises UserError in one line."""
-    try:
-        return reward.make_task(config.task, config.seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def alphabet_of(task: reward.Task) -> np.ndarray:
-    """Token ids the policy may emit [V]: the task's own, or all but padding."""
-    everything = (i for i in range(reward.VOCAB_SIZE) if i != reward.PAD)
-    return np.array(task.alphabet or list(everything), np.int64)
-
-
-def capacity_of(config: Config, task: reward.Task) -> int:
-    """Positions that an episode may fill; raises UserError when the task needs more."""
-    if config.context and config.context < task.context:
-        raise UserError(
-            f"--context {config.context}: must be at least {task.context} for the longest prompt "
-            f"({task.max_prompt_tokens} tokens) and its answer in task {config.task} (0: automatic)"
-        )
-    return config.context or task.context
-
-
-def make_model(config: Config, task: reward.Task) -> GPT:
-    """The policy with random weights, large enough for the task's episodes."""
-    shape = {"vocab_size": reward.VOCAB_SIZE, **PRESETS[config.model]}
-    for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
-        shape[name] = getattr(config, name)
-    return GPT(ModelConfig(**shape, context=capacity_of(config, task)), config.seed)
-
-
-def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
-    """Model, optimizer, reference and damper at version 0."""
-    model = make_model(config, task).on(device)
-    # one tensor is all parameters: the optimizer is one vector operation
-    flat = torch.nn.Parameter(model.flat)
-    flat.grad = model.flat_grad
-    optimizer = torch.optim.AdamW([flat], lr=config.lr, weight_decay=0.0)
-    damper = losses.Damper(threshold=config.kl_threshold)
-    alphabet = torch.from_numpy(alphabet_of(task)).to(device)
-    reference = copy.deepcopy(model) if config.reference_every else None
-    return Learner(model, optimizer, damper, alphabet, reference)
-
-
-def make_environment(config: Config, task: reward.Task) -> Environment:
-    """Join the task (text) to the generator (token ids)."""
-
-    def respond(requests: list[tuple]) -> list[list[int] | None | str]:
-        replies: list = []
-        while len(replies) < len(requests):
-            try:
-                with reward.time_limit(config.reward_seconds):  # armed once for all of them
-                    for problem, tokens, turns in requests[len(replies) :]:
-                        answers = reward.split_answers(task, tokens, turns)
-                        step = task.step(problem, answers)
-                        replies.append(None if step.done else reward.encode(step.observation))
-            except reward.OutOfTime:
-                replies.append("env_timeout")
-            except Exception:  # whatever a task's code raises is that episode's failure, no more
-                replies.append("env_error")
-        return replies
-
-    return Environment(
-        encode_prompt=lambda problem: reward.encode(problem["prompt"]),
-        respond=respond,
-        alphabet=alphabet_of(task),
-        stop=task.stop,
-        turn_tokens=task.turn_tokens,
-        max_turns=task.max_turns,
-        beside=task.beside,
-        seconds=config.reward_seconds,
-    )
-
-
-def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
-    """The generator that a run uses for training episodes."""
-    return Generator(
-        model,
-        make_environment(config, task),
-        config.slots,
-        capacity_of(config, task),
-        config.group_size,
-        config.seed,
-        config.temperature,
-        config.swap,
-        worker,
-    )
-
-
-def new_groups(learner: Learner, task: reward.Task, count: int) -> list[Group]:
-    """The next prompts; the cursor moves, so none is used twice."""
-    ids = range(learner.next_group, learner.next_group + count)
-    learner.next_group += count
-    return [Group(i, learner.version, task.reset(i, "train")) for i in ids]
-
-
-def score(group: Group, task: reward.Task, seconds: float) -> list[reward.Verdict]:
-    """Verify every episode of a group under a time limit; the reward workers' whole job."""
-    answers = [reward.split_answers(task, t.tokens, t.turns) for t in group.trajectories]
-    return reward.score_group(task, group.problem, answers, seconds)
-
+from common import Config
+from learner import (
+    Learner,
+    capacity_of,
+    facts_of,
+    make_environment,
+    make_generator,
+    make_learner,
+    make_task,
+    new_groups,
+    restore,
+    score,
+    show_episode,
+    state_of,
+)
+from model import GPT, generated_logprobs, pack_tokens
+from rollout import Generator, generate
 
 # --------------------------------------------------------------------------------------- a step
 
@@ -170,7 +61,7 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
     by `count`, the number of generated tokens of the step. With several learners each one gets the
     whole batch and takes every L-th micro-batch; one all-reduce joins the gradients. A step whose
-    loss or gradient is not finite is skipped and counted; three in a row stop the run (`check_step`).
+    loss or gradient is not finite is skipped and counted; see `check_step`.
     """
     begin, device = time.monotonic(), learner.model.flat.device
     trajectories = [t for g in groups for t in g.trajectories]
@@ -324,60 +215,11 @@ def evaluate(learner: Learner, config: Config, task: reward.Task) -> dict:
     }
 
 
-def show_episode(group: Group) -> str:
-    """One line: the text of a group's first episode, its versions and its reward."""
-    t = group.trajectories[0]
-    text = reward.decode_bytes(t.tokens.tolist()).decode(errors="replace")
-    if len(text) > 100:
-        text = text[:60] + " ... " + text[-40:]
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
-
-
-# ------------------------------------------------------------------------------ state on disk
-
-
-def state_of(learner: Learner, in_flight=()) -> dict:
-    """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
-    return {
-        "weights": learner.model.flat.detach().cpu(),
-        "shape": learner.model.config.__dict__,
-        "optimizer": learner.optimizer.state_dict(),
-        "damper": losses.damper_to_dict(learner.damper),
-        "reference": None if learner.reference is None else learner.reference.flat.cpu(),
-        "version": learner.version,
-        "next_group": learner.next_group,
-        "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
-        "skipped": learner.skipped,
-        "torch_rng": torch.get_rng_state(),
-    }
-
-
-def restore(learner: Learner, state: dict, config: Config) -> None:
-    """Fill a learner from a checkpoint; raises UserError when the checkpoint does not fit."""
-    shape = learner.model.config.__dict__
-    for name, value in shape.items():
-        if state["shape"].get(name) != value:
-            raise UserError(
-                f"--resume {config.resume}: must fit the model, but its {name} is "
-                f"{state['shape'].get(name)} and this run's is {value}"
-            )
-    learner.model.flat.copy_(state["weights"])
-    learner.optimizer.load_state_dict(state["optimizer"])
-    learner.damper = losses.damper_from_dict(state["damper"])
-    if learner.reference is not None and state["reference"] is not None:
-        learner.reference.flat.copy_(state["reference"])
-    learner.version, learner.next_group = state["version"], state["next_group"]
-    learner.skipped = state["skipped"]
-    torch.set_rng_state(state["torch_rng"])
-
-
 # ------------------------------------------------------------------------------------ the loop
 
 
 def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(), **shown):
-    """What follows every step in both trainers: checks, evaluation, samples, checkpoint, metrics."""
+    """What follows a step in both trainers: checks, evaluation, samples, checkpoint, metrics."""
     check_step(learner, groups, metrics, config, run)
     version = learner.version
     if version % config.eval_every == 0 or version == config.steps:
@@ -394,20 +236,7 @@ def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(),
     watch.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
 
 
-def facts_of(learner: Learner, config: Config, watch: common.Watch) -> dict:
-    """What a summary needs to know beyond metrics.jsonl, in both trainers."""
-    return {
-        "task": config.task,
-        "seed": config.seed,
-        "steps": learner.version,
-        "stopped_early": learner.version < config.steps,
-        "wall_s": round(watch.close(), 2),
-        "skipped_steps": learner.skipped,
-        "weights_sha256": common.sha256_of(learner.model.flat),
-    }
-
-
-def begin(config: Config, mode: str, device: str):
+def open_training(config: Config, mode: str, device: str):
     """Task, run folder, learner (resumed or new), progress: the set-up of both trainers."""
     task = make_task(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
@@ -428,28 +257,26 @@ def train(config: Config) -> None:
     """The synchronous algorithm: all cores generate, then all cores train."""
     (device, *_), _ = common.pick_devices(config)
     common.set_threads(config, 1)
-    config, task, run, learner, watch, _ = begin(config, "sync", device)
+    config, task, run, learner, watch, _ = open_training(config, "sync", device)
     generator = make_generator(config, task, learner.model)
-    stop, busy = common.Stop(), {"generate": 0.0, "score": 0.0, "train": 0.0}
+    stop, busy = common.Stop(), {"rollout": 0.0, "learner": 0.0}
 
     while learner.version < config.steps and not stop.asked:
-        clock = [time.monotonic()]
-        generator.set_weights(learner.version, None)
+        begin, version = time.monotonic(), learner.version
+        generator.set_weights(version, None)
         groups = generate(generator, new_groups(learner, task, config.groups_per_step))
-        clock.append(time.monotonic())
+        generated = watch.span("rollout-0", "generate", begin, version=version)
+        begin = time.monotonic()
         for group in groups:
             apply_verdicts(group, score(group, task, config.reward_seconds))
-        clock.append(time.monotonic())
+        watch.span("reward-0", "score", begin)
+        begin = time.monotonic()
         metrics = learner_step(learner, groups, config)
-        clock.append(time.monotonic())
-        for i, phase in enumerate(busy):
-            busy[phase] += clock[i + 1] - clock[i]
-            process = "learner" if phase == "train" else "rollout-0"
-            seconds = clock[i + 1] - clock[i]
-            watch.event(process, phase, clock[i], seconds=seconds, version=learner.version - 1)
+        busy["learner"] += watch.span("learner", "train", begin, version=version)
+        busy["rollout"] += generated
         metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
-        rate = int(metrics["tokens"] / (clock[1] - clock[0]))
-        after_step(learner, groups, metrics, config, task, run, watch, generated=f"{rate}/s")
+        rate = f"{int(metrics['tokens'] / generated)}/s"
+        after_step(learner, groups, metrics, config, task, run, watch, generated=rate)
 
     common.save_checkpoint(run, learner.version, state_of(learner))
     wall = time.monotonic() - watch.start
@@ -457,8 +284,8 @@ def train(config: Config) -> None:
     facts = facts_of(learner, config, watch) | {
         "staleness_bound": 0,
         "tokens_generated": tokens,
-        "rollout_tokens_per_s": round(tokens / max(busy["generate"], 1e-9)),
-        "utilization": {"rollout": busy["generate"] / wall, "learner": busy["train"] / wall},
+        "rollout_tokens_per_s": round(tokens / max(busy["rollout"], 1e-9)),
+        "utilization": {role: seconds / wall for role, seconds in busy.items()},
         "groups": {"admitted": learner.next_group, "trained": learner.next_group},
     }
     print(bench.summarise(run, facts))

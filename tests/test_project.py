@@ -17,7 +17,8 @@ CEILINGS = {
     "losses": 240,
     "rollout": 320,
     "transport": 280,
-    "train_sync": 320,
+    "learner": 200,
+    "train_sync": 230,
     "train_async": 300,
     "bench": 400,
 }

@@ -1,0 +1,206 @@
+"""learner.py: what is trained, and how the rooms are joined: set-up from flags, and checkpoints.
+
+`Learner` is plain data: policy, optimizer, reference, damper, counters. The functions here build
+it, its task and its generator from a `Config`, and turn it into a checkpoint and back. Left out:
+what a step does to it (train_sync.py) and everything about processes (train_async.py).
+"""
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import losses
+import reward
+from buffer import Group
+from common import Config, UserError, Watch, sha256_of
+from model import GPT, PRESETS, ModelConfig
+from rollout import Environment, Generator
+
+
+@dataclass
+class Learner:
+    """Everything that a step changes, and so everything that a checkpoint holds."""
+
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    damper: losses.Damper
+    alphabet: Tensor  # int64 [V], token ids the policy may emit
+    reference: GPT | None = None  # an older copy of the policy
+    version: int = 0  # optimizer steps so far = version of the weights
+    next_group: int = 0  # prompt cursor: the next group id
+    skipped: int = 0  # steps left out because loss or gradient was not finite
+    skipped_in_row: int = 0
+
+
+# ---------------------------------------------------------------------------------------- set-up
+
+
+def make_task(config: Config) -> reward.Task:
+    """The configured task; raises UserError in one line."""
+    try:
+        return reward.make_task(config.task, config.seed)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def alphabet_of(task: reward.Task) -> np.ndarray:
+    """Token ids the policy may emit [V]: the task's own, or all but padding."""
+    everything = (i for i in range(reward.VOCAB_SIZE) if i != reward.PAD)
+    return np.array(task.alphabet or list(everything), np.int64)
+
+
+def capacity_of(config: Config, task: reward.Task) -> int:
+    """Positions that an episode may fill; raises UserError when the task needs more."""
+    if config.context and config.context < task.context:
+        raise UserError(
+            f"--context {config.context}: must be at least {task.context} for the longest prompt "
+            f"({task.max_prompt_tokens} tokens) and its answer in task {config.task} (0: automatic)"
+        )
+    return config.context or task.context
+
+
+def make_model(config: Config, task: reward.Task) -> GPT:
+    """The policy with random weights, large enough for the task's episodes."""
+    shape = {"vocab_size": reward.VOCAB_SIZE, **PRESETS[config.model]}
+    for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
+        shape[name] = getattr(config, name)
+    return GPT(ModelConfig(**shape, context=capacity_of(config, task)), config.seed)
+
+
+def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
+    """Model, optimizer, reference and damper at version 0."""
+    model = make_model(config, task).on(device)
+    # one tensor is all parameters: the optimizer is one vector operation
+    flat = torch.nn.Parameter(model.flat)
+    flat.grad = model.flat_grad
+    optimizer = torch.optim.AdamW([flat], lr=config.lr, weight_decay=0.0)
+    damper = losses.Damper(threshold=config.kl_threshold)
+    alphabet = torch.from_numpy(alphabet_of(task)).to(device)
+    reference = copy.deepcopy(model) if config.reference_every else None
+    return Learner(model, optimizer, damper, alphabet, reference)
+
+
+def make_environment(config: Config, task: reward.Task) -> Environment:
+    """Join the task (text) to the generator (token ids)."""
+
+    def respond(requests: list[tuple]) -> list[list[int] | None | str]:
+        replies: list = []
+        while len(replies) < len(requests):
+            try:
+                with reward.time_limit(config.reward_seconds):  # armed once for all of them
+                    for problem, tokens, turns in requests[len(replies) :]:
+                        answers = reward.split_answers(task, tokens, turns)
+                        step = task.step(problem, answers)
+                        replies.append(None if step.done else reward.encode(step.observation))
+            except reward.OutOfTime:
+                replies.append("env_timeout")
+            except Exception:  # whatever a task's code raises is that episode's failure, no more
+                replies.append("env_error")
+        return replies
+
+    return Environment(
+        encode_prompt=lambda problem: reward.encode(problem["prompt"]),
+        respond=respond,
+        alphabet=alphabet_of(task),
+        stop=task.stop,
+        turn_tokens=task.turn_tokens,
+        max_turns=task.max_turns,
+        beside=task.beside,
+        seconds=config.reward_seconds,
+    )
+
+
+def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
+    """The generator that a run uses for training episodes."""
+    return Generator(
+        model,
+        make_environment(config, task),
+        config.slots,
+        capacity_of(config, task),
+        config.group_size,
+        config.seed,
+        config.temperature,
+        config.swap,
+        worker,
+    )
+
+
+def new_groups(learner: Learner, task: reward.Task, count: int) -> list[Group]:
+    """The next prompts; the cursor moves, so none is used twice."""
+    ids = range(learner.next_group, learner.next_group + count)
+    learner.next_group += count
+    return [Group(i, learner.version, task.reset(i, "train")) for i in ids]
+
+
+def score(group: Group, task: reward.Task, seconds: float) -> list[reward.Verdict]:
+    """Verify every episode of a group under a time limit; the reward workers' whole job."""
+    answers = [reward.split_answers(task, t.tokens, t.turns) for t in group.trajectories]
+    return reward.score_group(task, group.problem, answers, seconds)
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+
+def state_of(learner: Learner, in_flight=()) -> dict:
+    """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
+    return {
+        "weights": learner.model.flat.detach().cpu(),
+        "shape": learner.model.config.__dict__,
+        "optimizer": learner.optimizer.state_dict(),
+        "damper": losses.damper_to_dict(learner.damper),
+        "reference": None if learner.reference is None else learner.reference.flat.cpu(),
+        "version": learner.version,
+        "next_group": learner.next_group,
+        "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
+        "skipped": learner.skipped,
+        "torch_rng": torch.get_rng_state(),
+    }
+
+
+def restore(learner: Learner, state: dict, config: Config) -> None:
+    """Fill a learner from a checkpoint; raises UserError when the checkpoint does not fit."""
+    shape = learner.model.config.__dict__
+    for name, value in shape.items():
+        if state["shape"].get(name) != value:
+            raise UserError(
+                f"--resume {config.resume}: must fit the model, but its {name} is "
+                f"{state['shape'].get(name)} and this run's is {value}"
+            )
+    learner.model.flat.copy_(state["weights"])
+    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.damper = losses.damper_from_dict(state["damper"])
+    if learner.reference is not None and state["reference"] is not None:
+        learner.reference.flat.copy_(state["reference"])
+    learner.version, learner.next_group = state["version"], state["next_group"]
+    learner.skipped = state["skipped"]
+    torch.set_rng_state(state["torch_rng"])
+
+
+# -------------------------------------------------------------------------------------- reports
+
+
+def show_episode(group: Group) -> str:
+    """One line: the text of a group's first episode, its versions and its reward."""
+    t = group.trajectories[0]
+    text = reward.decode_bytes(t.tokens.tolist()).decode(errors="replace")
+    if len(text) > 100:
+        text = text[:60] + " ... " + text[-40:]
+    versions = t.versions[t.loss_mask]
+    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
+    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
+
+
+def facts_of(learner: Learner, config: Config, watch: Watch) -> dict:
+    """What a summary needs to know beyond metrics.jsonl, in both trainers."""
+    return {
+        "task": config.task,
+        "seed": config.seed,
+        "steps": learner.version,
+        "stopped_early": learner.version < config.steps,
+        "wall_s": round(watch.close(), 2),
+        "skipped_steps": learner.skipped,
+        "weights_sha256": sha256_of(learner.model.flat),
+    }
