@@ -239,7 +239,7 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
     assert same_size, "the two models differ in size"
 
     task = reward.make_task("sum")
-    problems = [task.reset(i, "train") for i in range(4 * slots)]
+    problems = [task.reset(i, "train") for i in range(16 * slots)]
     workloads = {
         "equal lengths": ([list(range(16))] * slots, [128] * slots),
         "sum, real lengths": (

@@ -33,9 +33,14 @@ def mix(x):
     """A 32-bit integer hash of values in [0, 2^32), ints or int64 tensors ("lowbias32", found by
     C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right.
     """
-    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK32
-    x = (x ^ (x >> 15)) * 0x846CA68B & MASK32
-    return x ^ (x >> 16)
+    x = x ^ (x >> 16)  # a new tensor; what follows works in place
+    x *= 0x7FEB352D
+    x &= MASK32
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x &= MASK32
+    x ^= x >> 16
+    return x
 
 
 def noise_key(seed: int, group_id: int, sample_index: int) -> int:

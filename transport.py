@@ -137,7 +137,7 @@ class Line:
 def child_main(function, connection: Connection, worker: int, log: str, parent: int, arguments):
     """What runs first in every worker: die with the parent, leave Ctrl-C to it, log to a file."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the spawning thread
         if os.getppid() != parent:  # it died before the line above
             raise SystemExit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

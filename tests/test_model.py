@@ -255,6 +255,24 @@ def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
         assert all(map(torch.equal, alone, company)), f"slot {slot}"
 
 
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (5, 1), (8, 1)])
+def test_decode_is_bitwise_independent_of_the_longest_neighbour(heads, kv_heads):
+    """How many keys are looked at must not change a sum: MKL halves some lengths and not others."""
+    model = make(heads=heads, kv_heads=kv_heads, head_width=16, layers=1, context=600)
+    random = torch.Generator().manual_seed(1)
+    tokens = torch.arange(8)
+    for own in (10, 127, 150, 190, 200, 255, 300, 383, 500):
+        cache = make_cache(model, 8, 600)
+        cache.k.normal_(generator=random)
+        cache.v.normal_(generator=random)
+        wanted = None
+        for longest in range(own, 600, 24):
+            positions = torch.full((8,), longest).index_fill(0, torch.tensor([5]), own)
+            found = decode(model, cache, tokens, positions, longest)[5]
+            wanted = found if wanted is None else wanted
+            assert torch.equal(found, wanted), f"{own} keys beside {longest}"
+
+
 @pytest.mark.parametrize("kind", ["dense rope", "dsa mean rope", "dsa indexer"])
 def test_prefill_is_bitwise_independent_of_what_else_is_in_the_call(kind):
     """From 200 tokens on SDPA sums in another order when the padded grid is wider, and sparse

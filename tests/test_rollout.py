@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import model as model_file
+import learner
 import reward
 import rollout
 import train_sync
@@ -256,15 +256,15 @@ def test_logprobs_are_those_of_the_learner(kind, temperature):
 def test_real_tasks(task, attention):
     """The trainers' own generator: same episodes alone, the learner's log-probs, a fair verdict."""
     config = Config(task=task, attention=attention, chunk_size=4, top_k=2, slots=16, group_size=4)
-    task, groups = train_sync.make_task(config), {}
-    model = train_sync.make_model(config, task)
+    task, groups = learner.make_task(config), {}
+    model = learner.make_model(config, task)
     for ids in (range(6), [3]):
-        generator = train_sync.make_generator(config, task, model)
+        generator = learner.make_generator(config, task, model)
         done = generate(generator, [Group(i, 0, task.reset(i, "train")) for i in ids])
         groups[len(ids)] = {g.group_id: g for g in done}
     for a, b in zip(groups[1][3].trajectories, groups[6][3].trajectories, strict=True):
         assert_same(a, b)
-    alphabet = torch.from_numpy(train_sync.alphabet_of(task))
+    alphabet = torch.from_numpy(learner.alphabet_of(task))
     for group in groups[6].values():
         for t in group.trajectories:
             assert t.finish == "stop" and len(t.tokens) <= task.context
@@ -272,7 +272,7 @@ def test_real_tasks(task, attention):
             prompt = reward.encode(group.problem["prompt"])
             assert t.tokens[: len(prompt)].tolist() == prompt
             assert set(t.tokens[t.loss_mask].tolist()) <= set(alphabet.tolist())
-        verdicts = train_sync.score(group, task, 2.0)
+        verdicts = learner.score(group, task, 2.0)
         assert all(v.error is None for v in verdicts)
         with torch.no_grad():
             found, _ = train_sync.token_logprobs(model, group.trajectories, alphabet, 1.0)
@@ -493,6 +493,13 @@ def test_capacity_ends_an_episode():
         Generator(make(), environment(), 8, CONTEXT + 1, 4)
 
 
+def test_a_problem_may_have_a_limit_of_its_own():
+    """In place of the task's, for the length of its turns."""
+    groups = [Group(i, 0, {"prompt": [7, i], "turn_tokens": n}) for i, n in ((0, 2), (1, 30))]
+    found = play([*groups, group_of(2)], env=environment(stop=(), turn_tokens=8))
+    assert [found[i, 0].loss_mask.sum() for i in range(3)] == [2, 30, 8]
+
+
 def test_after_the_last_turn_nobody_is_asked():
     asked = []
 
@@ -628,36 +635,34 @@ def test_tokens_are_never_made_into_text_and_back():
 # ------------------------------------------------------------------------------------- scheduling
 
 
-def test_a_group_computes_its_prompt_once(monkeypatch):
-    calls = []
+@kinds
+def test_a_group_computes_its_prompt_once(kind, monkeypatch):
+    """And its samples are as if each had computed it for itself."""
+    computed: list[list[int]] = []
 
     def counted(model, cache, slots, sequences):
-        calls.append([list(s) for s in sequences])
+        computed.extend(list(s) for s in sequences)
         prefill(model, cache, slots, sequences)
 
     monkeypatch.setattr(rollout, "prefill", counted)
-    groups = [group_of(i, length=n) for i, n in enumerate((7, 1, 20))]
-    for kind in KINDS:
-        calls.clear()
-        shared = play(groups, make(kind), size=6)
-        assert calls == [[groups[i].problem["prompt"][:-1]] for i in (0, 2)]
-        assert not shared["by"].prompts, "kept for ever"
-        with monkeypatch.context() as patch:
-            inner = Generator._share_prompt
+    lengths = {0: 7, 1: 1, 2: 20}
+    groups = [[group_of(i, length=n) for i, n in lengths.items()] for _ in range(2)]
+    once = [groups[0][i].problem["prompt"][:-1] for i in (0, 2)]  # a single token is just decoded
+    shared = play(groups[0], make(kind), size=6)
+    assert computed == once
+    assert not shared["by"].prompts, "kept for ever"
+    together = Generator._share_prompts
 
-            def forgetful(self, *arguments, inner=inner):
-                self.prompts.clear()
-                inner(self, *arguments)
+    def one_by_one(self, begun):
+        for entry in begun:
+            self.prompts.clear()
+            together(self, [entry])
 
-            patch.setattr(Generator, "_share_prompt", forgetful)
-            for group in groups:
-                group.trajectories.clear()
-            own = play(groups, make(kind), size=6)
-        assert len(calls) == 2 + 12
-        for key in own.keys() - {"by"}:
-            assert_same(own[key], shared[key])
-        for group in groups:
-            group.trajectories.clear()
+    monkeypatch.setattr(Generator, "_share_prompts", one_by_one)
+    own = play(groups[1], make(kind), size=6)
+    assert computed == once + [once[0]] * 6 + [once[1]] * 6
+    for key in own.keys() - {"by"}:
+        assert_same(own[key], shared[key])
 
 
 def test_a_free_slot_is_filled_at_once():
@@ -704,7 +709,7 @@ def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
     play([group_of(i) for i in range(3)], size=1)
     assert all(longest == max(positions) for longest, positions in seen)
     assert all(positions[3:] == [0] * 5 for _, positions in seen)  # idle slots
-    assert max(longest for longest, _ in seen) // model_file.KEY_BLOCK >= 1
+    assert max(longest for longest, _ in seen) > 20
 
 
 @pytest.mark.gpu
