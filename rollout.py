@@ -7,7 +7,8 @@ Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
 Sampling noise is a pure function of (run seed, group, sample, position, token), so an episode
 depends on its prompt, its seed and the weight versions at each position, and on nothing that
-shares the batch: bitwise on CPU, whatever the slot, the neighbours or the order of arrival.
+shares the batch: bitwise on CPU (one thread, the same number of slots), whatever the slot, the
+neighbours or the order of arrival.
 
 Axes: B slots · T capacity · V tokens of the task's alphabet
 """

@@ -256,9 +256,9 @@ def test_random_schedules_wait():
     # the schedules reach what they are meant to reach
     for eta in (0, 1, 2, 4, 8):
         assert max(max(d.ages) for d in drivers if d.eta == eta) == eta
-    assert sum(d.requeued for d in drivers) > 1000
-    assert sum(sum(d.discarded.values()) for d in drivers) > 500
-    assert sum(d.version for d in drivers) > 10_000
+    assert sum(d.requeued for d in drivers) > 500
+    assert sum(sum(d.discarded.values()) for d in drivers) > 300
+    assert sum(d.version for d in drivers) > 6000
 
 
 def test_random_schedules_drop():
