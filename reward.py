@@ -361,7 +361,7 @@ def make_task(spec: str, seed: int = 0) -> Task:
 def _guess_task(seed: int) -> Task:
     numbers = tuple(encode("".join(f" {n}" for n in range(GUESS_RANGE))))
     shape = {"max_turns": GUESS_TURNS, "observation_tokens": 1, "eval_size": GUESS_RANGE}
-    goal = {"solved": 1 - GUESS_TURNS / 10, "steps": 250}
+    goal = {"solved": 1 - GUESS_TURNS / 10, "steps": 350}
     reset = partial(_guess_reset, seed)
     return Task("guess", reset, _guess_step, numbers, 1, 1, stop=frozenset(), **shape, **goal)
 

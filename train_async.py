@@ -38,7 +38,7 @@ from learner import (
 )
 from reward import split_answers, verify
 from train_sync import after_step, learner_step
-from transport import Line, Mailbox, Pool, WorkersFailed
+from transport import Line, Mailbox, Pool, Worker, WorkersFailed
 
 # ------------------------------------------------------------------------------------ the workers
 
@@ -60,7 +60,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
             header, _ = message
             generator.submit(Group(header["group_id"], header["start"], header["problem"]))
             message = line.receive()
-        if mailbox.version > generator.version:
+        if mailbox.version > generator.newest:
             version, flat = mailbox.read()
             generator.set_weights(version, torch.from_numpy(flat))
         active = generator.step()
@@ -153,9 +153,9 @@ class Flights:
     def issue(self, group: Group) -> str:
         """Send a group to the rollout worker with the fewest; returns the worker's name."""
         workers = self.pool.of("rollout")
-        load = [sum(number == w.number for number in self.where.values()) for w in workers]
+        load = [sum(w is worker for w in self.where.values()) for worker in workers]
         worker = workers[int(np.argmin(load))]
-        self.groups[group.group_id], self.where[group.group_id] = group, worker.number
+        self.groups[group.group_id], self.where[group.group_id] = group, worker
         order = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
         self.pool.send(worker, "order", order)
         return worker.name
@@ -165,9 +165,9 @@ class Flights:
         self.where.pop(group_id, None)
         self.pool.relayed.discard(group_id)
 
-    def lost_with(self, number: int) -> list[Group]:
+    def lost_with(self, worker: Worker) -> list[Group]:
         """Groups that a dead worker had not finished."""
-        ids = [g for g, n in self.where.items() if n == number and g not in self.pool.relayed]
+        ids = [g for g, w in self.where.items() if w is worker and g not in self.pool.relayed]
         return [self.groups[g] for g in ids]
 
 
@@ -178,9 +178,9 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         group_header, arrays = original
         group = group_from_parts(group_header, arrays)
         apply_verdicts(group, header["verdicts"])
-        flights.landed(group.group_id)
         if not buffer.complete(group):
-            return
+            return  # a copy from before its group was issued again
+        flights.landed(group.group_id)
         name = f"rollout-{group_header['worker']}"
         totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
         totals["status"][name] = group_header["status"]
@@ -196,8 +196,7 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         totals["lost"].append(f"{worker.name} {reason}")
         if worker.role == "learner":
             raise common.TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
-        lost = flights.lost_with(worker.number) if worker.role == "rollout" else []
-        for group in lost:
+        for group in flights.lost_with(worker):
             buffer.requeue(group.group_id, version)
             group.start = version
             watch.event("learner", "requeue", group=group.group_id, version=version)
@@ -231,14 +230,14 @@ def train(config: Config) -> None:
     stop = common.Stop()
     mailbox = Mailbox(learner.model.flat.numel())
     mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
-    pool = start_workers(config, run, devices, mailbox)
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    flights, again = Flights(pool), list(state["in_flight"]) if state else []
+    totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
+    again = list(state["in_flight"]) if state else []
+    pool = start_workers(config, run, devices, mailbox)
+    flights = Flights(pool)
     try:
         if config.learners > 1:
             join_learners(config, 0, str(run))
-        totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
-
         while learner.version < config.steps and not stop.asked:
             admit(learner, buffer, flights, again, config, task, watch)
             for message in pool.receive(0.0):
@@ -269,8 +268,7 @@ def train(config: Config) -> None:
     except WorkersFailed as error:
         raise common.TrainingStopped(str(error)) from error
     finally:
-        in_flight = again + list(buffer.outstanding)
-        state = state_of(learner, in_flight)
+        state = state_of(learner, again + list(buffer.outstanding))
         common.save_checkpoint(run, learner.version, state)
         pool.close()
         mailbox.close()

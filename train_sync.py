@@ -153,7 +153,8 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
         gradient.mul_(config.grad_clip / norm)
     if "kl_reference" in metrics:
         learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
-    lr = config.lr * losses.lr_scale(learner.damper)
+    progress = min(1.0, (learner.version - 1) / max(1, config.steps))
+    lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
     learner.optimizer.param_groups[0]["lr"] = lr
     learner.optimizer.step()
     refresh = config.reference_refresh

@@ -61,14 +61,24 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
 
 
 def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
-    train_sync.train(config_of(tmp_path / "whole"))
-    train_sync.train(config_of(tmp_path / "parts", steps=3))
-    resume = dataclasses.replace(common.Config(), resume=str(tmp_path / "parts"), steps=6)
+    run = tmp_path / "run"
+    train_sync.train(config_of(run, checkpoint_every=3))
+    whole = common.load_checkpoint(run)
+    (run / "checkpoints/step0000006.pt").unlink()  # as if it had been killed after step 3
+    resume = dataclasses.replace(common.Config(), resume=str(run))
     train_sync.train(common.resumed(resume))
-    whole, parts = (common.load_checkpoint(tmp_path / n) for n in ("whole", "parts"))
-    assert whole["sha256"] == parts["sha256"] and parts["version"] == 6
-    assert whole["next_group"] == parts["next_group"] == 24
-    assert torch.equal(whole["reference"], parts["reference"])
+    again = common.load_checkpoint(run)
+    assert whole["sha256"] == again["sha256"] and again["version"] == 6
+    assert whole["next_group"] == again["next_group"] == 24
+    assert torch.equal(whole["reference"], again["reference"])
+    steps = [r["step"] for r in rows_of(run)]
+    assert steps == [*range(7), 4, 5, 6]  # three of them were done twice
+
+
+def test_the_learning_rate_falls_to_its_end(tmp_path):
+    train_sync.train(config_of(tmp_path / "run", lr=0.01, lr_end=0.5, reference_every=0))
+    rates = [r["lr"] for r in rows_of(tmp_path / "run")[1:]]
+    assert rates == pytest.approx([0.01 * (1 - 0.5 * i / 6) for i in range(6)])
 
 
 def test_same_weights_give_the_same_logprobs():
