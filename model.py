@@ -108,19 +108,18 @@ def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
 
 
 def rope_table(config: ModelConfig) -> Tensor:
-    """cos and sin of the rotary angles, [2, context, D], halves duplicated as in Qwen3 (RoFormer,
-    arXiv 2104.09864, eq. 15, in the rotate-half form)."""
+    """cos and signed sin of the rotary angles, [2, context, 1, D], halves duplicated as in Qwen3
+    (RoFormer, arXiv 2104.09864, eq. 15, in the rotate-half form)."""
     half = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
     angles = torch.arange(config.context, dtype=torch.float64)[:, None] / config.rope_base**half
-    angles = torch.cat([angles, angles], dim=1)  # [T, D]
-    return torch.stack([angles.cos(), angles.sin()]).float()
+    cos, sin = angles.cos(), angles.sin()  # [T, D / 2]
+    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)])[:, :, None].float()
 
 
-def rotate(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Rotate heads x [N, H, D] to their positions [N] with `rope_table`."""
-    cos, sin = table[0, positions][:, None], table[1, positions][:, None]  # [N, 1, D]
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate heads x [N, H, D] by the rows of `rope_table` at their positions, [2, N, 1, D]."""
     a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
+    return x * rope[0] + torch.cat([b, a], dim=-1) * rope[1]
 
 
 class Attention(nn.Module):
@@ -141,11 +140,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, rope: Tensor | None, attend: Callable):
         c = self.config
         qkv = self.qkv_proj(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_width)  # [N, H*, D]
-        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+        qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = qk.split([c.heads, c.kv_heads], dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         if rope is not None:
-            q, k = rotate(q, rope, positions), rotate(k, rope, positions)
+            qk = rotate(qk, rope)
+        q, k = qk.split([c.heads, c.kv_heads], dim=1)
         index = self.indexer(x, positions) if hasattr(self, "indexer") else None
         return self.o_proj(attend(q, k, v, index).reshape(len(x), -1))  # [N, d]
 
@@ -238,8 +239,10 @@ class GPT(nn.Module):
     def body(self, tokens: Tensor, positions: Tensor, attends: list[Callable]) -> Tensor:
         """All layers over tokens [N] at positions [N] -> [N, d]; attends[l](q, k, v, index)."""
         x = self.embed_tokens(tokens)
-        rope = getattr(self, "rope", None)
-        if rope is None:
+        rope = None
+        if self.config.positions == "rope":
+            rope = self.rope[:, positions]  # [2, N, 1, D]
+        else:
             x = x + self.embed_positions(positions)
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, positions, rope, attend)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from buffer import Group, Trajectory
@@ -59,8 +60,9 @@ def gumbel_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
     row = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))  # [B]
     column = torch.arange(width, device=keys.device) * 0x9E3779B9 & MASK32  # [V]
     bits = mix(mix(row)[:, None] ^ column)  # [B, V]
-    uniform = ((bits >> 9).float() + 0.5) * 2.0**-23  # in (0, 1): a 24th bit would round up to 1
-    return -torch.log(-torch.log(uniform))
+    bits >>= 9  # 23 bits: a 24th would round up to a uniform of 1
+    uniform = bits.float().add_(0.5).mul_(2.0**-23)  # in (0, 1)
+    return uniform.log_().neg_().log_().neg_()
 
 
 @torch.inference_mode()
@@ -70,7 +72,7 @@ def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float):
         chosen, logprobs = logits.argmax(-1), torch.log_softmax(logits, -1)
     else:
         scaled = logits / temperature
-        chosen = (scaled + gumbel_noise(keys, positions, logits.shape[1])).argmax(-1)
+        chosen = gumbel_noise(keys, positions, logits.shape[1]).add_(scaled).argmax(-1)
         logprobs = torch.log_softmax(scaled, -1)
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
@@ -148,6 +150,7 @@ class Generator:
         device = model.flat.device
         self.cache = make_cache(model, slots, capacity)
         self.alphabet = torch.from_numpy(environment.alphabet).to(device)
+        self.head = self._output_matrix()
         self.stop = np.isin(np.arange(model.config.vocab_size), list(environment.stop))
         self.tokens = np.zeros((slots, capacity), np.int32)
         self.loss_mask = np.zeros((slots, capacity), np.bool_)
@@ -213,7 +216,7 @@ class Generator:
         version, flat = self.new_weights
         if flat is not None:
             self.model.flat.copy_(flat)
-        self.version, self.new_weights = version, None
+        self.version, self.new_weights, self.head = version, None, self._output_matrix()
         self.counts["swaps"] += 1
         self.events.append((time.monotonic(), "swap", -1, version, len(occupied)))
         if self.swap == "recompute":
@@ -222,6 +225,10 @@ class Generator:
                 sequences = [self.tokens[b, : self.fed[b]] for b in stale]
                 slots = torch.tensor(stale, device=self.alphabet.device)
                 prefill(self.model, self.cache, slots, sequences)
+
+    def _output_matrix(self) -> Tensor:
+        """The rows [V, d] of the tied output matrix that this task can emit."""
+        return self.model.embed_tokens.weight.detach()[self.alphabet]
 
     # ------------------------------------------------------------------------------------ slots
 
@@ -270,7 +277,7 @@ class Generator:
         if first:
             slots, prompts = zip(*first.values(), strict=True)
             prefill(self.model, cache, torch.tensor(slots, device=self.alphabet.device), prompts)
-            for group_id, (b, prompt) in first.items():
+            for group_id, (b, prompt) in first.items() if self.group_size > 1 else ():
                 parts = [None if c is None else c[:, b, : len(prompt)].clone() for c in cache]
                 self.prompts[group_id] = (self.version, *parts)
         for b, group, prompt in begun:
@@ -279,7 +286,7 @@ class Generator:
                     if part is not None:
                         c[:, b, : len(prompt)] = part
             if self.episodes[b].sample_index == self.group_size - 1:
-                self.prompts.pop(group.group_id)
+                self.prompts.pop(group.group_id, None)
 
     # ----------------------------------------------------------------------------------- decode
 
@@ -291,7 +298,7 @@ class Generator:
         positions = torch.from_numpy(fed).to(device)
         longest = int(fed[self.running].max())
         hidden = decode(self.model, self.cache, tokens, positions, longest)
-        logits = self.model.logits(hidden, self.alphabet)
+        logits = F.linear(hidden, self.head)
         # noise belongs to the position of the token that is sampled
         keys = torch.from_numpy(self.keys).to(device)
         chosen, logprobs = sample(logits, keys, positions + 1, self.temperature)
