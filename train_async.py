@@ -116,10 +116,15 @@ def learner_worker(line: Line, config: Config, rank: int, device: str, run: str,
             batch = []
 
 
+def meeting_point(run: str | Path) -> Path:
+    """The file through which the learners of a run find each other."""
+    return Path(run).resolve() / "checkpoints" / "meeting"
+
+
 def join_learners(config: Config, rank: int, run: str) -> None:
     """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
-    meeting = Path(run).resolve() / "checkpoints" / "meeting"
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=config.learners)
+    meeting = f"file://{meeting_point(run)}"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=config.learners)
 
 
 # ------------------------------------------------------------------------------------- the parent
@@ -137,6 +142,7 @@ def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox) -
         "reward": (reward_worker, [(config,)] * config.reward_workers),
     }
     if config.learners > 1:
+        meeting_point(run).unlink(missing_ok=True)  # of a run that is resumed
         others = enumerate(learner_devices[1:], start=1)
         arguments = [(config, rank, device, str(run), cores) for rank, device in others]
         roles["learner"] = (learner_worker, arguments)
@@ -222,13 +228,16 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
 
 def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
+    stop = common.Stop()
     devices = common.pick_devices(config)
     common.set_threads(config, sum(map(len, devices)))
     config, task, run, learner, watch, state = train_sync.open_training(
         config, "async", devices[0][0]
     )
-    stop = common.Stop()
-    mailbox = Mailbox(learner.model.flat.numel())
+    try:
+        mailbox = Mailbox(learner.model.flat.numel())
+    except OSError as error:  # too little shared memory
+        raise common.UserError(f"--model {config.model}: {error.strerror}") from error
     mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}

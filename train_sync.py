@@ -71,8 +71,7 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     count = sum(int(t.loss_mask.sum()) for t, _ in used)
     lengths = [len(t.tokens) for t, _ in used]
     budget = min(config.token_budget, max(1, sum(lengths) // config.learners))
-    every = config.reference_every
-    measure = learner.reference is not None and learner.version % every == 0
+    measure = learner.reference is not None and learner.version % config.reference_every == 0
     reference_seconds, parts, total_loss = 0.0, [], 0.0
     learner.model.flat_grad.zero_()
 
@@ -144,9 +143,8 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
     gradient = learner.model.flat_grad
     norm = float(gradient.norm())
     learner.version += 1
-    if not np.isfinite(loss) or not np.isfinite(norm):
-        learner.skipped += 1
-        learner.skipped_in_row += 1
+    if not np.isfinite(loss + norm):
+        learner.skipped, learner.skipped_in_row = learner.skipped + 1, learner.skipped_in_row + 1
         return {"loss": loss, "grad_norm": norm, "lr": 0.0, "skipped": learner.skipped}
     learner.skipped_in_row = 0
     if norm > config.grad_clip > 0:
@@ -255,12 +253,12 @@ def open_training(config: Config, mode: str, device: str):
 
 
 def train(config: Config) -> None:
-    """The synchronous algorithm: all cores generate, then all cores train."""
+    """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
+    stop, busy = common.Stop(), {"rollout": 0.0, "learner": 0.0}
     (device, *_), _ = common.pick_devices(config)
     common.set_threads(config, 1)
     config, task, run, learner, watch, _ = open_training(config, "sync", device)
     generator = make_generator(config, task, learner.model)
-    stop, busy = common.Stop(), {"rollout": 0.0, "learner": 0.0}
 
     while learner.version < config.steps and not stop.asked:
         begin, version = time.monotonic(), learner.version

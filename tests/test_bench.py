@@ -1,0 +1,86 @@
+"""The README says what results/*.json say, and pictures are drawn from a run folder alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import bench
+import common
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_readme_has_the_measured_numbers():
+    _, _, rest = README.partition("<!-- measured -->\n")
+    measured, _, _ = rest.partition("\n<!-- end -->")
+    assert measured == bench.readme_tables(), "run: python bench.py readme"
+
+
+def test_every_picture_in_the_readme_exists():
+    pictures = [line.split("](")[1].rstrip(")") for line in README.splitlines() if "![" in line]
+    assert len(pictures) == 2
+    for picture in pictures:
+        assert (bench.RESULTS.parent / picture).stat().st_size > 10_000
+
+
+def test_every_file_in_the_reading_order_exists():
+    named = [line.split("`")[1] for line in README.splitlines() if line.startswith("| `")]
+    rooms = {name for name in named if name.endswith(".py")}
+    assert rooms == {p.name for p in bench.RESULTS.parent.glob("*.py")}
+
+
+def test_measured_runs_kept_their_promises():
+    tasks = bench.load_result("tasks")["tasks"]
+    for rows in tasks.values():
+        for row in rows:
+            assert row["staleness"]["max"] <= row["staleness"]["bound"]
+            assert row["groups"]["admitted"] == row["groups"]["trained"]
+    for row in bench.load_result("staleness")["runs"]:
+        assert row["max"] <= row["bound"] == row["max_staleness"]
+
+
+def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"task": "guess", "mode": "async"}))
+    common.append_lines(folder / "events.jsonl", events)
+    common.append_lines(folder / "metrics.jsonl", rows)
+    return folder
+
+
+def test_pictures_come_from_the_run_folder_alone(tmp_path):
+    events, rows = [], [{"t": 0.0, "step": 0, "eval": {"solved": 0.1}}]
+    for step in range(12):
+        span = {"t": float(step), "seconds": 0.8, "version": step}
+        events.append({"process": "learner", "kind": "train", **span})
+        events.append({"process": "rollout-0", "kind": "generate", **span})
+        events.append({"process": "reward-0", "kind": "score", "t": step + 0.5, "seconds": 0.01})
+        rows.append({"t": step + 1.0, "step": step + 1, "reward": step / 12} | AGES)
+    rows[-1]["eval"] = {"solved": 0.9}
+    bench.draw_run(run_folder(tmp_path / "run", events, rows))
+    for name in ("reward.png", "timeline.png"):
+        assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
+
+
+AGES = {"staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4, "tokens": 9}
+
+
+def test_the_summary_counts_all_steps(tmp_path):
+    rows = [{"t": 0.0, "step": 0, "eval": {"solved": 0.1, "reward": 0.2, "turns": 5.0}}]
+    for step in range(1, 4):
+        rows.append({"t": float(step), "step": step, "reward": 0.5, "reference_share": 0.1} | AGES)
+    rows[-1] |= {"eval": {"solved": 0.9, "reward": 0.6, "turns": 3.5}, "staleness_max": 3}
+    folder = run_folder(tmp_path / "run", [], rows)
+    text = bench.summarise(folder, {"staleness_bound": 4, "steps": 3, "wall_s": 3.0})
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
+    assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
+    assert summary["learner_tokens_per_s"] == round(27 / 2.4)
+    assert summary["staleness"] == {"max": 3, "mean": 1.0, "bound": 4}
+    assert "solved 10% -> 90%" in text and text.count("\n") == 2
+
+
+def test_unknown_bench(capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["speed"])
+    assert stop.value.code == 2 and "generator" in capsys.readouterr().err
