@@ -135,13 +135,14 @@ def check(config: Config) -> Config:
 
 def parse(description: str, argv: list[str] | None = None) -> Config:
     """Read the command line into a checked Config; a mistake prints one line and exits with 2."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.error = lambda message: fail(UserError(message))
+    raw = argparse.RawDescriptionHelpFormatter  # docstrings keep their lines
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
+    parser.allow_abbrev, parser.error = False, lambda message: fail(UserError(message))
     for f in dataclasses.fields(Config):
-        limits = f.metadata
-        text = limits["help"] + (f" [{', '.join(limits['choices'])}]" if limits["choices"] else "")
+        choices = f" [{', '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""
+        text = f"{f.metadata['help']}{choices} ({f.default})"
         name = "--" + f.name.replace("_", "-")
-        parser.add_argument(name, type=f.type, default=f.default, help=f"{text} ({f.default})")
+        parser.add_argument(name, type=f.type, default=f.default, help=text)
     try:
         return check(Config(**vars(parser.parse_args(argv))))
     except UserError as error:
@@ -297,8 +298,7 @@ class Watch:
     def __init__(self, run: Path, steps: int, done: int = 0):
         self.run, self.start = run, time.monotonic()
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
-        self.events: list[dict] = []
-        self.shown: dict = {}
+        self.events, self.shown = [], {}
 
     def span(self, process: str, kind: str, begin: float, **details) -> float:
         """Note what lasted from `begin` until now; returns its seconds."""

@@ -188,6 +188,7 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
             return  # a copy from before its group was issued again
         flights.landed(group.group_id)
         name = f"rollout-{group_header['worker']}"
+        totals["begin"] = totals["begin"] or time.monotonic()
         totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
         totals["status"][name] = group_header["status"]
         for at, what, group_id, at_version, size in group_header["events"]:
@@ -257,7 +258,6 @@ def train(config: Config) -> None:
                     handle(message, buffer, flights, learner.version, watch, totals)
                 continue
             begin, version = time.monotonic(), learner.version
-            totals["begin"] = totals["begin"] or begin
             for worker in pool.of("learner"):
                 for group in batch:
                     pool.send(worker, "batch", *group_to_parts(group))
@@ -270,7 +270,12 @@ def train(config: Config) -> None:
 
             ages = [staleness(t, version) for g in batch for t in g.trajectories]
             metrics |= {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
-            shown = {"age": f"{metrics['staleness_mean']:.1f}", "of": len(buffer.outstanding)}
+            generated = totals["tokens"] / (time.monotonic() - totals["begin"])
+            shown = {
+                "age": f"{metrics['staleness_mean']:.1f}<={config.max_staleness}",
+                "generate": f"{generated:.0f}/s",
+                "learn": f"{metrics['tokens'] / metrics['seconds']:.0f}/s",
+            }
             in_flight = again + list(buffer.outstanding)
             after_step(learner, batch, metrics, config, task, run, watch, in_flight, **shown)
             totals["train"] += metrics["seconds"]

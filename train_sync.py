@@ -23,7 +23,7 @@ import bench
 import common
 import losses
 import reward
-from buffer import Group, Trajectory, apply_verdicts, pack
+from buffer import Group, Trajectory, apply_verdicts, group_to_parts, pack
 from common import Config
 from learner import (
     Learner,
@@ -171,7 +171,7 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
 def check_step(learner: Learner, groups: list[Group], metrics: dict, config: Config, run: Path):
     """Stop when three steps in a row were not finite or too many episodes failed."""
     if learner.skipped_in_row >= 3:
-        torch.save([g.problem for g in groups], run / "bad_batch.pt")
+        torch.save([group_to_parts(g) for g in groups], run / "bad_batch.pt")
         raise common.TrainingStopped(
             f"loss or gradient not finite three times in a row (loss {metrics['loss']}, gradient "
             f"norm {metrics['grad_norm']}); the batch is in {run / 'bad_batch.pt'}"
@@ -274,8 +274,9 @@ def train(config: Config) -> None:
         busy["learner"] += watch.span("learner", "train", begin, version=version)
         busy["rollout"] += generated
         metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
-        rate = f"{int(metrics['tokens'] / generated)}/s"
-        after_step(learner, groups, metrics, config, task, run, watch, generated=rate)
+        rates = {"generate": generated, "learn": metrics["seconds"]}
+        rates = {role: f"{metrics['tokens'] / seconds:.0f}/s" for role, seconds in rates.items()}
+        after_step(learner, groups, metrics, config, task, run, watch, **rates)
 
     common.save_checkpoint(run, learner.version, state_of(learner))
     wall = time.monotonic() - watch.start
