@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def summarise(run: Path, facts: dict) -> str:
     }
     summary = {
         **facts,
-        "eval_metric": "share of held-out problems solved by greedy decoding",
+        "eval_metric": "share of evaluation problems solved by greedy decoding",
         "eval_before": before["solved"],
         "eval_after": after["solved"],
         "eval": {"before": before, "after": after},
@@ -52,13 +53,14 @@ def summarise(run: Path, facts: dict) -> str:
         "learner_tokens_per_s": round(total["tokens"] / max(total["seconds"], 1e-9)),
         "reference_share": float(np.mean([row["reference_share"] for row in steps] or [0.0])),
         "staleness": age,
+        "failures": dict(sum((Counter(row["failures"]) for row in steps), Counter())),
         "machine": common.describe_machine(),
     }
     (run / "summary.json").write_text(json.dumps(summary, indent=1))
     draw_run(run)
     return (
-        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the held-out problems, reward "
-        f"{before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
+        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
+        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
         f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
         f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
         f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
@@ -94,7 +96,9 @@ def draw_reward(run: Path) -> None:
     )
     top.plot(t, [r["reward"] for r in steps], color=BLUE, lw=1, label="training reward (mean)")
     held = [(r["t"], r["eval"]["solved"]) for r in rows if "eval" in r]
-    top.plot(*zip(*held, strict=True), "o-", color=ORANGE, ms=4, label="held-out solved (greedy)")
+    top.plot(
+        *zip(*held, strict=True), "o-", color=ORANGE, ms=4, label="evaluation: solved (greedy)"
+    )
     top.set_ylabel("score (1 = best)")
     top.set_ylim(-0.02, 1.05)
     top.legend(loc="lower right")

@@ -96,22 +96,6 @@ class Config:
     silence: float = flag(20.0, "seconds without a sign of life until a worker is replaced", 1.0)
 
 
-def resumed(config: Config) -> Config:
-    """The configuration of the run to resume; only --steps may change. Raises UserError."""
-    path = Path(config.resume) / "config.json"
-    if not path.is_file():
-        raise UserError(f"--resume {config.resume}: must be a run folder (with config.json in it)")
-    stored = json.loads(path.read_text())
-    for f in dataclasses.fields(Config):
-        value, old = getattr(config, f.name), stored[f.name]
-        if f.name not in ("steps", "resume") and value not in (f.default, old):
-            name = "--" + f.name.replace("_", "-")
-            raise UserError(f"{name} {value}: must be left out with --resume (the run has {old})")
-    values = {f.name: stored[f.name] for f in dataclasses.fields(Config)}
-    values |= {"resume": config.resume, "steps": config.steps or stored["steps"]}
-    return check(Config(**values))
-
-
 def check(config: Config) -> Config:
     """Return config, or raise UserError for the first value that is not allowed."""
     for f in dataclasses.fields(Config):
@@ -175,7 +159,7 @@ def pick_devices(config: Config, roles: str = "both") -> tuple[list[str], list[s
         raise UserError(f"--device {config.device}: this machine has {gpus} CUDA devices")
     learners = config.learners
     if name == "cpu":
-        workers = config.rollout_workers or max(1, (os.cpu_count() or 1) - learners)
+        workers = config.rollout_workers or max(1, cores() - learners)
         return ["cpu"] * learners, ["cpu"] * workers
     if name != "cuda" or gpus == 1:
         one = name if name != "cuda" else "cuda:0"
@@ -186,9 +170,14 @@ def pick_devices(config: Config, roles: str = "both") -> tuple[list[str], list[s
     return training, [rest[i % len(rest)] for i in range(workers)]
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def set_threads(config: Config, processes: int) -> None:
     """Give this process its share of the cores."""
-    torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // processes))
+    torch.set_num_threads(config.threads or max(1, cores() // processes))
 
 
 # ------------------------------------------------------------------------------------- run folder
@@ -199,6 +188,10 @@ def open_run(config: Config, mode: str) -> Path:
     name = f"runs/{config.task.split(':')[0]}-{mode}-{time.strftime('%m%d-%H%M%S')}"
     folder = Path(config.resume or config.out or name)
     if config.resume:
+        record = json.loads((folder / "config.json").read_text())
+        if record["mode"] != mode:
+            raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
+        (folder / "config.json").write_text(json.dumps(record | {"steps": config.steps}, indent=1))
         return folder
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -220,7 +213,7 @@ def describe_machine() -> dict:
         cpu = next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), cpu)
     return {
         "cpu": cpu,
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -237,6 +230,14 @@ def append_lines(path: Path, records: list[dict]) -> None:
 def read_lines(path: Path) -> list[dict]:
     """The records of a JSON-lines file, [] when it does not exist."""
     return [json.loads(s) for s in path.read_text().splitlines()] if path.is_file() else []
+
+
+def forget_after(path: Path, version: int) -> float:
+    """Drop the metrics of steps that will be done again; returns the seconds of the last one."""
+    rows = [row for row in read_lines(path) if row["step"] <= version]
+    path.unlink()
+    append_lines(path, rows)
+    return rows[-1]["t"]
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -262,7 +263,7 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """The newest checkpoint of a run folder; raises UserError when there is none that is whole."""
+    """The newest checkpoint of a run folder; raises UserError when it is missing or not whole."""
     paths = sorted((folder / "checkpoints").glob("step*.pt"))
     if not paths:
         raise UserError(f"--resume {folder}: must hold a checkpoint (checkpoints/step*.pt)")
@@ -270,7 +271,7 @@ def load_checkpoint(folder: Path) -> dict:
         state = torch.load(paths[-1], map_location="cpu", weights_only=True)
     except Exception as error:
         raise UserError(f"--resume {paths[-1]}: must be a readable checkpoint") from error
-    if state["sha256"] != sha256_of(state["weights"]):
+    if state.get("sha256") != sha256_of(state["weights"]):
         raise UserError(f"--resume {paths[-1]}: must have the sha256 of its weights")
     return state
 
@@ -295,8 +296,8 @@ class Stop:
 class Watch:
     """What a person and the disk get to see of a run: a progress bar, and JSON lines."""
 
-    def __init__(self, run: Path, steps: int, done: int = 0):
-        self.run, self.start = run, time.monotonic()
+    def __init__(self, run: Path, steps: int, done: int = 0, seconds: float = 0.0):
+        self.run, self.start = run, time.monotonic() - seconds
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
         self.events, self.shown = [], {}
 
@@ -339,10 +340,9 @@ def run_main(train: Callable[[Config], None], description: str) -> None:
     """Parse, train, and turn the user's mistakes into one line and exit code 2."""
     config = parse(description)
     try:
-        config = resumed(config) if config.resume else config
         train(config)
     except UserError as error:
         fail(error)
-    except TrainingStopped as error:
-        sys.stderr.write(f"stopped: {error}\n")
+    except (TrainingStopped, KeyboardInterrupt) as error:
+        sys.stderr.write(f"\nstopped: {error or 'Ctrl-C'}\n")
         raise SystemExit(1) from error

@@ -6,7 +6,11 @@ what a step does to it (train_sync.py) and everything about processes (train_asy
 """
 
 import copy
+import dataclasses
+import json
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,8 +18,8 @@ from torch import Tensor
 
 import losses
 import reward
-from buffer import Group
-from common import Config, UserError, Watch, sha256_of
+from buffer import Group, group_to_parts
+from common import Config, TrainingStopped, UserError, Watch, check, sha256_of
 from model import GPT, PRESETS, ModelConfig
 from rollout import Environment, Generator
 
@@ -59,6 +63,8 @@ def capacity_of(config: Config, task: reward.Task) -> int:
             f"--context {config.context}: must be at least {task.context} for the longest prompt "
             f"({task.max_prompt_tokens} tokens) and its answer in task {config.task} (0: automatic)"
         )
+    if task.context > 131072:
+        raise UserError(f"--task {config.task}: must fit into 131072 tokens, needs {task.context}")
     return config.context or task.context
 
 
@@ -86,17 +92,24 @@ def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
 def make_environment(config: Config, task: reward.Task) -> Environment:
     """Join the task (text) to the generator (token ids)."""
 
+    limit = config.reward_seconds
+
     def respond(requests: list[tuple]) -> list[list[int] | None | str]:
         replies: list = []
         while len(replies) < len(requests):
+            begin = time.monotonic()
+            if replies.count("env_timeout") == 3:  # no more patience at this token boundary
+                return replies + ["env_timeout"] * (len(requests) - len(replies))
             try:
-                with reward.time_limit(config.reward_seconds):  # armed once for all of them
+                with reward.time_limit(limit):  # armed once for all of them: that is quicker
                     for problem, tokens, turns in requests[len(replies) :]:
+                        begin = time.monotonic()
                         answers = reward.split_answers(task, tokens, turns)
                         step = task.step(problem, answers)
                         replies.append(None if step.done else reward.encode(step.observation))
-            except reward.OutOfTime:
-                replies.append("env_timeout")
+            except reward.OutOfTime:  # whoever used little of the limit is asked again
+                if time.monotonic() - begin > 0.5 * limit:
+                    replies.append("env_timeout")
             except Exception:  # whatever a task's code raises is that episode's failure, no more
                 replies.append("env_error")
         return replies
@@ -144,6 +157,27 @@ def score(group: Group, task: reward.Task, seconds: float) -> list[reward.Verdic
 # ----------------------------------------------------------------------------------- checkpoints
 
 
+def resumed(config: Config) -> Config:
+    """The configuration of the run to resume, or `config` itself when there is none.
+
+    Only --steps may change. Raises UserError.
+    """
+    if not config.resume:
+        return config
+    path = Path(config.resume) / "config.json"
+    if not path.is_file():
+        raise UserError(f"--resume {config.resume}: must be a run folder (with config.json in it)")
+    stored = json.loads(path.read_text())
+    for f in dataclasses.fields(Config):
+        value, old = getattr(config, f.name), stored[f.name]
+        if f.name not in ("steps", "resume") and value not in (f.default, old):
+            name = "--" + f.name.replace("_", "-")
+            raise UserError(f"{name} {value}: must be left out with --resume (the run has {old})")
+    values = {f.name: stored[f.name] for f in dataclasses.fields(Config)}
+    values |= {"resume": config.resume, "steps": config.steps or stored["steps"]}
+    return check(Config(**values))
+
+
 def state_of(learner: Learner, in_flight=()) -> dict:
     """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
     return {
@@ -180,6 +214,22 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
 
 
 # -------------------------------------------------------------------------------------- reports
+
+
+def check_step(learner: Learner, groups: list[Group], metrics: dict, config: Config, run: Path):
+    """Stop when three steps in a row were not finite or too many episodes failed."""
+    if learner.skipped_in_row >= 3:
+        torch.save([group_to_parts(g) for g in groups], run / "bad_batch.pt")
+        raise TrainingStopped(
+            f"loss or gradient not finite three times in a row (loss {metrics['loss']}, gradient "
+            f"norm {metrics['grad_norm']}); the batch is in {run / 'bad_batch.pt'}"
+        )
+    failed = sum(metrics["failures"].values())
+    if failed > config.max_failures * metrics["samples"]:
+        raise TrainingStopped(
+            f"{failed} of {metrics['samples']} episodes failed ({metrics['failures']}), more than "
+            f"--max-failures {config.max_failures}"
+        )
 
 
 def show_episode(group: Group) -> str:

@@ -220,7 +220,7 @@ OBJECTIVES: dict[str, Callable] = {
     objective.__name__: objective
     for objective in (ppo, decoupled_ppo, tis, icepop, double_sided, cispo, gspo, reinforce)
 }
-# The learner pays a second forward pass only for these.
+# These correct with pi_p / mu. With one update a step pi_p is the policy of that very forward pass.
 NEEDS_PROXIMAL = frozenset({"decoupled_ppo", "tis", "icepop"})
 
 

@@ -330,7 +330,8 @@ class Generator:
             episode, known = self.episodes[b], int(self.known[b])
             episode.turns.append((int(self.turn_start[b]), known))
             if len(episode.turns) >= self.environment.max_turns:
-                self._finish(b, "stop")
+                cut = self.environment.stop and not self.stop[self.tokens[b, known - 1]]
+                self._finish(b, "length" if cut else "stop")
                 continue
             tokens, turns = self.tokens[b, :known].copy(), list(episode.turns)
             requests[b] = (episode.group.problem, tokens, turns)

@@ -15,6 +15,7 @@ the weights that it changes.
 
 import atexit
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from learner import (
     make_task,
     new_groups,
     restore,
+    resumed,
     state_of,
 )
 from reward import split_answers, verify
@@ -124,7 +126,8 @@ def meeting_point(run: str | Path) -> Path:
 def join_learners(config: Config, rank: int, run: str) -> None:
     """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
     meeting = f"file://{meeting_point(run)}"
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=config.learners)
+    wait = timedelta(seconds=60)
+    dist.init_process_group("gloo", meeting, wait, config.learners, rank)
 
 
 # ------------------------------------------------------------------------------------- the parent
@@ -229,7 +232,7 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
 
 def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
-    stop = common.Stop()
+    stop, config = common.Stop(), resumed(config)
     devices = common.pick_devices(config)
     common.set_threads(config, sum(map(len, devices)))
     config, task, run, learner, watch, state = train_sync.open_training(
@@ -261,8 +264,10 @@ def train(config: Config) -> None:
             for worker in pool.of("learner"):
                 for group in batch:
                     pool.send(worker, "batch", *group_to_parts(group))
-            metrics = learner_step(learner, batch, config)
             ids = [group.group_id for group in batch]
+            again = ids + again  # until they are trained: a checkpoint must not lose them
+            metrics = learner_step(learner, batch, config)
+            again = again[len(ids) :]
             watch.span("learner", "train", begin, version=version, groups=ids)
             mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
             watch.event("learner", "publish", version=learner.version)
@@ -279,13 +284,18 @@ def train(config: Config) -> None:
             in_flight = again + list(buffer.outstanding)
             after_step(learner, batch, metrics, config, task, run, watch, in_flight, **shown)
             totals["train"] += metrics["seconds"]
-    except WorkersFailed as error:
+    except RuntimeError as error:  # a role is used up, or another learner left an all-reduce
+        if config.learners == 1 and not isinstance(error, WorkersFailed):
+            raise
         raise common.TrainingStopped(str(error)) from error
     finally:
-        state = state_of(learner, again + list(buffer.outstanding))
-        common.save_checkpoint(run, learner.version, state)
-        pool.close()
-        mailbox.close()
+        try:
+            state = state_of(learner, again + list(buffer.outstanding))
+            common.save_checkpoint(run, learner.version, state)
+        finally:
+            watch.flush()
+            pool.close()
+            mailbox.close()
     finish(run, learner, config, watch, buffer, totals)
 
 

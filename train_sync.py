@@ -23,11 +23,12 @@ import bench
 import common
 import losses
 import reward
-from buffer import Group, Trajectory, apply_verdicts, group_to_parts, pack
+from buffer import Group, Trajectory, apply_verdicts, pack
 from common import Config
 from learner import (
     Learner,
     capacity_of,
+    check_step,
     facts_of,
     make_environment,
     make_generator,
@@ -35,6 +36,7 @@ from learner import (
     make_task,
     new_groups,
     restore,
+    resumed,
     score,
     show_episode,
     state_of,
@@ -71,7 +73,7 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     count = sum(int(t.loss_mask.sum()) for t, _ in used)
     lengths = [len(t.tokens) for t, _ in used]
     budget = min(config.token_budget, max(1, sum(lengths) // config.learners))
-    measure = learner.reference is not None and learner.version % config.reference_every == 0
+    measure = learner.reference is not None and (learner.version + 1) % config.reference_every == 0
     reference_seconds, parts, total_loss = 0.0, [], 0.0
     learner.model.flat_grad.zero_()
 
@@ -140,21 +142,21 @@ def group_signal(groups: list[Group], kind: str) -> tuple[Tensor, Tensor]:
 
 def update_weights(learner: Learner, config: Config, loss: float, metrics: dict) -> dict:
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
-    gradient = learner.model.flat_grad
+    gradient, scales = learner.model.flat_grad, losses.reference_scale(learner.damper)
     norm = float(gradient.norm())
-    learner.version += 1
-    if not np.isfinite(loss + norm):
-        learner.skipped, learner.skipped_in_row = learner.skipped + 1, learner.skipped_in_row + 1
-        return {"loss": loss, "grad_norm": norm, "lr": 0.0, "skipped": learner.skipped}
-    learner.skipped_in_row = 0
-    if norm > config.grad_clip > 0:
-        gradient.mul_(config.grad_clip / norm)
-    if "kl_reference" in metrics:
+    progress = min(1.0, learner.version / max(1, config.steps))
+    finite = bool(np.isfinite(loss + norm))
+    if finite and "kl_reference" in metrics:
         learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
-    progress = min(1.0, (learner.version - 1) / max(1, config.steps))
     lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
-    learner.optimizer.param_groups[0]["lr"] = lr
-    learner.optimizer.step()
+    if finite and metrics["tokens"]:
+        if norm > config.grad_clip > 0:
+            gradient.mul_(config.grad_clip / norm)
+        learner.optimizer.param_groups[0]["lr"] = lr
+        learner.optimizer.step()
+    learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
+    learner.skipped += not finite
+    learner.version += 1
     refresh = config.reference_refresh
     if learner.reference is not None and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)
@@ -163,25 +165,9 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
         "grad_norm": norm,
         "lr": lr,
         "kl_window": losses.window_mean(learner.damper),
-        "reference_weight": config.reference_weight * losses.reference_scale(learner.damper),
+        "reference_weight": config.reference_weight * scales,
         "skipped": learner.skipped,
     }
-
-
-def check_step(learner: Learner, groups: list[Group], metrics: dict, config: Config, run: Path):
-    """Stop when three steps in a row were not finite or too many episodes failed."""
-    if learner.skipped_in_row >= 3:
-        torch.save([group_to_parts(g) for g in groups], run / "bad_batch.pt")
-        raise common.TrainingStopped(
-            f"loss or gradient not finite three times in a row (loss {metrics['loss']}, gradient "
-            f"norm {metrics['grad_norm']}); the batch is in {run / 'bad_batch.pt'}"
-        )
-    failed = sum(metrics["failures"].values())
-    if failed > config.max_failures * metrics["samples"]:
-        raise common.TrainingStopped(
-            f"{failed} of {metrics['samples']} episodes failed ({metrics['failures']}), more than "
-            f"--max-failures {config.max_failures}"
-        )
 
 
 # ----------------------------------------------------------------------------------- evaluation
@@ -219,7 +205,6 @@ def evaluate(learner: Learner, config: Config, task: reward.Task) -> dict:
 
 def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(), **shown):
     """What follows a step in both trainers: checks, evaluation, samples, checkpoint, metrics."""
-    check_step(learner, groups, metrics, config, run)
     version = learner.version
     if version % config.eval_every == 0 or version == config.steps:
         result = evaluate(learner, config, task)
@@ -233,6 +218,7 @@ def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(),
         common.save_checkpoint(run, version, state_of(learner, in_flight))
         watch.event("learner", "checkpoint", version=version)
     watch.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
+    check_step(learner, groups, metrics, config, run)
 
 
 def open_training(config: Config, mode: str, device: str):
@@ -242,10 +228,14 @@ def open_training(config: Config, mode: str, device: str):
     capacity_of(config, task)
     state = common.load_checkpoint(Path(config.resume)) if config.resume else None
     run = common.open_run(config, mode)
-    learner = make_learner(config, task, device)
+    learner, seconds = make_learner(config, task, device), 0.0
     if state:
         restore(learner, state, config)
-    watch = common.Watch(run, config.steps, learner.version)
+        if learner.version >= config.steps:
+            done = f"must be more than the {learner.version} steps that the run has"
+            raise common.UserError(f"--steps {config.steps}: {done}")
+        seconds = common.forget_after(run / "metrics.jsonl", learner.version)
+    watch = common.Watch(run, config.steps, learner.version, seconds)
     if not state:
         result = evaluate(learner, config, task)
         common.append_lines(run / "metrics.jsonl", [{"t": 0.0, "step": 0, "eval": result}])
@@ -255,30 +245,37 @@ def open_training(config: Config, mode: str, device: str):
 def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
     stop, busy = common.Stop(), {"rollout": 0.0, "learner": 0.0}
+    config = resumed(config)
+    if config.learners > 1:
+        raise common.UserError(f"--learners {config.learners}: must be 1 in train_sync.py")
     (device, *_), _ = common.pick_devices(config)
     common.set_threads(config, 1)
     config, task, run, learner, watch, _ = open_training(config, "sync", device)
     generator = make_generator(config, task, learner.model)
 
-    while learner.version < config.steps and not stop.asked:
-        begin, version = time.monotonic(), learner.version
-        generator.set_weights(version, None)
-        groups = generate(generator, new_groups(learner, task, config.groups_per_step))
-        generated = watch.span("rollout-0", "generate", begin, version=version)
-        begin = time.monotonic()
-        for group in groups:
-            apply_verdicts(group, score(group, task, config.reward_seconds))
-        watch.span("reward-0", "score", begin)
-        begin = time.monotonic()
-        metrics = learner_step(learner, groups, config)
-        busy["learner"] += watch.span("learner", "train", begin, version=version)
-        busy["rollout"] += generated
-        metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
-        rates = {"generate": generated, "learn": metrics["seconds"]}
-        rates = {role: f"{metrics['tokens'] / seconds:.0f}/s" for role, seconds in rates.items()}
-        after_step(learner, groups, metrics, config, task, run, watch, **rates)
-
-    common.save_checkpoint(run, learner.version, state_of(learner))
+    try:
+        while learner.version < config.steps and not stop.asked:
+            begin, version = time.monotonic(), learner.version
+            generator.set_weights(version, None)
+            groups = generate(generator, new_groups(learner, task, config.groups_per_step))
+            generated = watch.span("rollout-0", "generate", begin, version=version)
+            begin = time.monotonic()
+            for group in groups:
+                apply_verdicts(group, score(group, task, config.reward_seconds))
+            watch.span("reward-0", "score", begin)
+            begin = time.monotonic()
+            metrics = learner_step(learner, groups, config)
+            busy["learner"] += watch.span("learner", "train", begin, version=version)
+            busy["rollout"] += generated
+            metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
+            rates = {"generate": generated, "learn": metrics["seconds"]}
+            rates = {
+                role: f"{metrics['tokens'] / seconds:.0f}/s" for role, seconds in rates.items()
+            }
+            after_step(learner, groups, metrics, config, task, run, watch, **rates)
+    finally:
+        common.save_checkpoint(run, learner.version, state_of(learner))
+        watch.flush()
     wall = time.monotonic() - watch.start
     tokens = generator.counts["tokens"]
     facts = facts_of(learner, config, watch) | {
@@ -286,7 +283,8 @@ def train(config: Config) -> None:
         "tokens_generated": tokens,
         "rollout_tokens_per_s": round(tokens / max(busy["rollout"], 1e-9)),
         "utilization": {role: seconds / wall for role, seconds in busy.items()},
-        "groups": {"admitted": learner.next_group, "trained": learner.next_group},
+        "groups": {"admitted": learner.next_group, "trained": learner.next_group, "in_flight": 0}
+        | {"discarded": {}, "requeued": 0},
     }
     print(bench.summarise(run, facts))
 

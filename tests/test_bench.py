@@ -63,6 +63,7 @@ def test_pictures_come_from_the_run_folder_alone(tmp_path):
 
 
 AGES = {"staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4, "tokens": 9}
+AGES["failures"] = {"env_error": 1}
 
 
 def test_the_summary_counts_all_steps(tmp_path):
@@ -76,6 +77,7 @@ def test_the_summary_counts_all_steps(tmp_path):
     assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
     assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
     assert summary["learner_tokens_per_s"] == round(27 / 2.4)
+    assert summary["failures"] == {"env_error": 3}
     assert summary["staleness"] == {"max": 3, "mean": 1.0, "bound": 4}
     assert "solved 10% -> 90%" in text and text.count("\n") == 2
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import common
+import learner
 import losses
 
 
@@ -68,7 +69,7 @@ def test_unknown_device(name):
 def test_devices_are_split(monkeypatch):
     def split(gpus, cores=2, **flags):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(common.os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(common, "cores", lambda: cores)
         return common.pick_devices(dataclasses.replace(common.Config(), **flags))
 
     assert split(0) == (["cpu"], ["cpu"])
@@ -133,9 +134,9 @@ def test_damaged_checkpoints_are_refused(tmp_path):
 def test_only_steps_may_change_on_resume(tmp_path):
     base = dataclasses.replace(common.Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
     run = common.open_run(base, "sync")
-    again = common.resumed(dataclasses.replace(common.Config(), resume=str(run), steps=9))
+    again = learner.resumed(dataclasses.replace(common.Config(), resume=str(run), steps=9))
     assert (again.lr, again.steps) == (0.01, 9)
     with pytest.raises(common.UserError, match="--lr 0.2: must be left out with --resume"):
-        common.resumed(dataclasses.replace(common.Config(), resume=str(run), lr=0.2))
+        learner.resumed(dataclasses.replace(common.Config(), resume=str(run), lr=0.2))
     with pytest.raises(common.UserError, match="must be a run folder"):
-        common.resumed(dataclasses.replace(common.Config(), resume=str(tmp_path)))
+        learner.resumed(dataclasses.replace(common.Config(), resume=str(tmp_path)))

@@ -18,7 +18,7 @@ CEILINGS = {
     "rollout": 320,
     "transport": 280,
     "learner": 200,
-    "train_sync": 230,
+    "train_sync": 235,
     "train_async": 300,
     "bench": 400,
 }

@@ -267,7 +267,9 @@ def test_real_tasks(task, attention):
     alphabet = torch.from_numpy(learner.alphabet_of(task))
     for group in groups[6].values():
         for t in group.trajectories:
-            assert t.finish == "stop" and len(t.tokens) <= task.context
+            cut = task.stop and t.tokens[-1] not in task.stop
+            assert t.finish == ("length" if cut else "stop")
+            assert len(t.tokens) <= task.context
             assert len(t.turns) <= task.max_turns
             prompt = reward.encode(group.problem["prompt"])
             assert t.tokens[: len(prompt)].tolist() == prompt
@@ -507,7 +509,8 @@ def test_after_the_last_turn_nobody_is_asked():
         asked.extend(len(turns) for _, _, turns in requests)
         return [[35] for _ in requests]
 
-    found = play([group_of(i) for i in range(3)], env=environment(talk, turn_tokens=3, max_turns=3))
+    limits = {"turn_tokens": 3, "max_turns": 3, "stop": ()}
+    found = play([group_of(i) for i in range(3)], env=environment(talk, **limits))
     for key in found.keys() - {"by"}:
         assert len(found[key].turns) == 3 and found[key].finish == "stop"
         assert found[key].turns[-1][1] == len(found[key].tokens)

@@ -154,6 +154,6 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
 
     steps = state["version"] + 10
     resume = dataclasses.replace(common.Config(), resume=str(folder), steps=steps)
-    train_async.train(common.resumed(resume))
+    train_async.train(resume)
     assert sorted(trained_groups(folder)) == list(range(4 * steps))
     assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import signal
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -66,13 +67,57 @@ def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
     whole = common.load_checkpoint(run)
     (run / "checkpoints/step0000006.pt").unlink()  # as if it had been killed after step 3
     resume = dataclasses.replace(common.Config(), resume=str(run))
-    train_sync.train(common.resumed(resume))
+    train_sync.train(resume)
     again = common.load_checkpoint(run)
     assert whole["sha256"] == again["sha256"] and again["version"] == 6
     assert whole["next_group"] == again["next_group"] == 24
     assert torch.equal(whole["reference"], again["reference"])
     steps = [r["step"] for r in rows_of(run)]
-    assert steps == [*range(7), 4, 5, 6]  # three of them were done twice
+    assert steps == list(range(7))  # three of them were done twice and count once
+
+
+def test_resume_never_overwrites_a_finished_run(tmp_path):
+    run = tmp_path / "run"
+    train_sync.train(config_of(run, steps=2))
+    before = (run / "summary.json").read_text()
+    resume = dataclasses.replace(common.Config(), resume=str(run))
+    with pytest.raises(common.UserError, match="--steps 2: must be more than the 2 steps"):
+        train_sync.train(resume)
+    assert (run / "summary.json").read_text() == before
+    train_sync.train(dataclasses.replace(resume, steps=4))
+    assert json.loads((run / "config.json").read_text())["steps"] == 4
+    times = [r["t"] for r in rows_of(run)]
+    assert times == sorted(times)  # the clock goes on where it stopped
+
+
+def test_reference_is_not_measured_against_itself(tmp_path):
+    flags = {"reference_every": 2, "reference_refresh": 2, "steps": 6, "lr": 0.01, "lr_end": 1.0}
+    train_sync.train(config_of(tmp_path / "run", task="reverse", **flags))
+    measured = [r["kl_reference"] for r in rows_of(tmp_path / "run")[1:] if "kl_reference" in r]
+    assert len(measured) == 3 and min(measured) > 1e-6
+
+
+def test_slow_environments_cost_only_their_own_episodes():
+    base = reward.make_task("guess")
+
+    def step(problem, answers):
+        if problem["secret"] == 3:
+            time.sleep(5)
+        return base.step(problem, answers)
+
+    task = dataclasses.replace(base, step=step)
+    environment = train_sync.make_environment(config_of(reward_seconds=0.05), task)
+    tokens = np.array([*reward.encode("guess"), *reward.encode(" 7")])
+    requests = [({"secret": s}, tokens, [(1, 2)]) for s in (1, 3, 9, 3, 7)]
+    begin = time.monotonic()
+    replies = environment.respond(requests)
+    assert [replies[1], replies[3]] == ["env_timeout"] * 2 and time.monotonic() - begin < 3
+    assert [replies[0], replies[2], replies[4]] == [reward.encode("<"), reward.encode(">"), None]
+
+
+def test_one_learner_only():
+    with pytest.raises(common.UserError, match="--learners 2: must be 1 in train_sync.py"):
+        train_sync.train(config_of(learners=2))
 
 
 def test_the_learning_rate_falls_to_its_end(tmp_path):
@@ -258,5 +303,5 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     resume = dataclasses.replace(common.Config(), resume=str(tmp_path / "run"), steps=2)
     before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
     with pytest.raises(common.UserError, match="its positions is learned and this run's is rope"):
-        train_sync.train(common.resumed(resume))
+        train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
