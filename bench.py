@@ -339,13 +339,13 @@ def readme_tables() -> str:
     ]
     for task, rows in tasks["tasks"].items():
         runs = f"`--task {task}`, {len(rows)} seeds, {rows[0]['steps']} steps"
-        before, after = ([r[w]["solved"] for r in rows] for w in ("before", "after"))
-        turns, seconds = [r["after"]["turns"] for r in rows], [r["command_s"] for r in rows]
-        lines.append(
-            f"| {runs} | {max(before):.0%} or less | "
-            f"{min(after):.0%} to {max(after):.0%} | {min(turns):.2f} to {max(turns):.2f} | "
-            f"{min(seconds):.0f} to {max(seconds):.0f} |"
-        )
+        columns = [
+            between([r["before"]["solved"] for r in rows], ".0%"),
+            between([r["after"]["solved"] for r in rows], ".1%"),
+            between([r["after"]["turns"] for r in rows], ".2f"),
+            between([r["command_s"] for r in rows], ".0f"),
+        ]
+        lines.append(f"| {runs} | {' | '.join(columns)} |")
     worst = {
         eta: max(r["max"] for r in bounds["runs"] if r["max_staleness"] == eta)
         for eta in sorted({r["max_staleness"] for r in bounds["runs"]})
@@ -369,6 +369,12 @@ def readme_tables() -> str:
             f"**{ratio['median']:.1f}×** ({ratio['min']:.1f} to {ratio['max']:.1f}) |"
         )
     return "\n".join(lines)
+
+
+def between(values: list[float], form: str) -> str:
+    """Smallest to largest of some numbers, as text."""
+    low, high = (format(f(values), form) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
 
 
 def spread(values: list[float]) -> dict:
