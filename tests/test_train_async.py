@@ -23,12 +23,9 @@ SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_
 
 
 @pytest.fixture(autouse=True)
-def handlers():
-    """A trainer takes over Ctrl-C; give it back after each test, and leave no process behind."""
-    saved = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+def nobody_is_left():
+    """A trainer ends every process that it started."""
     yield
-    for number, handler in saved:
-        signal.signal(number, handler)
     assert multiprocessing.active_children() == []
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import signal
 import sys
 import time
 
@@ -18,15 +17,6 @@ from buffer import apply_verdicts
 from rollout import generate
 
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    """A trainer takes over Ctrl-C; give it back after each test."""
-    saved = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    for number, handler in saved:
-        signal.signal(number, handler)
 
 
 def config_of(folder=None, **flags) -> common.Config:
