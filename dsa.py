@@ -241,14 +241,15 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> tuple[Tensor, Tens
 
 
 @torch.no_grad()
-def select_chunks(
-    q: Tensor, k: Tensor, tables: Tables, top_k: int, index=None, means: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, query_block=1) -> tuple:
     """Scores and selects block by block: memory linear in N, where all scores are N x K.
 
     Scores are `index_scores(*index)`, or `mean_scores` when index is None; `means` as there.
-    Returns (sel, count) of `top_chunks`. Selection has no gradient.
+    Returns (sel, count) of `top_chunks`. Selection has no gradient. `query_block` neighbours
+    share what the first of them selects (packed only, at most C: so they share their own chunk).
+    Nothing later than the first query is looked at; kernels then score less and fill their tiles.
     """
+    lead = _lead(tables, query_block)
     q, k, *weights = (q, k) if index is None else index
     score = mean_scores if index is None else index_scores
     means = chunk_means(k if index is None else k[:, None], tables) if means is None else means
@@ -256,12 +257,10 @@ def select_chunks(
     for part, block in _blocks(tables):
         scores = score(q[part], k, *(w[part] for w in weights), block, means)
         picks.append(top_chunks(scores, block, top_k))
-    return tuple(torch.cat(column) for column in zip(*picks, strict=True))
+    return tuple(torch.cat(column)[lead] for column in zip(*picks, strict=True))
 
 
-def sparse_attention(
-    q: Tensor, k: Tensor, v: Tensor, sel: Tensor, tables: Tables, scale: float | None = None
-) -> Tensor:
+def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_block=1) -> Tensor:
     """Softmax attention of every query to the keys of its selected chunks at `pos` <= `q_pos`.
 
     q [N, Hq, D], k and v [M, Hkv, D] of one dtype (float64, float32, bfloat16, float16),
@@ -269,11 +268,14 @@ def sparse_attention(
     nothing gets 0. scale defaults to D ** -0.5. Only selected keys are read, a block of queries
     at a time. With gradients and many keys (KEEP_ELEMENTS) the backward pass gathers again
     rather than keep S * C keys per query: linear memory for 1.4 times the time.
-    Raises ValueError for a duplicate or foreign chunk id and for inputs that do not fit.
+    Raises ValueError for a duplicate or foreign chunk id, for lists that are not shared in a
+    `query_block`, and for inputs that do not fit.
     """
     _check_tensors(q, k, tables, v)
     _require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
     _check_selection(sel, tables, k.shape[1])
+    shared = query_block == 1 or sel.equal(sel[_lead(tables, query_block)])
+    _require(shared, f"sel must be the same for all queries of a query_block of {query_block}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # per query
     again = torch.is_grad_enabled() and len(q) * gathered > KEEP_ELEMENTS
@@ -300,20 +302,22 @@ def _attend(q, k, v, sel, tables: Tables, scale: float) -> Tensor:
     return out.flatten(1, 2).to(q.dtype)
 
 
-def dsa_attention(
-    q: Tensor, k: Tensor, v: Tensor, tables: Tables, top_k: int, scores=None, index=None, means=None
-) -> Tensor:
+def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, query_block=1):
     """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
 
-    The scores are `scores` [N, Hkv or 1, K] when given, else the indexer's for `index`
-    (q_index, k_index, weights), else those of mean-pooled keys; `means` are ready-made
-    `chunk_means` of the keys scored. While top_k covers all chunks this is dense attention.
+    The scores are the indexer's for `index` (q_index, k_index, weights), else those of mean-pooled
+    keys; `means` are ready-made `chunk_means` of the keys scored; a `query_block` shares its
+    selection. While top_k covers all chunks this is dense attention.
     """
-    if scores is None:
-        sel, _ = select_chunks(q, k, tables, top_k, index, means)
-    else:
-        sel, _ = top_chunks(scores, tables, top_k)
-    return sparse_attention(q, k, v, sel, tables)
+    sel, _ = select_chunks(q, k, tables, top_k, index, means, query_block)
+    return sparse_attention(q, k, v, sel, tables, query_block=query_block)
+
+
+def _lead(tables: Tables, query_block: int) -> Tensor:  # [N] row of the first query of the block
+    most = 1 if tables.cached else tables.chunk_size
+    fits = type(query_block) is int and 1 <= query_block <= most and query_block.bit_count() == 1
+    _require(fits, f"query_block must be a power of two from 1 to {most}, got {query_block!r}")
+    return torch.arange(len(tables.q_pos), device=tables.row.device) - tables.q_pos % query_block
 
 
 def rotate(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:

@@ -147,7 +147,8 @@ class Attention(nn.Module):
         if rope is not None:
             qk = rotate(qk, rope)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
-        index = self.indexer(x, positions) if hasattr(self, "indexer") else None
+        # its input is detached: no loss of the policy reaches the indexer, nor the KL the rest
+        index = self.indexer(x.detach(), positions) if hasattr(self, "indexer") else None
         return self.o_proj(attend(q, k, v, index).reshape(len(x), -1))  # [N, d]
 
 

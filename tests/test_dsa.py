@@ -222,7 +222,6 @@ def test_select_chunks_by_blocks_is_select_at_once(chunk_size, learned, monkeypa
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     attended = dsa.sparse_attention(q, k, v, want[0], tables)
     assert torch.equal(dsa.dsa_attention(q, k, v, tables, 4, index=index), attended)
-    assert torch.equal(dsa.dsa_attention(q, k, v, tables, 4, scores), attended)
 
 
 # Attention ----------------------------------------------------------------------------------------
@@ -497,6 +496,37 @@ def test_kept_means_are_bitwise_the_means_of_the_whole_cache():
     assert torch.equal(dsa.chunk_means(k[:40], packed), whole[:5])
 
 
+@pytest.mark.parametrize("chunk_size,query_block", [(8, 8), (16, 4), (16, 16)])
+@pytest.mark.parametrize("learned", [False, True])
+def test_query_block_shares_what_its_first_query_selects(chunk_size, query_block, learned):
+    cu = [0, 37, 37, 100, 101]
+    q, k, v = random_qkv(101, 101)
+    index = random_index(101) if learned else None
+    tables = dsa.packed_tables(edges(*cu), chunk_size)
+    alone, count = dsa.select_chunks(q, k, tables, 3, index)
+    sel, shared_count = dsa.select_chunks(q, k, tables, 3, index, query_block=query_block)
+    for start, stop in zip(cu, cu[1:], strict=False):
+        for t in range(start, stop):
+            first = start + (t - start) // query_block * query_block
+            assert torch.equal(sel[t], alone[first]) and torch.equal(shared_count[t], count[first])
+    want = dsa.sparse_attention(q, k, v, sel, tables)
+    assert torch.equal(dsa.dsa_attention(q, k, v, tables, 3, index, None, query_block), want)
+    assert torch.equal(dsa.sparse_attention(q, k, v, sel, tables, None, query_block), want)
+    everything = dsa.dsa_attention(q, k, v, tables, 8, index, query_block=query_block)
+    torch.testing.assert_close(everything, dsa.dsa_attention(q, k, v, tables, 8, index))
+
+
+def test_query_block_never_looks_ahead():
+    tables, (q, k, v) = dsa.packed_tables(edges(0, 64), 8), random_qkv(64, 64)
+    before = dsa.dsa_attention(q, k, v, tables, 2, query_block=8)
+    for changed in range(1, 64, 5):
+        later = [x.clone() for x in (q, k, v)]
+        for x in later:
+            x[changed:] += 10 * torch.randn_like(x[changed:])
+        after = dsa.dsa_attention(*later, tables, 2, query_block=8)
+        assert torch.equal(before[:changed], after[:changed]), changed
+
+
 # Gradients of scores, the indexer, bad input ------------------------------------------------------
 
 
@@ -512,7 +542,9 @@ def test_index_scores_have_gradients_and_selection_has_none(chunk_size):
     assert torch.autograd.gradcheck(finite, index)
     q, k, v = (x.requires_grad_() for x in random_qkv(18, 18))
     scores = dsa.index_scores(*index, tables)
-    out = dsa.dsa_attention(q, k, v, tables, 2, scores)
+    sel, _ = dsa.top_chunks(scores, tables, 2)
+    assert not sel.requires_grad
+    out = dsa.dsa_attention(q, k, v, tables, 2, index)
     grads = torch.autograd.grad(out.sum(), (*index, q, k, v), allow_unused=True)
     assert all(g is None for g in grads[:3]), "the loss of the output reached the indexer"
     assert all(g.abs().sum() > 0 for g in grads[3:])
@@ -623,7 +655,17 @@ def test_bad_scores_and_top_k_are_named():
         with pytest.raises(ValueError, match="top_k must be an integer >= 1"):
             dsa.dsa_attention(q, k, v, tables, top_k)
     with pytest.raises(ValueError, match=r"scores must be \[6, heads, 3\], got \[6, 1, 4\]"):
-        dsa.dsa_attention(q, k, v, tables, 2, torch.zeros(6, 1, 4))
+        dsa.top_chunks(torch.zeros(6, 1, 4), tables, 2)
+    for query_block in (0, 3, 4, 2.0):
+        with pytest.raises(ValueError, match="query_block must be a power of two from 1 to 2"):
+            dsa.dsa_attention(q, k, v, tables, 2, query_block=query_block)
+    cached = dsa.cache_tables(torch.tensor([3]), 6, 2)
+    with pytest.raises(ValueError, match="query_block must be a power of two from 1 to 1, got 2"):
+        dsa.dsa_attention(q[:1], k, v, cached, 2, query_block=2)
+    alone = torch.tensor([0, 0, 1, 1, 2, 2])[:, None, None]
+    alone = torch.cat([alone, torch.tensor([-1, -1, -1, 0, 0, 0])[:, None, None]], dim=2)
+    with pytest.raises(ValueError, match="sel must be the same for all queries of a query_block"):
+        dsa.sparse_attention(q, k, v, alone, tables, query_block=2)
     q_index, k_index, weights = random_index(6)
     with pytest.raises(ValueError, match=r"weights must be \[6, 3\]"):
         dsa.index_scores(q_index, k_index, weights[:, :1], tables)
