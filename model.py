@@ -1,13 +1,12 @@
 """model.py: the GPT, in one file: weights, packed training forward, KV cache, one-token decode.
 
 RMSNorm, learned absolute positions or RoPE, grouped-query attention (optionally with QK-norm),
-SwiGLU, tied embeddings; attention is dense (PyTorch SDPA) or sparse (`dsa.py`). Weights carry the
-names and shapes of Qwen3 checkpoints (see `named_weights`), so that such weights can be mapped in.
+SwiGLU, tied embeddings; attention is dense (PyTorch SDPA) or sparse (`dsa.py`). `named_weights`
+shows every weight under its name and in its shape in Qwen3 checkpoints, so that these map in.
 Left out: training, sampling, tokenizers; this file sees token ids and returns hidden states.
 
 All parameters are views into ONE flat tensor, and their gradients into another: publishing the
-weights is one copy, clipping is one norm, the optimizer is one fused vector operation, and the
-three projections of attention lie side by side in memory, so they run as one matrix product.
+weights is one copy, clipping is one norm, the optimizer is one fused vector operation.
 
 Axes: N packed tokens · B sequences or cache slots · T positions · L layers · d model width
       Hq query heads · Hkv key/value heads · D head width · F hidden width · V vocabulary
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 import dsa
 
-KEY_BLOCK = 16  # key lengths are rounded up to this: decode is then bitwise independent of them
+PAD_BLOCK = 16  # padded widths and capacities are rounded up to this
+KEY_BLOCK = 64  # cached values are summed in blocks of so many keys: see `attend_slots`
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
 
@@ -52,6 +52,10 @@ class ModelConfig:
     index_heads: int = 2
     index_width: int = 16
 
+    @property
+    def indexed(self) -> bool:
+        return self.attention == "dsa" and self.scoring == "indexer"
+
 
 PRESETS = {
     "tiny": dict(layers=2, width=64, heads=4, kv_heads=2, head_width=16, hidden=160),
@@ -75,7 +79,7 @@ class Packed(NamedTuple):
     positions: Tensor  # [N] int64, position of each token in its own sequence
     pad: Tensor  # [N] int64, row of each token in the flattened [B * T] grid
     cu_seqlens: Tensor  # [B + 1] int64, where each sequence starts
-    shape: tuple[int, int]  # (B, T) of the grid, T a multiple of KEY_BLOCK
+    shape: tuple[int, int]  # (B, T) of the grid, T a multiple of PAD_BLOCK
 
 
 def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
@@ -83,7 +87,7 @@ def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
     lengths = torch.tensor([len(s) for s in sequences])
     assert len(sequences) and lengths.min() > 0, f"empty sequence among lengths {lengths.tolist()}"
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // KEY_BLOCK) * KEY_BLOCK
+    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // PAD_BLOCK) * PAD_BLOCK
     sequence = torch.repeat_interleave(torch.arange(len(sequences)), lengths)  # [N]
     positions = torch.arange(total) - cu_seqlens[sequence]
     tokens = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences])
@@ -116,66 +120,53 @@ def rope_table(config: ModelConfig) -> Tensor:
     return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)])[:, :, None].float()
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotate heads x [N, H, D] by the rows of `rope_table` at their positions, [2, N, 1, D]."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate heads x [N, H, D] by the rows of `rope_table` at their positions, [N, 1, D] each."""
     a, b = x.chunk(2, dim=-1)
-    return x * rope[0] + torch.cat([b, a], dim=-1) * rope[1]
-
-
-class Attention(nn.Module):
-    """Projections around an attention function that the caller supplies."""
-
-    def __init__(self, c: ModelConfig):
-        super().__init__()
-        self.config = c
-        # q, k and v projections as one matrix: rows [q | k | v]
-        self.qkv_proj = nn.Linear(c.width, (c.heads + 2 * c.kv_heads) * c.head_width, bias=False)
-        self.o_proj = nn.Linear(c.heads * c.head_width, c.width, bias=False)
-        if c.qk_norm:
-            self.q_norm = nn.RMSNorm(c.head_width, eps=c.norm_eps)
-            self.k_norm = nn.RMSNorm(c.head_width, eps=c.norm_eps)
-        if c.attention == "dsa" and c.scoring == "indexer":
-            self.indexer = dsa.Indexer(c.width, c.index_heads, c.index_width)
-
-    def forward(self, x: Tensor, positions: Tensor, rope: Tensor | None, attend: Callable):
-        c = self.config
-        qkv = self.qkv_proj(x).view(len(x), c.heads + 2 * c.kv_heads, c.head_width)  # [N, H*, D]
-        qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)
-        if c.qk_norm:
-            q, k = qk.split([c.heads, c.kv_heads], dim=1)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        if rope is not None:
-            qk = rotate(qk, rope)
-        q, k = qk.split([c.heads, c.kv_heads], dim=1)
-        # its input is detached: no loss of the policy reaches the indexer, nor the KL the rest
-        index = self.indexer(x.detach(), positions) if hasattr(self, "indexer") else None
-        return self.o_proj(attend(q, k, v, index).reshape(len(x), -1))  # [N, d]
-
-
-class MLP(nn.Module):
-    """SwiGLU (arXiv 2002.05202): down(silu(gate x) * up x), gate and up as one matrix."""
-
-    def __init__(self, c: ModelConfig):
-        super().__init__()
-        self.gate_up_proj = nn.Linear(c.width, 2 * c.hidden, bias=False)
-        self.down_proj = nn.Linear(c.hidden, c.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)  # [N, F] each
-        return self.down_proj(F.silu(gate) * up)
+    return torch.addcmul(x * cos, torch.cat([b, a], dim=-1), sin)
 
 
 class Layer(nn.Module):
+    """One block: x + attention(norm x), then x + SwiGLU(norm x) (arXiv 2002.05202).
+
+    Matrices are [in, out], which MKL multiplies faster when there are few rows. The block is one
+    flat function: with a module for each line, decoding spends more on calls than on attention.
+    """
+
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
-        self.self_attn = Attention(c)
-        self.post_attention_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
-        self.mlp = MLP(c)
+        self.config, heads = c, c.heads + 2 * c.kv_heads
+        self.attention_norm = nn.Parameter(torch.ones(c.width))
+        self.qkv = nn.Parameter(torch.empty(c.width, heads * c.head_width))  # columns [q | k | v]
+        if c.qk_norm:
+            self.q_norm = nn.Parameter(torch.ones(c.head_width))
+            self.k_norm = nn.Parameter(torch.ones(c.head_width))
+        if c.indexed:
+            self.indexer = dsa.Indexer(c.width, c.index_heads, c.index_width)
+        self.attention_out = nn.Parameter(torch.empty(c.heads * c.head_width, c.width))
+        self.mlp_norm = nn.Parameter(torch.ones(c.width))
+        self.gate_up = nn.Parameter(torch.empty(c.width, 2 * c.hidden))  # columns [gate | up]
+        self.mlp_out = nn.Parameter(torch.empty(c.hidden, c.width))
 
-    def forward(self, x: Tensor, positions: Tensor, rope: Tensor | None, attend: Callable):
-        x = x + self.self_attn(self.input_layernorm(x), positions, rope, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, positions: Tensor, rope: tuple | None, attend: Callable) -> Tensor:
+        """x [N, d] at positions [N] -> [N, d]; the caller supplies attend(q, k, v, index)."""
+        c = self.config
+        h = F.rms_norm(x, (c.width,), self.attention_norm, c.norm_eps)  # [N, d]
+        qkv = (h @ self.qkv).view(len(x), -1, c.head_width)
+        qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)  # [N, H, D] each
+        if c.qk_norm:  # queries and keys at once, each with its own weight
+            weights = self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)
+            qk = F.rms_norm(qk, (c.head_width,), None, c.norm_eps) * torch.cat(weights)
+        if rope is not None:
+            qk = rotate(qk, *rope)
+        q, k = qk.split([c.heads, c.kv_heads], dim=1)
+        # the indexer's input is detached: no loss of the policy reaches it, nor its own the rest
+        index = self.indexer(h.detach(), positions) if c.indexed else None
+        out = attend(q, k, v, index).reshape(len(x), -1)  # [N, Hq * D]
+        x = torch.addmm(x, out, self.attention_out)
+        h = F.rms_norm(x, (c.width,), self.mlp_norm, c.norm_eps)
+        gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
+        return torch.addmm(x, F.silu(gate) * up, self.mlp_out)
 
 
 class GPT(nn.Module):
@@ -205,7 +196,7 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                residual = name.endswith("_out")
                 shrink = (2 * self.config.layers) ** -0.5 if residual else 1.0
                 nn.init.normal_(p, std=self.config.init_std * shrink, generator=generator)
 
@@ -242,7 +233,7 @@ class GPT(nn.Module):
         x = self.embed_tokens(tokens)
         rope = None
         if self.config.positions == "rope":
-            rope = self.rope[:, positions]  # [2, N, 1, D]
+            rope = self.rope[:, positions].unbind()  # cos and sin, [N, 1, D] each
         else:
             x = x + self.embed_positions(positions)
         for layer, attend in zip(self.layers, attends, strict=True):
@@ -296,25 +287,15 @@ class Cache(NamedTuple):
     index: Tensor | None  # [L, B, T, DI], the indexer's keys (dsa with scoring="indexer")
 
 
-def key_length(config: ModelConfig, keys: int) -> int:
-    """Keys that decoding looks at where it needs `keys`: a length that does not change rounding.
-
-    SDPA on CPU takes 512 keys at a time, and MKL cuts sums over 208 to 368 of them, in products
-    with 4 rows or more, in halves. These lengths are left out; the others agree bitwise.
-    """
-    rounded = -(-keys // KEY_BLOCK) * KEY_BLOCK
-    halved = config.heads // config.kv_heads >= 4 and 192 < rounded % 512 < 384
-    return rounded + halved * (384 - rounded % 512)
-
-
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up as `key_length` does.
+    """An empty cache; capacity is rounded up to PAD_BLOCK, and from KEY_BLOCK on to that.
 
     Dense attention reads whole heads, so there a head's keys lie together in memory; sparse
     attention gathers rows, so there a row's heads do. The axes are the same in both.
     """
     c, like = model.config, model.flat
-    capacity = key_length(c, capacity)
+    block = PAD_BLOCK if capacity <= KEY_BLOCK else KEY_BLOCK
+    capacity = -(-capacity // block) * block
     rows, heads = (c.layers, slots, capacity, c.kv_heads, c.head_width), None
     if c.attention == "dense":
         rows, heads = (c.layers, slots, c.kv_heads, capacity, c.head_width), (2, 3)
@@ -322,7 +303,7 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
     if heads:
         k, v = k.transpose(*heads), v.transpose(*heads)
     index = None
-    if c.attention == "dsa" and c.scoring == "indexer":
+    if c.indexed:
         index = like.new_zeros(c.layers, slots, capacity, c.index_width)
     return Cache(k, v, index)
 
@@ -337,7 +318,7 @@ def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
     """
     widths: dict[int, list[int]] = {}
     for i, sequence in enumerate(sequences):
-        widths.setdefault(-(-len(sequence) // KEY_BLOCK), []).append(i)
+        widths.setdefault(-(-len(sequence) // PAD_BLOCK), []).append(i)
     for same in widths.values():
         _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
 
@@ -365,6 +346,28 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
     model.body(packed.tokens, packed.positions, attends)
 
 
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
+    0 and -inf -> [B, Hq, D].
+
+    The G query heads of a group stand where queries would: they share their keys. On a CPU every
+    sum over values is cut after KEY_BLOCK keys: how MKL cuts longer ones (and so SDPA) depends on T
+    and on the processor, and a slot's result must not depend on how long its neighbours are.
+    """
+    (B, Hq, D), Hkv = q.shape, k.shape[2]
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, T, D]
+    if q.is_cuda:
+        grouped, mask = q.reshape(B, Hkv, -1, D), mask[:, None, None].expand(-1, -1, Hq // Hkv, -1)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(B, Hq, D)
+    k, v, mask = k.flatten(0, 1), v.flatten(0, 1), mask.repeat_interleave(Hkv, 0)[:, None]
+    logits = torch.baddbmm(mask, q.reshape(B * Hkv, -1, D), k.mT, alpha=D**-0.5)  # [B * Hkv, G, T]
+    blocks = zip(logits.softmax(-1).split(KEY_BLOCK, 2), v.split(KEY_BLOCK, 1), strict=True)
+    out = torch.bmm(*next(blocks))  # [B * Hkv, G, D]
+    for chance, values in blocks:
+        out.baddbmm_(chance, values)
+    return out.view(B, Hq, D)
+
+
 @torch.inference_mode()
 def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
     """One step for every slot: feed tokens [B] at positions [B], return hidden states [B, d].
@@ -373,12 +376,11 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     depends on slot b only, bitwise: the batch has one static shape and masked keys add exact zeros.
     """
     c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
-    T = min(key_length(c, longest + 1), cache.k.shape[2])
+    block = min(KEY_BLOCK, cache.k.shape[2])
+    T = -(-(longest + 1) // block) * block
     if c.attention == "dense":
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
-        mask = torch.zeros(hidden_keys.shape, dtype=model.flat.dtype, device=tokens.device)
-        mask = mask.masked_fill_(hidden_keys, -torch.inf)[:, None, None]
-        mask = mask.expand(-1, -1, c.heads // c.kv_heads, -1)  # [B, 1, G, T]
+        mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)
     else:
         tables = dsa.cache_tables(positions + 1, cache.k.shape[2], c.chunk_size)
 
@@ -388,11 +390,7 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
         def attend(q, k, v, index):
             keys[slots, positions], values[slots, positions] = k, v
             if c.attention == "dense":
-                # the G query heads of a group stand where queries would: they share their keys
-                grouped = q.view(len(q), c.kv_heads, -1, c.head_width)  # [B, Hkv, G, D]
-                k, v = keys[:, :T].transpose(1, 2), values[:, :T].transpose(1, 2)
-                out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
-                return out.reshape(q.shape)  # [B, Hq, D]
+                return attend_slots(q, keys[:, :T], values[:, :T], mask)
             if index is not None:
                 cache.index[layer][slots, positions] = index[1]
                 index = (index[0], cache.index[layer].flatten(0, 1), index[2])
@@ -405,18 +403,24 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
 
 
 def named_weights(model: GPT) -> dict[str, Tensor]:
-    """Every weight under its Qwen3 name, as a view: copying into it changes the model."""
-    c, views = model.config, {}
-    for name, p in model.named_parameters():
-        p = p.detach()
-        if name.endswith("qkv_proj.weight"):
-            sizes = [n * c.head_width for n in (c.heads, c.kv_heads, c.kv_heads)]
-            parts = zip(("q_proj", "k_proj", "v_proj"), p.split(sizes), strict=True)
-        elif name.endswith("gate_up_proj.weight"):
-            parts = zip(("gate_proj", "up_proj"), p.chunk(2), strict=True)
-        else:
-            views["model." + name] = p
-            continue
-        prefix = "model." + name.rsplit(".", 2)[0]
-        views.update({f"{prefix}.{part}.weight": view for part, view in parts})
-    return views
+    """Every weight under its Qwen3 name and shape, as a view: copying into it changes the model."""
+    c, views = model.config, {"model.embed_tokens.weight": model.embed_tokens.weight}
+    if c.positions == "learned":
+        views["model.embed_positions.weight"] = model.embed_positions.weight
+    for i, layer in enumerate(model.layers):
+        q, k, v = layer.qkv.t().split([n * c.head_width for n in (c.heads, c.kv_heads, c.kv_heads)])
+        gate, up = layer.gate_up.t().chunk(2)
+        own = {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
+        own |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.mlp_out.t()}
+        own |= {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+        own["self_attn.o_proj"] = layer.attention_out.t()
+        if c.qk_norm:
+            own |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        views |= {f"model.layers.{i}.{name}.weight": weight for name, weight in own.items()}
+        if c.indexed:
+            named = layer.indexer.named_parameters()
+            views |= {
+                f"model.layers.{i}.self_attn.indexer.{name}": weight for name, weight in named
+            }
+    views["model.norm.weight"] = model.norm.weight
+    return {name: weight.detach() for name, weight in views.items()}

@@ -5,7 +5,7 @@ yet (the policy's turn) one is sampled, where it is (prompt, environment reply) 
 A finished slot is refilled at once. New weights are adopted between two tokens (`swap`).
 Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
-Sampling noise is a pure function of (run seed, group, sample, position, token), so an episode
+Sampling noise is a pure function of (run seed, group, sample, position), so an episode
 depends on its prompt, its seed and the weight versions at each position, and on nothing that
 shares the batch: bitwise on CPU (one thread, the same number of slots), whatever the slot, the
 neighbours or the order of arrival.
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from buffer import Group, Trajectory
@@ -32,10 +31,10 @@ MASK32 = 0xFFFFFFFF
 
 
 def mix(x):
-    """A 32-bit integer hash of values in [0, 2^32), ints or int64 tensors ("lowbias32", found by
+    """A 32-bit integer hash of values in [0, 2^32), ints or int64 arrays ("lowbias32", found by
     C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right.
     """
-    x = x ^ (x >> 16)  # a new tensor; what follows works in place
+    x = x ^ (x >> 16)  # a new array; what follows works in place
     x *= 0x7FEB352D
     x &= MASK32
     x ^= x >> 15
@@ -54,26 +53,29 @@ def noise_key(seed: int, group_id: int, sample_index: int) -> int:
     return (high & 0x3FFFFFFF) << 32 | low
 
 
-def gumbel_noise(keys: Tensor, positions: Tensor, width: int) -> Tensor:
-    """Gumbel noise [B, V] for keys [B] at positions [B]: the argmax of logits + noise is a sample
-    of the softmax (Gumbel-max trick). 23-bit uniforms, all exact in float32, bound it by 16.7."""
-    row = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))  # [B]
-    column = torch.arange(width, device=keys.device) * 0x9E3779B9 & MASK32  # [V]
-    bits = mix(mix(row)[:, None] ^ column)  # [B, V]
-    bits >>= 9  # 23 bits: a 24th would round up to a uniform of 1
-    uniform = bits.float().add_(0.5).mul_(2.0**-23)  # in (0, 1)
-    return uniform.log_().neg_().log_().neg_()
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in (0, 1), float32 [B], for each key and position, int64 [B] each. It has 23 bits
+    and a half: neither 0 nor 1 can come out."""
+    bits = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))
+    return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 @torch.inference_mode()
-def sample(logits: Tensor, keys: Tensor, positions: Tensor, temperature: float):
-    """Sample an index per row and its log-prob ([B] int64, [B] float32); temperature 0: greedy."""
+def sample(logits: Tensor, uniform: Tensor, temperature: float):
+    """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
+
+    Inverse transform: the first token whose cumulative probability exceeds the row's number in
+    `uniform` [B]. One number a row is enough, where Gumbel noise needs one for every token.
+    Temperature 0 is greedy.
+    """
     if temperature == 0:
         chosen, logprobs = logits.argmax(-1), torch.log_softmax(logits, -1)
     else:
-        scaled = logits / temperature
-        chosen = gumbel_noise(keys, positions, logits.shape[1]).add_(scaled).argmax(-1)
-        logprobs = torch.log_softmax(scaled, -1)
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        cumulative = logprobs.exp().cumsum(-1)
+        # the last sum is 1 up to rounding; times it, no number lies beyond the last token
+        level = uniform[:, None] * cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
@@ -227,8 +229,8 @@ class Generator:
                 prefill(self.model, self.cache, slots, sequences)
 
     def _output_matrix(self) -> Tensor:
-        """The rows [V, d] of the tied output matrix that this task can emit."""
-        return self.model.embed_tokens.weight.detach()[self.alphabet]
+        """The tied output matrix [d, V], as far as this task can emit it."""
+        return self.model.embed_tokens.weight.detach()[self.alphabet].t().contiguous()
 
     # ------------------------------------------------------------------------------------ slots
 
@@ -298,10 +300,10 @@ class Generator:
         positions = torch.from_numpy(fed).to(device)
         longest = int(fed[self.running].max())
         hidden = decode(self.model, self.cache, tokens, positions, longest)
-        logits = F.linear(hidden, self.head)
+        logits = hidden @ self.head
         # noise belongs to the position of the token that is sampled
-        keys = torch.from_numpy(self.keys).to(device)
-        chosen, logprobs = sample(logits, keys, positions + 1, self.temperature)
+        uniform = torch.from_numpy(uniforms(self.keys, fed + 1)).to(device)
+        chosen, logprobs = sample(logits, uniform, self.temperature)
         both = torch.stack([self.alphabet[chosen].float(), logprobs]).cpu().numpy()  # one copy
         chosen, logprobs = both[0].astype(np.int32), both[1]
 
