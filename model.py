@@ -1,4 +1,4 @@
-"""model.py: the GPT, in one file: weights, packed training forward, KV cache, one-token decode.
+"""model.py: the GPT, in one file: weights and packed training forward (cache.py: generation).
 
 RMSNorm, learned absolute positions or RoPE, grouped-query attention (optionally with QK-norm),
 SwiGLU, tied embeddings; attention is dense (PyTorch SDPA) or sparse (`dsa.py`). `named_weights`
@@ -24,8 +24,6 @@ from torch import Tensor, nn
 import dsa
 
 PAD_BLOCK = 16  # padded widths and capacities are rounded up to this
-KEY_BLOCK = 64  # cached values are summed in blocks of so many keys: see `attend_slots`
-MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,8 @@ class ModelConfig:
     scoring: str = "mean"  # dsa: "mean" (pooled keys, no parameters) or "indexer" (learned)
     index_heads: int = 2
     index_width: int = 16
+    kernels: str = "auto"  # dsa: "spec" (dsa.py), "triton", or "auto": triton on CUDA
+    dense_below: int = 0  # dsa: models with a shorter context attend densely (bench.py dsa)
 
     @property
     def indexed(self) -> bool:
@@ -268,138 +268,27 @@ def generated_logprobs(
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
 
+def sparse_kernels(config: ModelConfig, device: torch.device):
+    """The module that computes sparse attention on this device, None where attention is dense."""
+    if config.attention == "dense" or config.context < config.dense_below:
+        return None
+    if config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda"):
+        import dsa_triton
+
+        return dsa_triton
+    return dsa
+
+
 def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = None) -> Callable:
     """The attention function of a packed forward: dense or sparse, as the model is configured.
 
     With a fixed capacity, sparse attention's rounding does not depend on the longest sequence.
     """
-    if config.attention == "dense":
+    kernels = sparse_kernels(config, packed.tokens.device)
+    if kernels is None:
         return lambda q, k, v, index: dense_packed(q, k, v, packed)
     tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size, capacity)
-    return lambda q, k, v, index: dsa.dsa_attention(q, k, v, tables, config.top_k, index=index)
-
-
-class Cache(NamedTuple):
-    """Keys and values of a static batch of slots; a slot's rows 0 .. position-1 are valid."""
-
-    k: Tensor  # [L, B, T, Hkv, D]
-    v: Tensor  # [L, B, T, Hkv, D]
-    index: Tensor | None  # [L, B, T, DI], the indexer's keys (dsa with scoring="indexer")
-
-
-def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up to PAD_BLOCK, and from KEY_BLOCK on to that.
-
-    Dense attention reads whole heads, so there a head's keys lie together in memory; sparse
-    attention gathers rows, so there a row's heads do. The axes are the same in both.
-    """
-    c, like = model.config, model.flat
-    block = PAD_BLOCK if capacity <= KEY_BLOCK else KEY_BLOCK
-    capacity = -(-capacity // block) * block
-    rows, heads = (c.layers, slots, capacity, c.kv_heads, c.head_width), None
-    if c.attention == "dense":
-        rows, heads = (c.layers, slots, c.kv_heads, capacity, c.head_width), (2, 3)
-    k, v = like.new_zeros(rows), like.new_zeros(rows)
-    if heads:
-        k, v = k.transpose(*heads), v.transpose(*heads)
-    index = None
-    if c.indexed:
-        index = like.new_zeros(c.layers, slots, capacity, c.index_width)
-    return Cache(k, v, index)
-
-
-@torch.inference_mode()
-def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
-    """Write keys and values of whole sequences into their cache slots [B] (one sequence a slot).
-
-    A slot's result depends on its own sequence only, bitwise, whatever else is in the call. So
-    only sequences that fill a grid of the same width go together: SDPA's order of summation
-    changes with the width (from 200 tokens on, torch 2.13, CPU).
-    """
-    widths: dict[int, list[int]] = {}
-    for i, sequence in enumerate(sequences):
-        widths.setdefault(-(-len(sequence) // PAD_BLOCK), []).append(i)
-    for same in widths.values():
-        _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
-
-
-def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
-    lengths = torch.tensor([len(s) for s in sequences])
-    real = int(lengths.sum())
-    filler = [[0]] * (MIN_ROWS - real)  # too few rows change the rounding
-    packed = pack_tokens([*sequences, *filler], model.flat.device)
-    rows = torch.repeat_interleave(slots, lengths.to(slots.device))
-    columns = packed.positions[:real]
-    inner = attend_packed(model.config, packed, cache.k.shape[2])
-
-    def attend_and_store(layer: int) -> Callable:
-        def attend(q, k, v, index):
-            cache.k[layer, rows, columns] = k[:real]
-            cache.v[layer, rows, columns] = v[:real]
-            if index is not None:
-                cache.index[layer, rows, columns] = index[1][:real]
-            return inner(q, k, v, index)
-
-        return attend
-
-    attends = [attend_and_store(layer) for layer in range(model.config.layers)]
-    model.body(packed.tokens, packed.positions, attends)
-
-
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
-    0 and -inf -> [B, Hq, D].
-
-    The G query heads of a group stand where queries would: they share their keys. On a CPU every
-    sum over values is cut after KEY_BLOCK keys: how MKL cuts longer ones (and so SDPA) depends on T
-    and on the processor, and a slot's result must not depend on how long its neighbours are.
-    """
-    (B, Hq, D), Hkv = q.shape, k.shape[2]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, T, D]
-    if q.is_cuda:
-        grouped, mask = q.reshape(B, Hkv, -1, D), mask[:, None, None].expand(-1, -1, Hq // Hkv, -1)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(B, Hq, D)
-    k, v, mask = k.flatten(0, 1), v.flatten(0, 1), mask.repeat_interleave(Hkv, 0)[:, None]
-    logits = torch.baddbmm(mask, q.reshape(B * Hkv, -1, D), k.mT, alpha=D**-0.5)  # [B * Hkv, G, T]
-    blocks = zip(logits.softmax(-1).split(KEY_BLOCK, 2), v.split(KEY_BLOCK, 1), strict=True)
-    out = torch.bmm(*next(blocks))  # [B * Hkv, G, D]
-    for chance, values in blocks:
-        out.baddbmm_(chance, values)
-    return out.view(B, Hq, D)
-
-
-@torch.inference_mode()
-def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-    """One step for every slot: feed tokens [B] at positions [B], return hidden states [B, d].
-
-    `longest` is the largest position among slots that matter; keys behind it are not read. Row b
-    depends on slot b only, bitwise: the batch has one static shape and masked keys add exact zeros.
-    """
-    c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
-    block = min(KEY_BLOCK, cache.k.shape[2])
-    T = -(-(longest + 1) // block) * block
-    if c.attention == "dense":
-        hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
-        mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)
-    else:
-        tables = dsa.cache_tables(positions + 1, cache.k.shape[2], c.chunk_size)
-
-    def attend_cached(layer: int) -> Callable:
-        keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
-
-        def attend(q, k, v, index):
-            keys[slots, positions], values[slots, positions] = k, v
-            if c.attention == "dense":
-                return attend_slots(q, keys[:, :T], values[:, :T], mask)
-            if index is not None:
-                cache.index[layer][slots, positions] = index[1]
-                index = (index[0], cache.index[layer].flatten(0, 1), index[2])
-            keys_flat, values_flat = keys.flatten(0, 1), values.flatten(0, 1)
-            return dsa.dsa_attention(q, keys_flat, values_flat, tables, c.top_k, index=index)
-
-        return attend
-
-    return model.body(tokens, positions, [attend_cached(layer) for layer in range(c.layers)])
+    return lambda q, k, v, index: kernels.dsa_attention(q, k, v, tables, config.top_k, index)
 
 
 def named_weights(model: GPT) -> dict[str, Tensor]:

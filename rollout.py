@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from buffer import Group, Trajectory
-from model import GPT, decode, make_cache, prefill
+from cache import decode, make_cache, prefill, read_prefix, write_prefix
+from model import GPT
 
 MASK32 = 0xFFFFFFFF
 
@@ -166,7 +167,7 @@ class Generator:
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
         self.episodes: list[Episode | None] = [None] * slots
         self.waiting: deque[tuple[Group, int]] = deque()  # samples that have no slot yet
-        self.prompts: dict[int, tuple[int, Tensor, Tensor, Tensor | None]] = {}
+        self.prompts: dict[int, tuple[int, list[Tensor]]] = {}  # version, prefix of the cache
         self.new_weights: tuple[int, Tensor | None] | None = None
         self.finished: list[Group] = []
         self.events: list[tuple] = []  # (time, kind, group or -1, version, tokens or episodes)
@@ -280,13 +281,10 @@ class Generator:
             slots, prompts = zip(*first.values(), strict=True)
             prefill(self.model, cache, torch.tensor(slots, device=self.alphabet.device), prompts)
             for group_id, (b, prompt) in first.items() if self.group_size > 1 else ():
-                parts = [None if c is None else c[:, b, : len(prompt)].clone() for c in cache]
-                self.prompts[group_id] = (self.version, *parts)
-        for b, group, prompt in begun:
+                self.prompts[group_id] = (self.version, read_prefix(cache, b, len(prompt)))
+        for b, group, _ in begun:
             if first.get(group.group_id, (-1,))[0] != b:
-                for c, part in zip(cache, self.prompts[group.group_id][1:], strict=True):
-                    if part is not None:
-                        c[:, b, : len(prompt)] = part
+                write_prefix(cache, b, self.prompts[group.group_id][1])
             if self.episodes[b].sample_index == self.group_size - 1:
                 self.prompts.pop(group.group_id, None)
 

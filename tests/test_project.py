@@ -11,7 +11,10 @@ ROOT = Path(__file__).parent.parent
 CEILINGS = {
     "common": 240,
     "dsa": 220,
+    "dsa_triton": 480,
+    "pretrain": 200,
     "model": 280,
+    "cache": 140,
     "reward": 320,
     "buffer": 250,
     "losses": 240,

@@ -20,8 +20,9 @@ import reward
 import rollout
 import train_sync
 from buffer import Group
+from cache import decode, make_cache, prefill
 from common import Config
-from model import GPT, ModelConfig, decode, make_cache, pack_tokens, prefill
+from model import GPT, ModelConfig, pack_tokens
 from rollout import Environment, Generator, generate, noise_key, sample, uniforms
 
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
