@@ -48,6 +48,7 @@ class Config:
     seed: int = flag(0, "of weights, prompts and sampling noise", 0, 2**31 - 1)
     out: str = flag("", "run folder (default: runs/ and a name made of task, mode and time)")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
+    init: str = flag("", "weights to start from (pretrain.py); the model has the shape they have")
     # the model
     model: str = flag("tiny", "preset", choices=("tiny", "small", "medium", "gpt2"))
     positions: str = flag("learned", "position encoding", choices=("learned", "rope"))
@@ -55,6 +56,8 @@ class Config:
     scoring: str = flag("mean", "dsa: how chunks are scored", choices=("mean", "indexer"))
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(8, "dsa: chunks a query attends to", 1)
+    kernels: str = flag("auto", "dsa: auto is triton on CUDA", choices=("auto", "spec", "triton"))
+    dense_below: int = flag(0, "dsa: a model with less context attends densely (bench.py dsa)", 0)
     # machines
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     threads: int = flag(1, "CPU threads of each process (0: share the cores out)", 0, 1024)

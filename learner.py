@@ -8,6 +8,7 @@ what a step does to it (train_sync.py) and everything about processes (train_asy
 import copy
 import dataclasses
 import json
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from buffer import Group, group_to_parts
 from common import Config, TrainingStopped, UserError, Watch, check, sha256_of
 from model import GPT, PRESETS, ModelConfig
 from rollout import Environment, Generator
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass
@@ -69,11 +72,36 @@ def capacity_of(config: Config, task: reward.Task) -> int:
 
 
 def make_model(config: Config, task: reward.Task) -> GPT:
-    """The policy with random weights, large enough for the task's episodes."""
-    shape = {"vocab_size": reward.VOCAB_SIZE, **PRESETS[config.model]}
-    for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
-        shape[name] = getattr(config, name)
-    return GPT(ModelConfig(**shape, context=capacity_of(config, task)), config.seed)
+    """The policy, large enough for the task's episodes: random weights, or those of --init.
+
+    Raises UserError.
+    """
+    context = capacity_of(config, task)
+    how = {"kernels": config.kernels, "dense_below": config.dense_below}
+    if config.kernels == "triton" and not (torch.cuda.is_available() or INTERPRETED):
+        raise UserError(
+            "--kernels triton: must have a CUDA device, or TRITON_INTERPRET=1 to try it"
+        )
+    if not config.init:
+        shape = {"vocab_size": reward.VOCAB_SIZE, **PRESETS[config.model]}
+        for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
+            shape[name] = getattr(config, name)
+        return GPT(ModelConfig(**shape | how, context=context), config.seed)
+    try:
+        stored = torch.load(config.init, weights_only=True)
+        shape = stored["shape"]
+    except Exception as error:  # on a file of another kind the loader raises almost anything
+        raise UserError(f"--init {config.init}: must be a weights file of pretrain.py") from error
+    learned = shape["positions"] == "learned"
+    if learned and context > shape["context"]:
+        raise UserError(
+            f"--init {config.init}: must have {context} positions for task {config.task}, has "
+            f"{shape['context']}"
+        )
+    how["context"] = shape["context"] if learned else context
+    model = GPT(ModelConfig(**shape | how), config.seed)
+    model.flat.copy_(stored["weights"])
+    return model
 
 
 def make_learner(config: Config, task: reward.Task, device: str) -> Learner:

@@ -228,8 +228,8 @@ def open_training(config: Config, mode: str, device: str):
     config = dataclasses.replace(config, steps=config.steps or task.steps)
     capacity_of(config, task)
     state = common.load_checkpoint(Path(config.resume)) if config.resume else None
-    run = common.open_run(config, mode)
     learner, seconds = make_learner(config, task, device), 0.0
+    run = common.open_run(config, mode)
     if state:
         restore(learner, state, config)
         if learner.version >= config.steps:

@@ -20,7 +20,7 @@ CEILINGS = {
     "losses": 240,
     "rollout": 320,
     "transport": 280,
-    "learner": 200,
+    "learner": 215,
     "train_sync": 235,
     "train_async": 300,
     "bench": 400,

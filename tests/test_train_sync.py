@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import common
+import learner
 import losses
 import reward
 import train_sync
 from buffer import apply_verdicts
+from model import GPT, PRESETS, ModelConfig, named_weights
 from rollout import generate
 
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
@@ -64,6 +66,28 @@ def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
     assert torch.equal(whole["reference"], again["reference"])
     steps = [r["step"] for r in rows_of(run)]
     assert steps == list(range(7))  # three of them were done twice and count once
+
+
+@pytest.mark.parametrize("positions, fits", [("learned", False), ("rope", True)])
+def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fits):
+    shape = dict(PRESETS["tiny"], vocab_size=reward.VOCAB_SIZE, context=9, positions=positions)
+    model = GPT(ModelConfig(**shape, attention="dsa", scoring="indexer", top_k=2), seed=5)
+    path = tmp_path / "weights.pt"
+    torch.save({"shape": model.config.__dict__, "weights": model.flat}, path)
+    flags = {"init": str(path), "task": "reverse:4", "steps": 2}  # it needs 10 positions
+    if not fits:
+        with pytest.raises(common.UserError, match=r"--init .*: must have 10 positions .* has 9"):
+            train_sync.train(config_of(tmp_path / "run", **flags))
+        return
+    config = config_of(tmp_path / "run", **flags)
+    start = learner.make_model(config, learner.make_task(config))
+    assert torch.equal(start.flat, model.flat) and start.config.attention == "dsa"
+    train_sync.train(config)
+    start.flat.copy_(common.load_checkpoint(tmp_path / "run")["weights"])
+    frozen, moved = named_weights(model), named_weights(start)
+    for name, weight in moved.items():  # an indexer is frozen in RL: no gradient reaches it
+        assert torch.equal(weight, frozen[name]) == (".indexer." in name), name
+    train_sync.train(dataclasses.replace(common.Config(), resume=str(tmp_path / "run"), steps=3))
 
 
 def test_resume_never_overwrites_a_finished_run(tmp_path):
@@ -255,6 +279,9 @@ def test_evaluation_changes_nothing():
         ({"task": "recall:999999"}, ["recall:999999", "16384"]),
         ({"task": "sum", "context": 64}, ["--context 64", "at least 289"]),
         ({"device": "tpu"}, ["--device tpu"]),
+        ({"init": "nowhere.pt"}, ["--init nowhere.pt", "weights file"]),
+        ({"init": "requirements.txt"}, ["--init requirements.txt", "weights file"]),
+        ({"attention": "dsa", "kernels": "triton"}, ["--kernels triton", "CUDA"]),
     ],
 )
 def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, words):
