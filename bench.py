@@ -1,9 +1,11 @@
-"""bench.py: pictures of runs and benchmarks; every number in the README comes from here.
+"""bench.py: benchmarks; every number in the README comes from here.
 
-    python bench.py plot RUN [RUN ...]      # redraw a run's pictures, or compare several
+    python bench.py plot RUN [RUN ...]      # redraw the pictures of runs
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
     python bench.py generator               # decode speed beside transformers (pip install it)
+    python bench.py decode                  # one token at 4k to 16k context, dense and sparse
+    python bench.py dsa                     # sparse attention against dense (GPU when there is one)
     python bench.py readme                  # write results/*.json into the README's tables
 
 Left out: training itself (the trainers are run as commands, exactly as a user would).
@@ -15,152 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 import common
+import report
 
 RESULTS = Path(__file__).parent / "results"
-# colour-blind safe (Okabe & Ito, 2008)
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
-
-
-def summarise(run: Path, facts: dict) -> str:
-    """Write summary.json from a run's metrics and `facts`, draw its pictures; returns the verdict.
-
-    The verdict has three lines: before and after, what it took, where the files are.
-    """
-    rows = common.read_lines(run / "metrics.jsonl")
-    before, *_, after = [row["eval"] for row in rows if "eval" in row] * 2
-    steps = [row for row in rows if "seconds" in row]
-    total = {key: sum(row[key] for row in steps) for key in ("samples", "tokens", "seconds")}
-    age = {
-        "max": max((row["staleness_max"] for row in steps), default=0),
-        "mean": float(np.mean([row["staleness_mean"] for row in steps] or [0.0])),
-        "bound": facts.pop("staleness_bound"),
-    }
-    summary = {
-        **facts,
-        "eval_metric": "share of evaluation problems solved by greedy decoding",
-        "eval_before": before["solved"],
-        "eval_after": after["solved"],
-        "eval": {"before": before, "after": after},
-        "samples": total["samples"],
-        "tokens_trained": int(total["tokens"]),
-        "learner_tokens_per_s": round(total["tokens"] / max(total["seconds"], 1e-9)),
-        "reference_share": float(np.mean([row["reference_share"] for row in steps] or [0.0])),
-        "staleness": age,
-        "failures": dict(sum((Counter(row["failures"]) for row in steps), Counter())),
-        "machine": common.describe_machine(),
-    }
-    (run / "summary.json").write_text(json.dumps(summary, indent=1))
-    draw_run(run)
-    return (
-        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
-        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
-        f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
-        f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
-        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
-    )
-
-
-def draw_run(run: Path) -> None:
-    """reward.png and timeline.png of one run folder, from its metrics and events."""
-    draw_reward(run)
-    draw_timeline(run)
-
-
-def canvas():
-    """matplotlib.pyplot without a screen; imported late, because a worker never draws."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def draw_reward(run: Path) -> None:
-    """Reward, held-out score and staleness against wall-clock time."""
-    plt = canvas()
-    rows = common.read_lines(run / "metrics.jsonl")
-    steps = [r for r in rows if "reward" in r]
-    if not steps:
-        return
-    t = [r["t"] for r in steps]
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1], layout="constrained"
-    )
-    top.plot(t, [r["reward"] for r in steps], color=BLUE, lw=1, label="training reward (mean)")
-    held = [(r["t"], r["eval"]["solved"]) for r in rows if "eval" in r]
-    top.plot(
-        *zip(*held, strict=True), "o-", color=ORANGE, ms=4, label="evaluation: solved (greedy)"
-    )
-    top.set_ylabel("score (1 = best)")
-    top.set_ylim(-0.02, 1.05)
-    top.legend(loc="lower right")
-    config = json.loads((run / "config.json").read_text())
-    top.set_title(f"{config['task']}, {config['mode']}: it learns while it generates")
-    age = [r["staleness_mean"] for r in steps]
-    bottom.plot(t, age, color=GREEN, lw=1, label="mean")
-    bottom.plot(t, [r["staleness_max"] for r in steps], color=PURPLE, lw=1, label="oldest token")
-    bottom.set_ylabel("staleness\n(versions)")
-    bottom.set_xlabel("wall-clock time (s)")
-    bottom.set_ylim(-0.1, 1.5 * max(1, max(r["staleness_max"] for r in steps)))
-    bottom.legend(loc="upper right", ncol=2, fontsize=8)
-    for axis in (top, bottom):
-        axis.grid(alpha=0.3)
-    figure.savefig(run / "reward.png", dpi=120)
-    plt.close(figure)
-
-
-def draw_timeline(run: Path, steps: int = 8) -> None:
-    """A Gantt picture of a few learner steps in the middle of a run: who did what, when, and by
-    which policy version."""
-    spans = [e for e in common.read_lines(run / "events.jsonl") if "seconds" in e]
-    trained = [e for e in spans if e["kind"] == "train"]
-    if not trained:
-        return
-    plt = canvas()
-    first = max(0, (len(trained) - steps) // 2)
-    window = trained[first : first + steps]
-    left, right = window[0]["t"], window[-1]["t"] + window[-1]["seconds"]
-    low, high = window[0]["version"], window[-1]["version"]
-    rows = sorted({e["process"] for e in spans})
-    seen = [e for e in spans if e["t"] < right and e["t"] + e["seconds"] > left]
-    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")
-    colours = plt.get_cmap("cividis", high - low + 3)
-    norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
-    for e in seen:
-        y, start = rows.index(e["process"]), max(e["t"], left)
-        width = min(e["t"] + e["seconds"], right) - start
-        colour = colours(norm(e["version"])) if "version" in e else GREY
-        axis.barh(y, width * 1e3, left=(start - left) * 1e3, color=colour, height=0.7)
-        if e["kind"] == "train" and width > 0.04 * (right - left):
-            middle = (start - left + width / 2) * 1e3
-            white = norm(e["version"]) < colours.N / 2
-            axis.text(
-                middle,
-                y,
-                f"v{e['version']}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if white else "black",
-            )
-    axis.set_yticks(range(len(rows)), rows)
-    axis.invert_yaxis()
-    axis.set_xlim(0, (right - left) * 1e3)
-    axis.set_xlabel(f"time (ms) since {left:.1f} s after the start; blank = idle, grey = verifying")
-    config = json.loads((run / "config.json").read_text())
-    axis.set_title(f"{config['task']}, {config['mode']}: who works, and with which policy version")
-    scale = plt.cm.ScalarMappable(norm, colours)
-    figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
-    figure.savefig(run / "timeline.png", dpi=120)
-    plt.close(figure)
 
 
 # ---------------------------------------------------------------------------------- generator
@@ -269,6 +135,188 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
         }
         print(f"{name}: {json.dumps(result['workloads'][name])}", flush=True)
     save_result("generator", result)
+
+
+# ---------------------------------------------------------------------------- sparse attention
+
+
+def bench_decode(lengths=(4096, 8192, 16384), slots: int = 16, rounds: int = 7) -> None:
+    """CPU, one thread, model `small`: one decoded token a slot at growing context, dense against
+    sparse in turn; and peak memory of a sparse prefill -> results/decode.json."""
+    import torch
+
+    import cache as room
+    from model import GPT, PRESETS, ModelConfig
+
+    torch.set_num_threads(1)
+    # the fastest dense attention, without the promise to round the same in any company
+    exact = room.attend_slots
+    room.attend_slots = lambda q, k, v, mask, block: exact(q, k, v, mask, 0)
+    result = {"machine": common.describe_machine(), "model": "small", "slots": slots, "rows": []}
+    kinds = {"dense": {}}
+    for chunk_size, top_k in ((64, 16), (64, 8), (16, 16)):
+        sparse = {"attention": "dsa", "chunk_size": chunk_size, "top_k": top_k}
+        kinds[f"{top_k} chunks of {chunk_size}"] = sparse
+    tokens, generator = torch.arange(slots), torch.Generator().manual_seed(0)
+    for length in tqdm(lengths, unit="length"):
+        steps, positions = {}, torch.full((slots,), length - 1)
+        for name, how in kinds.items():
+            model = GPT(ModelConfig(**PRESETS["small"], context=length, positions="rope", **how))
+            cache = room.make_cache(model, slots, length)
+            for part in (x for x in cache[:4] if x is not None):
+                part.normal_(generator=generator)
+            steps[name] = partial(room.decode, model, cache, tokens, positions, length - 1)
+        times = {name: [] for name in steps}
+        for i in range(rounds + 1):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                for _ in range(5):
+                    step()
+                times[name] += [(time.perf_counter() - start) / 5] * (i > 0)  # the first warms up
+        row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
+        for name, seconds in times.items():
+            row["tokens_per_s"][name] = spread([slots / s for s in seconds])
+            pairs = zip(times["dense"], seconds, strict=True)
+            row["over_dense"][name] = spread([dense / s for dense, s in pairs])
+        row["prefill_peak_mib"] = prefill_peak(length)
+        result["rows"].append(row)
+        tqdm.write(json.dumps(row))
+        save_result("decode", result)
+
+
+def prefill_peak(length: int) -> float:
+    """MiB that a sparse prefill of one sequence adds to a fresh process at its peak."""
+    code = rf"""
+import re, torch
+from pathlib import Path
+from cache import make_cache, prefill
+from model import GPT, PRESETS, ModelConfig
+torch.set_num_threads(1)
+read = lambda key: int(re.search(key + r":\s+(\d+)", status.read_text())[1]) / 1024
+status = Path("/proc/self/status")
+sparse = dict(attention="dsa", chunk_size=64, top_k=16, positions="rope")
+model = GPT(ModelConfig(**PRESETS["small"], context={length}, **sparse))
+cache = make_cache(model, 1, {length})
+prefill(model, cache, torch.tensor([0]), [[1] * 64])
+Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far (Linux)
+before = read("VmRSS")
+prefill(model, cache, torch.tensor([0]), [[i % 500 for i in range({length})]])
+print(read("VmHWM") - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    return round(float(done.stdout), 1)
+
+
+def bench_dsa(rounds: int = 5) -> None:
+    """Forward, and forward with backward, of sparse attention against dense, at growing context.
+
+    On a GPU: the kernels, bf16, 32 query and 2 key heads of width 128, 16 chunks of 64, 4k to 128k,
+    per query and in query blocks, against the fastest dense SDPA backend that runs there. On a CPU:
+    the specification at a small shape. -> results/dsa-cuda.json or dsa-cpu.json, dsa-*.png.
+    """
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    import dsa
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    gpu = device == "cuda"
+    torch.set_num_threads(1)
+    heads, lengths = (
+        ((32, 2, 128), [2**i for i in range(12, 18)])
+        if gpu
+        else ((4, 1, 32), [2**i for i in range(10, 15)])
+    )
+    shape = dict(query_heads=heads[0], key_heads=heads[1], width=heads[2], chunk_size=64, top_k=16)
+    kernels, dtype, rows = dsa, torch.float32, []
+    if gpu:
+        import dsa_triton as kernels
+
+        dtype = torch.bfloat16
+    wait = torch.cuda.synchronize if gpu else (lambda: None)
+
+    def dense(backend, q, k, v):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def sparse(tables, query_block, q, k, v):
+        return kernels.dsa_attention(q, k, v, tables, 16, query_block=query_block)
+
+    for length in tqdm(lengths, unit="length"):
+        shapes = [(length, h, heads[2]) for h in (heads[0], heads[1], heads[1])]
+        q, k, v = (torch.randn(s, dtype=dtype, device=device) for s in shapes)
+        tables = dsa.packed_tables(torch.tensor([0, length], device=device), 64)
+        backends = (
+            ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+            if gpu
+            else ("FLASH_ATTENTION",)
+        )
+        ways = {f"dense {b}": partial(dense, getattr(SDPBackend, b)) for b in backends}
+        ways |= {
+            f"sparse, query block {b}": partial(sparse, tables, b)
+            for b in ((1, 8, 16) if gpu else (1, 16))
+        }
+        row = {"length": length}
+        for backward in (False, True):
+            kind = "forward+backward" if backward else "forward"
+            row[kind], row[f"{kind} MiB"], times = {}, {}, {name: [] for name in ways}
+            for i in range(rounds + 1):
+                for name, way in list(ways.items()):
+                    try:
+                        if gpu:
+                            torch.cuda.reset_peak_memory_stats()
+                        start, used = (
+                            time.perf_counter(),
+                            torch.cuda.memory_allocated() if gpu else 0,
+                        )
+                        inputs = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+                        out = way(*inputs)
+                        if backward:
+                            torch.autograd.grad(out.sum(), inputs)
+                        wait()
+                    except RuntimeError as error:  # a backend that does not run here
+                        tqdm.write(f"{name} at {length}: {str(error).splitlines()[0]}")
+                        del ways[name], times[name]
+                        continue
+                    times[name] += [time.perf_counter() - start] * (i > 0)
+                    if gpu:
+                        row[f"{kind} MiB"][name] = (
+                            torch.cuda.max_memory_allocated() - used
+                        ) / 2**20
+            row[kind] = {name: spread([1e3 * s for s in t]) for name, t in times.items()}
+        rows.append(row)
+        tqdm.write(json.dumps(row))
+        save_result(f"dsa-{device}", {"machine": common.describe_machine(), **shape, "rows": rows})
+    draw_dsa(device)
+
+
+def draw_dsa(device: str) -> None:
+    """Time against context length, dense and sparse, from results/dsa-*.json."""
+    import matplotlib.pyplot as plt
+
+    result = load_result(f"dsa-{device}")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    for axis, kind in zip(axes, ("forward", "forward+backward"), strict=True):
+        for name in result["rows"][0][kind]:
+            points = [
+                (r["length"], r[kind][name]["median"]) for r in result["rows"] if name in r[kind]
+            ]
+            axis.plot(*zip(*points, strict=True), "o-", label=name)
+        axis.set(xscale="log", yscale="log", xlabel="context (tokens)", title=kind)
+        axis.set_xscale("log", base=2)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("time (ms)")
+    axes[0].legend()
+    figure.savefig(RESULTS / f"dsa-{device}.png", dpi=120)
+    plt.close(figure)
 
 
 # -------------------------------------------------------------------------- whole training runs
@@ -405,6 +453,8 @@ def write_readme() -> None:
 def main(arguments: list[str]) -> None:
     commands = {
         "generator": bench_generator,
+        "decode": bench_decode,
+        "dsa": bench_dsa,
         "tasks": bench_tasks,
         "staleness": bench_staleness,
         "readme": write_readme,
@@ -412,7 +462,7 @@ def main(arguments: list[str]) -> None:
     command, *runs = arguments or [""]
     if command == "plot" and runs:
         for run in runs:
-            draw_run(Path(run))
+            report.draw_run(Path(run))
     elif command in commands and not runs:
         commands[command]()
     else:

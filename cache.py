@@ -21,7 +21,7 @@ from torch import Tensor
 import dsa
 from model import GPT, PAD_BLOCK, attend_packed, pack_tokens, sparse_kernels
 
-KEY_BLOCK = 64  # cached values are summed in blocks of so many keys: see `attend_slots`
+KEY_BLOCK, LONG_BLOCK = 64, 256  # keys whose values are summed at once: see `attend_slots`
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
 
@@ -36,14 +36,14 @@ class Cache(NamedTuple):
 
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up to PAD_BLOCK, and from KEY_BLOCK on to that.
+    """An empty cache; capacity is rounded up to PAD_BLOCK, and from there on to `key_block`.
 
     Dense attention reads whole heads, so there a head's keys lie together in memory; sparse
     attention gathers rows, so there a row's heads do. The axes are the same in both.
     """
     c, like = model.config, model.flat
-    block = PAD_BLOCK if capacity <= KEY_BLOCK else KEY_BLOCK
-    capacity = -(-capacity // block) * block
+    capacity = -(-capacity // PAD_BLOCK) * PAD_BLOCK
+    capacity = -(-capacity // key_block(capacity)) * key_block(capacity)
     if sparse_kernels(c, like.device) is None:
         k, v = like.new_zeros(2, c.layers, slots, c.kv_heads, capacity, c.head_width)
         return Cache(k.transpose(2, 3), v.transpose(2, 3), None, None, None)
@@ -55,6 +55,11 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
     if c.chunk_size > 1:
         means = torch.zeros_like(scored[:, :, : tables.widest])
     return Cache(k, v, index, means, tables)
+
+
+def key_block(capacity: int) -> int:
+    """Keys that dense attention on CPU takes at once, in a cache of this capacity."""
+    return min(capacity, KEY_BLOCK if capacity <= 16 * KEY_BLOCK else LONG_BLOCK)
 
 
 def scored_keys(cache: Cache, layer: int) -> Tensor:
@@ -120,22 +125,22 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
     model.body(packed.tokens, packed.positions, attends)
 
 
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block: int) -> Tensor:
     """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
     0 and -inf -> [B, Hq, D].
 
-    The G query heads of a group stand where queries would: they share their keys. On a CPU every
-    sum over values is cut after KEY_BLOCK keys: how MKL cuts longer ones (and so SDPA) depends on T
-    and on the processor, and a slot's result must not depend on how long its neighbours are.
+    The G query heads of a group stand where queries would: they share their keys. Every sum over
+    values is cut after `block` keys (0: SDPA, as on GPUs). How MKL cuts longer ones, and SDPA with
+    it, depends on T and the processor, and a slot's result must not depend on its neighbours' T.
     """
     (B, Hq, D), Hkv = q.shape, k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, T, D]
-    if q.is_cuda:
+    if not block:
         grouped, mask = q.reshape(B, Hkv, -1, D), mask[:, None, None].expand(-1, -1, Hq // Hkv, -1)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(B, Hq, D)
     k, v, mask = k.flatten(0, 1), v.flatten(0, 1), mask.repeat_interleave(Hkv, 0)[:, None]
     logits = torch.baddbmm(mask, q.reshape(B * Hkv, -1, D), k.mT, alpha=D**-0.5)  # [.., G, T]
-    blocks = zip(logits.softmax(-1).split(KEY_BLOCK, 2), v.split(KEY_BLOCK, 1), strict=True)
+    blocks = zip(logits.softmax(-1).split(block, 2), v.split(block, 1), strict=True)
     out = torch.bmm(*next(blocks))  # [B * Hkv, G, D]
     for chance, values in blocks:
         out.baddbmm_(chance, values)
@@ -150,10 +155,10 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     depends on slot b only, bitwise: the batch has one static shape and masked keys add exact zeros.
     """
     c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
-    kernels = sparse_kernels(c, tokens.device)
-    block = min(KEY_BLOCK, cache.k.shape[2])
+    sparse = sparse_kernels(c, tokens.device)
+    block = key_block(cache.k.shape[2])
     T = -(-(longest + 1) // block) * block
-    if kernels is None:
+    if sparse is None:
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
         mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)
     else:
@@ -164,8 +169,8 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
 
         def attend(q, k, v, index):
             keys[slots, positions], values[slots, positions] = k, v
-            if kernels is None:
-                return attend_slots(q, keys[:, :T], values[:, :T], mask)
+            if sparse is None:
+                return attend_slots(q, keys[:, :T], values[:, :T], mask, 0 if q.is_cuda else block)
             if index is not None:
                 cache.index[layer][slots, positions] = index[1]
                 index = (index[0], cache.index[layer].flatten(0, 1), index[2])
@@ -174,7 +179,7 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
                 means = cache.means[layer].flatten(0, 1)
                 dsa.update_means(means, scored, tables)
             keys_flat, values_flat = keys.flatten(0, 1), values.flatten(0, 1)
-            return kernels.dsa_attention(q, keys_flat, values_flat, tables, c.top_k, index, means)
+            return sparse(q, keys_flat, values_flat, tables, c.top_k, index, means)
 
         return attend
 

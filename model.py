@@ -268,15 +268,20 @@ def generated_logprobs(
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
 
-def sparse_kernels(config: ModelConfig, device: torch.device):
-    """The module that computes sparse attention on this device, None where attention is dense."""
+def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None:
+    """The `dsa_attention` to use on this device, None where attention is dense."""
     if config.attention == "dense" or config.context < config.dense_below:
         return None
     if config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda"):
-        import dsa_triton
+        from dsa_triton import dsa_attention
 
-        return dsa_triton
-    return dsa
+        def contiguous(q, k, v, tables, top_k, index=None, means=None):  # what kernels ask for
+            index = index and [x.contiguous() for x in index]
+            q, k, v = (x.contiguous() for x in (q, k, v))
+            return dsa_attention(q, k, v, tables, top_k, index, means)
+
+        return contiguous
+    return dsa.dsa_attention
 
 
 def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = None) -> Callable:
@@ -284,11 +289,11 @@ def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = No
 
     With a fixed capacity, sparse attention's rounding does not depend on the longest sequence.
     """
-    kernels = sparse_kernels(config, packed.tokens.device)
-    if kernels is None:
+    sparse = sparse_kernels(config, packed.tokens.device)
+    if sparse is None:
         return lambda q, k, v, index: dense_packed(q, k, v, packed)
     tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size, capacity)
-    return lambda q, k, v, index: kernels.dsa_attention(q, k, v, tables, config.top_k, index)
+    return lambda q, k, v, index: sparse(q, k, v, tables, config.top_k, index)
 
 
 def named_weights(model: GPT) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import bench
 import common
+import report
 import train_sync
 from buffer import Buffer, Group, apply_verdicts, group_from_parts, group_to_parts, staleness
 from common import Config
@@ -315,7 +315,7 @@ def finish(run, learner, config, watch, buffer, totals) -> None:
         "groups": {**buffer.counts, "in_flight": len(buffer.outstanding)},
         "workers_lost": totals["lost"],
     }
-    print(bench.summarise(run, facts))
+    print(report.summarise(run, facts))
 
 
 if __name__ == "__main__":

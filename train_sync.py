@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import bench
 import common
 import losses
+import report
 import reward
 from buffer import Group, Trajectory, apply_verdicts, pack
 from common import Config
@@ -287,7 +287,7 @@ def train(config: Config) -> None:
         "groups": {"admitted": learner.next_group, "trained": learner.next_group, "in_flight": 0}
         | {"discarded": {}, "requeued": 0},
     }
-    print(bench.summarise(run, facts))
+    print(report.summarise(run, facts))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import pytest
 
 import bench
 import common
+import report
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -57,7 +58,7 @@ def test_pictures_come_from_the_run_folder_alone(tmp_path):
         events.append({"process": "reward-0", "kind": "score", "t": step + 0.5, "seconds": 0.01})
         rows.append({"t": step + 1.0, "step": step + 1, "reward": step / 12} | AGES)
     rows[-1]["eval"] = {"solved": 0.9}
-    bench.draw_run(run_folder(tmp_path / "run", events, rows))
+    report.draw_run(run_folder(tmp_path / "run", events, rows))
     for name in ("reward.png", "timeline.png"):
         assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -72,7 +73,7 @@ def test_the_summary_counts_all_steps(tmp_path):
         rows.append({"t": float(step), "step": step, "reward": 0.5, "reference_share": 0.1} | AGES)
     rows[-1] |= {"eval": {"solved": 0.9, "reward": 0.6, "turns": 3.5}, "staleness_max": 3}
     folder = run_folder(tmp_path / "run", [], rows)
-    text = bench.summarise(folder, {"staleness_bound": 4, "steps": 3, "wall_s": 3.0})
+    text = report.summarise(folder, {"staleness_bound": 4, "steps": 3, "wall_s": 3.0})
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
     assert (summary["samples"], summary["tokens_trained"]) == (12, 27)

@@ -23,6 +23,7 @@ CEILINGS = {
     "learner": 215,
     "train_sync": 235,
     "train_async": 300,
+    "report": 160,
     "bench": 400,
 }
 TOTAL, TOKENS_PER_LINE = 4200, 17.0

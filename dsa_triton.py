@@ -1,0 +1,554 @@
+"""Sparse attention as Triton kernels: dsa.py's functions, same names and signatures, for GPUs.
+
+dsa.py is the specification and says what is computed; this file says how it is computed fast.
+A program owns one block of `query_block` neighbouring queries and one key head: BQ * G query
+heads ("lanes") that share a list of chunks, and BN keys of that list at a time. Tensor cores
+want 64 rows: a tile of scores is [BM, BN] where the lanes fill them and [BN, BM], keys first,
+where they do not (G = 16 and BQ = 1). Softmax is online and in base 2; sums are in float32.
+
+  _select       scores the past of a block and keeps the best chunks in registers as int64 (the
+                float's order, the id reversed), tile by tile: scores are never stored
+  _forward      walks over a block's list; in decode, several programs share a list, and
+  _merge        adds up what they found
+  _delta        sum(out * grad), for both backward kernels
+  _backward_q   dQ; for chunks of less than 16 keys dK and dV too, by atomic additions
+  _backward_kv  dK and dV of a chunk from its inverse list, the blocks that selected it, made by
+                one sort without asking the GPU for a number; pieces of a list are added up
+                atomically, because a popular chunk (a sequence's first) may be in every list
+
+What limits speed: a list is read for BQ * G query heads only, so the L2 cache is the limit until
+BQ * G is about 64 to 128 and tensor cores are. Selection costs 1 / 2C of dense attention.
+Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding.
+
+Runs on CUDA, or, to be tested, on a CPU when TRITON_INTERPRET=1 is set before Triton is imported:
+there bfloat16 is computed as float32, and float64 is allowed. Triton 3.6 to 3.9; the interpreter
+of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, which
+share tiles; it never reaches an earlier block.
+
+Legend   as in dsa.py, and   BQ queries of a block (query_block)   NB blocks   P pieces
+         BM lanes, BN keys of a tile         BR blocks, BC chunks, BS kept in a tile of selection
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import dsa
+from dsa import Tables, _require
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-(1 << 63))  # below every packed score
+WIDTHS = (16, 32, 64, 128)  # head widths; others would pad the tiles
+STREAMED = 64  # longest list `_select` keeps in registers (at D = 128, above 32, it spills a bit)
+ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ kernel
+SCORE_ROWS = 64  # blocks that are scored together
+PIECE_LANES = 8192  # most lanes in a piece of an inverse list
+PROGRAMS = 264  # decode splits its lists to have so many: two for each multiprocessor of an H200
+
+
+# Kernels ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _dot(a, b):  # never TF32: float32 means float32
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _scores(keys, queries, KEY: tl.constexpr):
+    """All products of keys [BN, D] and queries [BM, D]; KEY is the axis of the keys."""
+    if KEY == 0:
+        product = _dot(keys, tl.trans(queries))
+    else:
+        product = _dot(queries, tl.trans(keys))
+    return product
+
+
+@triton.jit
+def _sums(weights, keys, KEY: tl.constexpr):
+    """Keys [BN, D] summed with weights: [D, BM], queries last, for KEY = 0, else [BM, D]."""
+    if KEY == 0:
+        total = _dot(tl.trans(keys), weights)
+    else:
+        total = _dot(weights, keys)
+    return total
+
+
+@triton.jit
+def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
+    """What the lanes are: member = query * G + query head of a block.
+
+    Returns the rows of [N * Hq], whether they exist, the first key row of the block's own chunk,
+    and how far into it each of them sees (-1: sees nothing at all).
+    """
+    start = tl.load(blocks + 4 * block)
+    size = tl.load(blocks + 4 * block + 1)
+    own = tl.load(blocks + 4 * block + 2)
+    reach = tl.load(blocks + 4 * block + 3)
+    query = member // G
+    live = query < size
+    at = (start + query).to(tl.int64) * (HKV * G) + head * G + member % G
+    return at, live, own, tl.where(live, reach + query, -1)
+
+
+@triton.jit
+def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr):
+    """Key rows of a tile of a list, and the reach a query needs to see each (C: nobody does)."""
+    if C >= BN:  # a piece of one chunk: one scalar
+        offset = tile * BN % C + tl.arange(0, BN)
+        row = tl.load(rows + tile // (C // BN)) + tl.zeros_like(offset)
+    else:
+        offset = tl.arange(0, BN) % C
+        slot = tile * (BN // C) + tl.arange(0, BN) // C
+        row = tl.load(rows + slot, mask=slot < S, other=-1)
+    need = tl.where(row < 0, C, tl.where(row == own, offset, 0))
+    return (row + offset).to(tl.int64), need
+
+
+@triton.jit
+def _forward(
+    q, k, v, rows, blocks, out, lse, scale, S, ALL, PER,
+    HKV: tl.constexpr, HS: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq] over PER tiles of each list."""
+    block, head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
+    member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
+    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
+    rows += (block.to(tl.int64) * HS + head % HS) * S
+    furthest = tl.max(reach, 0)
+    d = tl.arange(0, D)
+    line = at[:, None] * D + d[None, :]
+    query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
+    top = tl.full([BM], float("-inf"), lse.dtype.element_ty)
+    total = tl.zeros([BM], lse.dtype.element_ty)
+    acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
+    tiles = tl.where(furthest >= 0, tl.cdiv(S * C, BN), 0)
+    for tile in range(split * PER, tl.minimum(split * PER + PER, tiles)):
+        row, need = _keys(rows, tile, own, S, C, BN)
+        place = (row * HKV + head)[:, None] * D + d[None, :]
+        seen = (need <= furthest)[:, None]
+        key = tl.load(k + place, mask=seen, other=0.0)  # [BN, D]
+        value = tl.load(v + place, mask=seen, other=0.0)
+        score = _scores(key, query, KEY) * (scale * LOG2E)
+        visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
+        score = tl.where(visible, score, float("-inf"))
+        new = tl.maximum(top, tl.max(score, KEY))
+        base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: no inf - inf
+        chance = tl.exp2(score - tl.expand_dims(base, KEY))
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(chance, KEY)
+        acc = acc * tl.expand_dims(decay, KEY) + _sums(chance.to(value.dtype), value, KEY)
+        top = new
+    safe = tl.where(total == 0, 1.0, total)
+    acc = acc / tl.expand_dims(safe, KEY)
+    if KEY == 0:
+        acc = tl.trans(acc)
+    lse += split.to(tl.int64) * ALL
+    out += split.to(tl.int64) * ALL * D
+    tl.store(lse + at, top + tl.log2(safe), mask=live)  # -inf: saw nothing, and out is 0
+    tl.store(out + line, acc.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _merge(parts, part_lse, out, lse, ALL, SPLITS, D: tl.constexpr, BS: tl.constexpr):
+    """Partial outputs [splits, ALL, D] and their log-sums -> out [ALL, D], lse [ALL]."""
+    row, d, split = tl.program_id(0), tl.arange(0, D), tl.arange(0, BS)
+    at = split.to(tl.int64) * ALL + row
+    logs = tl.load(part_lse + at, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(logs, 0)
+    weight = tl.exp2(logs - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weight, 0)
+    safe = tl.where(total == 0, 1.0, total)
+    part = tl.load(parts + at[:, None] * D + d[None, :], mask=(split < SPLITS)[:, None], other=0.0)
+    result = tl.sum(part * (weight / safe)[:, None], 0)
+    tl.store(out + row.to(tl.int64) * D + d, result.to(out.dtype.element_ty))
+    tl.store(lse + row, top + tl.log2(safe))
+
+
+@triton.jit
+def _delta(out, grad, delta, ALL, D: tl.constexpr, BM: tl.constexpr):
+    """delta [ALL] = sum of out * grad over the width."""
+    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    place, live = row[:, None] * D + tl.arange(0, D)[None, :], row < ALL
+    x = tl.load(out + place, mask=live[:, None], other=0.0).to(delta.dtype.element_ty)
+    y = tl.load(grad + place, mask=live[:, None], other=0.0).to(delta.dtype.element_ty)
+    tl.store(delta + row, tl.sum(x * y, 1), mask=live)
+
+
+@triton.jit
+def _backward_q(
+    q, k, v, grad, rows, blocks, lse, delta, dq, dk, dv, scale, S,
+    HKV: tl.constexpr, HS: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
+    SCATTER: tl.constexpr,
+):  # fmt: skip
+    """dq as `_forward` walks, with the probabilities made again from lse; SCATTER: dk, dv too."""
+    block, head = tl.program_id(0) // PARTS, tl.program_id(1)
+    member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
+    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
+    rows += (block.to(tl.int64) * HS + head % HS) * S
+    furthest = tl.max(reach, 0)
+    d = tl.arange(0, D)
+    line = at[:, None] * D + d[None, :]
+    query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
+    slope = tl.load(grad + line, mask=live[:, None], other=0.0)
+    log = tl.load(lse + at, mask=live, other=0.0)
+    shift = tl.load(delta + at, mask=live, other=0.0)
+    acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
+    for tile in range(0, tl.where(furthest >= 0, tl.cdiv(S * C, BN), 0)):
+        row, need = _keys(rows, tile, own, S, C, BN)
+        place = (row * HKV + head)[:, None] * D + d[None, :]
+        seen = (need <= furthest)[:, None]
+        key = tl.load(k + place, mask=seen, other=0.0)  # [BN, D]
+        value = tl.load(v + place, mask=seen, other=0.0)
+        chance = tl.exp2(_scores(key, query, KEY) * (scale * LOG2E) - tl.expand_dims(log, KEY))
+        visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
+        chance = tl.where(visible, chance, 0.0)
+        slide = chance * (_scores(value, slope, KEY) - tl.expand_dims(shift, KEY))
+        slide, chance = slide.to(key.dtype), chance.to(key.dtype)
+        acc += _sums(slide, key, KEY)
+        if SCATTER:
+            if KEY == 1:
+                slide, chance = tl.trans(slide), tl.trans(chance)
+            tl.atomic_add(dk + place, _dot(slide, query) * scale, mask=seen)
+            tl.atomic_add(dv + place, _dot(chance, slope), mask=seen)
+    if KEY == 0:
+        acc = tl.trans(acc)
+    tl.store(dq + line, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _backward_kv(
+    q, k, v, grad, order, pieces, blocks, lse, delta, dk, dv, scale,
+    HKV: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Adds to dk, dv what the blocks order[begin:end] of a piece give BN keys of its chunk."""
+    piece = pieces + tl.program_id(0) * 5
+    first, size = tl.load(piece), tl.load(piece + 1).to(tl.int32)
+    head = tl.load(piece + 2).to(tl.int32) + tl.program_id(2)
+    begin, end = tl.load(piece + 3), tl.load(piece + 4)
+    lanes = (end - begin).to(tl.int32) * (BQ * G)
+    if lanes > 0:
+        d = tl.arange(0, D)
+        offset = tl.program_id(1) * BN + tl.arange(0, BN)
+        place = ((first + offset) * HKV + head)[:, None] * D + d[None, :]
+        exists = (offset < size)[:, None]
+        key = tl.load(k + place, mask=exists, other=0.0)  # [BN, D]
+        value = tl.load(v + place, mask=exists, other=0.0)
+        sum_k = tl.zeros([BN, D], lse.dtype.element_ty)
+        sum_v = tl.zeros([BN, D], lse.dtype.element_ty)
+        for step in range(0, lanes, BM):
+            lane = step + tl.arange(0, BM)
+            listed = lane < lanes
+            block = tl.load(order + begin + lane // (BQ * G), mask=listed, other=0)
+            at, live, own, reach = _lanes(blocks, block, lane % (BQ * G), head, HKV, G)
+            live &= listed
+            reach = tl.where((own == first) | (reach < 0), reach, C)  # a past chunk: all of it
+            seen = offset[:, None] <= reach[None, :]
+            line = at[:, None] * D + d[None, :]
+            query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
+            slope = tl.load(grad + line, mask=live[:, None], other=0.0)
+            log = tl.load(lse + at, mask=live, other=0.0)
+            shift = tl.load(delta + at, mask=live, other=0.0)
+            chance = tl.exp2(_dot(key, tl.trans(query)) * (scale * LOG2E) - log[None, :])
+            chance = tl.where(seen, chance, 0.0)  # [BN, BM]
+            sum_v += _dot(chance.to(key.dtype), slope)
+            slide = chance * (_dot(value, tl.trans(slope)) - shift[None, :])
+            sum_k += _dot(tl.where(seen, slide, 0.0).to(key.dtype), query)
+        tl.atomic_add(dk + place, sum_k * scale, mask=exists)
+        tl.atomic_add(dv + place, sum_v, mask=exists)
+
+
+@triton.jit
+def _select(
+    q, keys, weights, blocks, first, past, sel, NB, S,
+    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """sel [NB, HS, S] of each block's first query: its own chunk, then the best of its past."""
+    block, head, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1), tl.arange(0, D)
+    listed = block < NB
+    lead = tl.load(blocks + 4 * block, mask=listed, other=0).to(tl.int64)
+    live = listed & (tl.load(blocks + 4 * block + 1, mask=listed, other=0) > 0)
+    begin = tl.load(first + lead, mask=live, other=0)
+    count = tl.load(past + lead, mask=live, other=-1)
+    stop = begin + tl.maximum(count, 0)
+    kind: tl.constexpr = keys.dtype.element_ty if LEARNED else WIDE
+    place = ((lead * HS + head) * G)[:, None] * D + d[None, :]
+    query = tl.zeros([BR, D], kind)
+    if not LEARNED:
+        for g in range(G):
+            query += tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(kind)
+    best = tl.full([BR, BS], LOWEST, tl.int64)  # ascending
+    low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0)
+    for tile in range(low, tl.max(stop, 0), BC):
+        chunk = tile + tl.arange(0, BC).to(tl.int64)
+        inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
+        known = (chunk < tl.max(stop, 0))[None, :]
+        key = keys + (chunk * HS + head)[None, :] * D + d[:, None]
+        key = tl.load(key, mask=known, other=0.0).to(kind)  # [D, BC]
+        if LEARNED:
+            score = tl.zeros([BR, BC], WIDE)
+            for g in range(G):
+                query = tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(kind)
+                weight = tl.load(weights + lead * G + g, mask=live, other=0.0).to(WIDE)
+                hit = tl.dot(query, key, input_precision="tf32x3")
+                score += tl.maximum(hit, 0.0) * weight[:, None]
+        else:
+            score = tl.dot(query, key, input_precision="tf32x3")
+        score = score.to(tl.float32)
+        bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+        bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+        packed = tl.where(inside, (bits << 32) + (0xFFFFFFFF - chunk)[None, :], LOWEST)
+        if tl.max(tl.max(packed, 1) > tl.min(best, 1), 0):  # most tiles of a long past: no
+            best = tl.bitonic_merge(tl.maximum(best, tl.topk(packed, BS)))
+    slot = BS - tl.arange(0, BS)
+    ids = tl.where(best == LOWEST, -1, 0xFFFFFFFF - (best & 0xFFFFFFFF))
+    sel += ((block.to(tl.int64) * HS + head) * S)[:, None]
+    tl.store(sel + slot[None, :], ids, mask=listed[:, None] & (slot < S)[None, :])
+    tl.store(sel, tl.where(count >= 0, stop, -1)[:, None], mask=listed[:, None])
+
+
+# Plans: what the kernels follow, made on the device -----------------------------------------------
+
+
+def _blocks(tables: Tables, query_block: int) -> Tensor:
+    """int32 [NB, 4]: first query row, queries, first key row of the own chunk, place in it.
+
+    Blocks lie in chunks, so the chunks tell them, with as many as a full chunk has in each: some
+    are empty, but their number is known without asking the device.
+    """
+    if query_block == 1:
+        own = tables.row[tables.first + tables.past.clamp(min=0)]
+        place = (tables.q_pos - tables.past * tables.chunk_size).masked_fill(tables.past < 0, -1)
+        start = torch.arange(len(own), device=own.device)
+        columns = (start, torch.ones_like(own), own, place)
+    else:
+        place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
+        start = tables.row[:, None] + place
+        size = (tables.len[:, None] - place).clamp(0, query_block)
+        columns = (start, size, (start - place), place.expand_as(start))
+    return torch.stack(columns, dim=-1).int().flatten(0, -2)
+
+
+def _by_block(sel: Tensor, blocks: Tensor) -> Tensor:  # [N, Hs, S] -> [NB, Hs, S]
+    return sel[blocks[:, 0].long().clamp(max=len(sel) - 1)]  # an empty block's list is not used
+
+
+def _by_query(lists: Tensor, tables: Tables, query_block: int) -> Tensor:  # and back
+    place = tables.q_pos % tables.chunk_size // query_block
+    return lists[(tables.first + tables.past) * (tables.chunk_size // query_block) + place]
+
+
+def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]:
+    """The blocks that selected each chunk, in pieces of at most `limit` of them.
+
+    lists [NB, Hs, S] -> order int32 [NB * Hs * S], blocks by head and chunk; pieces int64 [P, 5]:
+    first key row, key rows, head, begin and end in `order`. P is an upper bound, the last pieces
+    are empty: nothing is copied to the host.
+    """
+    heads, width, many = lists.shape[1], lists.shape[2], len(tables.row)
+    device, total = lists.device, heads * many
+    key = lists + torch.arange(0, total, many, device=device)[:, None]
+    key, order = torch.where(lists < 0, total, key).int().flatten().sort(stable=True)
+    edges = torch.searchsorted(key, torch.arange(total + 1, dtype=torch.int32, device=device))
+    needed = (edges.diff() + limit - 1) // limit  # [Hs * NC] pieces
+    last = needed.cumsum(0)
+    piece = torch.arange(len(order) // limit + total, device=device)
+    owner = torch.searchsorted(last, piece, right=True).clamp(max=total - 1)
+    begin = edges[owner] + (piece - last[owner] + needed[owner]) * limit
+    end = torch.minimum(begin + limit, edges[owner + 1])
+    chunk = owner % many
+    pieces = (tables.row[chunk], tables.len[chunk], owner // many, begin, end)
+    return (order // (heads * width)).int(), torch.stack(pieces, dim=-1)
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+INTERPRETED = not isinstance(_forward, triton.JITFunction)
+
+
+def _launch(kernel, grid: tuple, *args, **constants) -> None:
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **constants)
+
+
+def _tiles(q: Tensor, k: Tensor, chunk_size: int, query_block: int) -> tuple[dict, dict]:
+    """Constants of `_forward` and `_backward_q`, and those of `_backward_kv`.
+
+    Chosen by what the compiler says for sm_90, not by timing: nothing spills at D <= 128, K and V
+    have two buffers or more (of three stages, one may go to the row numbers). KEY: see `_scores`.
+    """
+    group, half = q.shape[1] // k.shape[1], q.element_size() == 2
+    common = {"HKV": k.shape[1], "G": group, "C": chunk_size, "D": q.shape[2]}
+    common |= {"num_stages": 3 if half else 1}
+    lanes = min(128, max(16, triton.next_power_of_2(query_block * group))) if half else 16
+    walk = {"BM": lanes, "BN": 64 if half else 32, "KEY": int(lanes >= 64)}
+    walk |= {"PARTS": triton.cdiv(query_block * group, lanes)}
+    walk |= {"num_warps": 8 if lanes == 128 else 4}
+    inverse = {"BQ": query_block, "BM": 32 if half else 16, "BN": min(walk["BN"], chunk_size)}
+    return common | walk, common | inverse | {"num_warps": 4}
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of blocks to the chunks in their lists; backward makes the probabilities again."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lists, blocks, tables, scale, query_block):
+        rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
+        walk, inverse = _tiles(q, k, tables.chunk_size, query_block)
+        walk |= {"HS": lists.shape[1]}
+        every, exact = q.shape[:2].numel(), torch.promote_types(q.dtype, torch.float32)
+        out, lse = torch.empty_like(q), q.new_empty(every, dtype=exact)
+
+        tiles = triton.cdiv(lists.shape[2] * tables.chunk_size, walk["BN"])
+        grid = (len(blocks) * walk["PARTS"], k.shape[1])
+        splits = min(tiles, 16, max(1, PROGRAMS // (grid[0] * grid[1]))) if tables.cached else 1
+        found = (out, lse)
+        if splits > 1:
+            found = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
+        inputs = (q, k, v, rows, blocks, *found, scale, lists.shape[2], every)
+        _launch(_forward, (*grid, splits), *inputs, triton.cdiv(tiles, splits), **walk)
+        if splits > 1:
+            merge = {"D": q.shape[2], "BS": triton.next_power_of_2(splits)}
+            _launch(_merge, (every,), *found, out, lse, every, splits, **merge)
+        ctx.save_for_backward(q, k, v, out, lse, lists, rows, blocks)
+        ctx.plan = tables, scale, grid, walk, inverse
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse, lists, rows, blocks = ctx.saved_tensors
+        tables, scale, grid, walk, inverse = ctx.plan
+        grad, every, width = grad.contiguous(), len(lse), q.shape[2]
+        delta, dq = torch.empty_like(lse), torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        _launch(_delta, (triton.cdiv(every, 64),), out, grad, delta, every, D=width, BM=64)
+        inputs = (q, k, v, grad, rows, blocks, lse, delta, dq, dk, dv, scale, lists.shape[2])
+        scatter = tables.chunk_size < ATOMIC_BELOW
+        _launch(_backward_q, grid, *inputs, **walk, SCATTER=scatter)
+        if not scatter:
+            limit = max(1, PIECE_LANES // (inverse["BQ"] * inverse["G"]))
+            order, pieces = _inverse(lists, tables, limit)
+            grid = (len(pieces), inverse["C"] // inverse["BN"], k.shape[1] // lists.shape[1])
+            inputs = (q, k, v, grad, order, pieces, blocks, lse, delta, dk, dv, scale)
+            _launch(_backward_kv, grid, *inputs, **inverse)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+
+
+def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
+    """What the kernels ask of tensors, beyond what dsa.py does."""
+    dsa._lead(tables, query_block)
+    whole = query_block == 1 or len(tables.q_pos) == tables.rows
+    _require(whole, f"query_block must be 1 unless all keys have a query, got {query_block}")
+    for name, x in tensors.items():
+        here = f"cuda, or cpu with TRITON_INTERPRET=1: {name} is on {x.device}"
+        _require(x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}")
+        allowed = INTERPRETED or x.dtype != torch.float64
+        _require(allowed, f"dtype must not be float64, as {name} is, outside the interpreter")
+        _require(x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}")
+        fits = x.shape[-1] in WIDTHS or name == "weights"
+        _require(fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}")
+
+
+def _check_attention(q, k, v, tables: Tables, query_block: int) -> None:
+    dsa._check_tensors(q, k, tables, v)
+    _require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
+    _check(tables, query_block, q=q, k=k, v=v)
+
+
+def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_block=1) -> Tensor:
+    """Softmax attention of every query to the keys of its selected chunks at `pos` <= `q_pos`.
+
+    q [N, Hq, D], k and v [M, Hkv, D] contiguous and of one dtype (float32, bfloat16, float16;
+    float64 in the interpreter), D of WIDTHS, sel int64 [N, Hkv or 1, S] of global chunk ids, -1 =
+    none -> [N, Hq, D]; a query that sees nothing gets 0. scale defaults to D ** -0.5. Gradients
+    for q, k, v; dK and dV are summed in float32. To check `sel` the host waits for the GPU;
+    `dsa_attention`, whose lists are its own, does not.
+    Raises ValueError for a duplicate or foreign chunk id, for lists that are not shared in a
+    `query_block`, and for inputs that do not fit.
+    """
+    _check_attention(q, k, v, tables, query_block)
+    dsa._check_selection(sel, tables, k.shape[1])
+    shared = query_block == 1 or sel.equal(sel[dsa._lead(tables, query_block)])
+    _require(shared, f"sel must be the same for all queries of a query_block of {query_block}")
+    blocks = _blocks(tables, query_block)
+    return _attend(q, k, v, _by_block(sel, blocks), blocks, tables, scale, query_block)
+
+
+def _attend(q, k, v, lists, blocks, tables, scale, query_block) -> Tensor:
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    inputs = (_work(x) for x in (q, k, v))
+    return _Attention.apply(*inputs, lists, blocks, tables, scale, query_block).to(q.dtype)
+
+
+def _work(x: Tensor) -> Tensor:  # the interpreter's bfloat16 arithmetic is wrong
+    return x.float() if INTERPRETED and x.dtype == torch.bfloat16 else x
+
+
+# Selection ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, query_block=1) -> tuple:
+    """Scores and selects the chunks of every query's past: dsa.select_chunks, scores never stored.
+
+    q [N, Hq, D], k [M, Hkv, D], index = (q_index [N, J, E], k_index [M, E], weights [N, J]) or
+    None, means as from `dsa.chunk_means` -> (sel int64 [N, Hkv or 1, S], count int64 [N, Hkv or
+    1]). Equal scores give dsa.py's ids; scores may differ from dsa.py's in their last bits.
+    A decoder's few queries, and lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens), are
+    selected by dsa.py, 256 queries at a time.
+    Raises ValueError for top_k < 1 and for inputs that do not fit.
+    """
+    dsa._check_tensors(q, k, tables)
+    _check(tables, query_block, q=q, k=k)
+    lists = _lists(q, k, tables, top_k, index, means, query_block, _blocks(tables, query_block))
+    sel = lists if query_block == 1 else _by_query(lists, tables, query_block)
+    return sel, (tables.past + 1).clamp(max=top_k)[:, None].repeat(1, sel.shape[1])
+
+
+def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  # [NB, Hs, S]
+    _require(type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k!r}")
+    weights, width, learned = q, min(top_k, tables.widest), index is not None
+    if learned:
+        q, k, weights = index
+        dsa._check_tensors(q, k[..., None, :], tables, weights)
+        fits = weights.shape == q.shape[:2]
+        _require(fits, f"weights must be {list(q.shape[:2])}, got {list(weights.shape)}")
+        _check(tables, query_block, q_index=q, k_index=k, weights=weights)
+    if tables.cached or width > STREAMED + 1:
+        sel, _ = dsa.select_chunks(q, k, tables, top_k, index, means, query_block)
+        return _by_block(sel, blocks)
+    q, k, weights = _work(q), _work(k[:, None] if learned else k), _work(weights)
+    if means is None:
+        means = k if tables.chunk_size == 1 else dsa.chunk_means(k, tables)
+    heads, want = k.shape[1], [len(tables.row), *k.shape[1:]]
+    fits = list(means.shape) == want and means.is_contiguous() and means.device == k.device
+    fits = fits and means.dtype in (k.dtype, torch.float32)
+    _require(fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}")
+    sel = torch.empty(len(blocks), heads, width, dtype=torch.int64, device=q.device)
+    shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
+    shape |= {"WIDE": tl.float64 if q.dtype == torch.float64 else tl.float32}
+    kept = triton.next_power_of_2(max(2, width - 1))
+    shape |= {"BR": SCORE_ROWS, "BC": max(32, kept), "BS": kept, "num_warps": 4, "num_stages": 1}
+    inputs = (q, means, weights, blocks, tables.first, tables.past, sel, len(blocks), width)
+    _launch(_select, (triton.cdiv(len(blocks), SCORE_ROWS), heads), *inputs, **shape)
+    return sel
+
+
+def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, query_block=1):
+    """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
+
+    Arguments, dtypes and errors as for `select_chunks` and `sparse_attention`; no host
+    synchronisation. Nothing is kept for a backward pass that cannot come.
+    """
+    _check_attention(q, k, v, tables, query_block)
+    blocks = _blocks(tables, query_block)
+    with torch.no_grad():
+        lists = _lists(q, k, tables, top_k, index, means, query_block, blocks)
+    return _attend(q, k, v, lists, blocks, tables, None, query_block)

@@ -1,0 +1,646 @@
+"""dsa_triton.py against naive oracles, three ways: interpreted on a CPU, compiled, on a GPU.
+
+The interpreter must be chosen before Triton is imported and would stay chosen, so that the tests
+of kernels run in a process of their own (`test_interpreter`), or here on a GPU, never both. Without
+a GPU every kernel is still compiled for one (sm_90) by the real compiler.
+"""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from test_dsa import (
+    naive_attention,
+    naive_pick,
+    naive_scores,
+    random_index,
+    random_selection,
+    seen_rows,
+)
+from torch.nn import functional as F
+
+import dsa
+from cache import decode, make_cache, prefill
+from model import GPT, ModelConfig, pack_tokens
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+import dsa_triton  # noqa: E402
+
+DEVICE = "cpu" if dsa_triton.INTERPRETED else "cuda"
+kernels = (lambda test: test) if dsa_triton.INTERPRETED else pytest.mark.gpu
+compiler = pytest.mark.skipif(dsa_triton.INTERPRETED, reason="needs TRITON_INTERPRET unset")
+NAN = float("nan")
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+ERROR = dict(zip(DTYPES, (1e-12, 1e-5, 2e-3, 2e-2), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def setting(monkeypatch):
+    torch.manual_seed(0)
+    if DEVICE == "cpu":  # the interpreter sorts element by element
+        monkeypatch.setattr(dsa_triton, "SCORE_ROWS", 16)
+
+
+def packed(*cu, chunk_size):
+    return dsa.packed_tables(torch.tensor(cu, device=DEVICE), chunk_size)
+
+
+def random_qkv(queries, keys, heads=(4, 2), width=16, dtype=torch.float32):
+    shapes = ((queries, heads[0], width), (keys, heads[1], width), (keys, heads[1], width))
+    return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
+
+
+def close(got, want, error):
+    """Relative error of whole tensors, and their shapes."""
+    assert got.shape == want.shape
+    assert (got.double().cpu() - want.double().cpu()).norm() <= error * want.norm().cpu() + 1e-12
+
+
+@compiler
+def test_interpreter():
+    """All tests of kernels in this file, interpreted on the CPU, in a process of their own."""
+    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton 3.6 cannot loop with numpy >= 2.4")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 75, done.stdout
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+FORWARD = [  # cu_seqlens, chunk size, Hq, Hkv, Hs, width, query block, dtype, S
+    ([0, 1], 16, 1, 1, 1, 16, 1, torch.float64, 2),
+    ([0, 1, 16, 32, 49], 16, 6, 2, 2, 16, 1, torch.float32, 3),
+    ([0, 37, 100], 16, 4, 2, 2, 32, 8, torch.float32, 3),
+    ([0, 37, 100], 16, 4, 2, 1, 32, 16, torch.float32, 3),
+    ([0, 0, 5, 5, 38, 39], 16, 4, 1, 1, 32, 16, torch.float64, 2),
+    ([0, 37, 100], 32, 2, 2, 2, 64, 16, torch.bfloat16, 2),
+    ([0, 63, 128], 64, 16, 1, 1, 64, 8, torch.float16, 2),
+    ([0, 17, 31], 64, 3, 1, 1, 128, 1, torch.bfloat16, 1),
+    ([0, 513], 512, 1, 1, 1, 32, 128, torch.float16, 2),
+    ([0, 5, 30], 1, 4, 2, 1, 16, 1, torch.float32, 7),
+    ([0, 5, 17], 1, 4, 2, 2, 32, 1, torch.float16, 7),
+    ([0, 7, 40], 8, 16, 1, 1, 16, 8, torch.float16, 3),
+    ([0, 7, 40], 4, 4, 2, 2, 32, 2, torch.bfloat16, 3),
+]
+
+
+@kernels
+@pytest.mark.parametrize("case", FORWARD, ids=lambda case: f"chunk {case[1]}, block {case[6]}")
+def test_forward_and_gradients_are_those_of_masked_dense_attention(case, monkeypatch):
+    monkeypatch.setattr(dsa_triton, "PIECE_LANES", 64)  # several pieces of an inverse list
+    cu, chunk_size, *heads, select_heads, width, query_block, dtype, many = case
+    tables = dsa.packed_tables(torch.tensor(cu), chunk_size)
+    sel = random_selection(tables, select_heads, many)
+    sel[cu[-1] // 2 :: 11] = -1  # these see nothing
+    sel = sel[dsa._lead(tables, query_block)]
+    empty = (sel < 0).all(-1).expand(-1, heads[1]).repeat_interleave(heads[0] // heads[1], 1)
+    seen = seen_rows(sel.expand(-1, heads[1], -1), cu, chunk_size)
+    seen = [[rows or [0] for rows in by_head] for by_head in seen]  # no softmax over nothing
+    for kind in (dtype,) if DEVICE == "cpu" else DTYPES[1:]:
+        inputs = [x.requires_grad_() for x in random_qkv(cu[-1], cu[-1], heads, width, kind)]
+        exact = [x.detach().cpu().double().requires_grad_() for x in inputs]
+        want = naive_attention(*exact, seen).masked_fill(empty[..., None], 0.0)
+        weight = torch.randn_like(want)
+        want_grads = torch.autograd.grad((want * weight).sum(), exact)
+        given = sel.to(DEVICE), packed(*cu, chunk_size=chunk_size)
+        got = dsa_triton.sparse_attention(*inputs, *given, None, query_block)
+        assert got.dtype == kind
+        grads = torch.autograd.grad((got * weight.to(got)).sum(), inputs)
+        for a, b in zip((got, *grads), (want, *want_grads), strict=True):
+            close(a, b, ERROR[kind])
+        assert (got[empty] == 0).all() and (grads[0][empty] == 0).all()
+
+
+@kernels
+@pytest.mark.skipif(DEVICE != "cpu", reason="float64 is for the interpreter")
+@pytest.mark.parametrize("chunk_size,query_block", [(1, 1), (16, 1), (16, 8)])
+def test_gradcheck(chunk_size, query_block):
+    tables = packed(0, 1, 18, chunk_size=chunk_size)
+    q, k, v = (x.requires_grad_() for x in random_qkv(18, 18, (2, 1), 16, torch.float64))
+    sel, _ = dsa.select_chunks(q, k, tables, 2, query_block=query_block)
+
+    def attend(*inputs):
+        return dsa_triton.sparse_attention(*inputs, sel, tables, 0.7, query_block)
+
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
+
+
+@kernels
+@pytest.mark.parametrize("chunk_size,length", [(1, 9), (16, 17), (64, 63), (64, 65), (512, 20)])
+def test_selecting_everything_is_dense_attention(chunk_size, length):
+    tables, (q, k, v) = packed(0, length, chunk_size=chunk_size), random_qkv(length, length)
+    got = dsa_triton.dsa_attention(q, k, v, tables, tables.widest, query_block=min(8, chunk_size))
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    want = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=0, atol=5e-6)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "chunk_size,query_block,learned", [(1, 1, False), (16, 1, True), (16, 8, False), (16, 8, True)]
+)
+def test_future_tokens_and_other_sequences_change_nothing(chunk_size, query_block, learned):
+    cu, now = [0, 3, 33, 40], 26  # the query at row 26 may see rows 3 ... 26
+    tables = packed(*cu, chunk_size=chunk_size)
+    tensors = random_qkv(40, 40) + random_index(40, width=16, dtype=torch.float32)
+    tensors, same = [x.to(DEVICE) for x in tensors], slice(3, now + 1)
+
+    def result(tensors, gradients):
+        q, k, v, *index = tensors
+        given = (q, k, tables, 2, index if learned else None, None, query_block)
+        sel, _ = dsa_triton.select_chunks(*given)
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = dsa_triton.sparse_attention(*inputs, sel, tables, None, query_block)
+        grads = torch.autograd.grad(out[same].sum(), inputs) if gradients else ()
+        return sel[same], out[same].detach(), [x[same] for x in grads]
+
+    def changed(value):
+        other = [x.clone() for x in tensors]
+        for x in other:
+            x[now + 1 :] = value
+            x[:3] = value
+        return result(other, value == value)
+
+    sel, out, grads = result(tensors, True)
+    for value in (1e6, NAN) if query_block == 1 else (1e6,):
+        got = changed(value)
+        assert torch.equal(sel, got[0]) and torch.equal(out, got[1]), f"{value} leaked"
+        for a, b in zip(got[2], grads, strict=False):  # sums in any order
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("chunk_size,query_block", [(1, 1), (16, 1), (16, 8)])
+def test_packed_is_bitwise_separate(chunk_size, query_block):
+    cu = [0, 19, 19, 36, 37]
+    tensors = random_qkv(37, 37)
+    tables = packed(*cu, chunk_size=chunk_size)
+    whole = dsa_triton.dsa_attention(*tensors, tables, 3, query_block=query_block)
+    for a, b in ((0, 19), (19, 36), (36, 37)):
+        tables = packed(0, b - a, chunk_size=chunk_size)
+        alone = (x[a:b].contiguous() for x in tensors)
+        alone = dsa_triton.dsa_attention(*alone, tables, 3, query_block=query_block)
+        assert torch.equal(whole[a:b], alone)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "chunk_size,learned,programs",
+    [(1, True, 264), (16, False, 264), (16, True, 264), (16, True, 1)],
+)
+def test_decode_is_the_last_row_of_prefill(chunk_size, learned, programs, monkeypatch):
+    monkeypatch.setattr(dsa_triton, "PROGRAMS", programs)
+    lengths, capacity = [1, 0, 33, 16], 40  # the second slot is empty
+    cache = [torch.full((4, capacity, *shape), NAN, device=DEVICE) for shape in ((2, 16),) * 2]
+    cache.append(torch.full((4, capacity, 16), NAN, device=DEVICE))
+    queries, want = [torch.zeros(4, 4, 16), torch.zeros(4, 3, 16), torch.zeros(4, 3)], []
+    queries = [x.to(DEVICE) for x in queries]
+    for slot, length in enumerate(lengths):
+        if length == 0:
+            want.append(torch.zeros(4, 16, device=DEVICE))
+            continue
+        q, k, v = random_qkv(length, length)
+        index = [x.to(DEVICE) for x in random_index(length, width=16, dtype=torch.float32)]
+        for row, x in zip(cache, (k, v, index[1]), strict=True):
+            row[slot, :length] = x
+        for row, x in zip(queries, (q, index[0], index[2]), strict=True):
+            row[slot] = x[-1]
+        tables, given = packed(0, length, chunk_size=chunk_size), index if learned else None
+        want.append(dsa_triton.dsa_attention(q, k, v, tables, 3, given)[-1])
+    tables = dsa.cache_tables(torch.tensor(lengths, device=DEVICE), capacity, chunk_size)
+    k, v, k_index = (x.flatten(0, 1) for x in cache)
+    index = (queries[1], k_index, queries[2]) if learned else None
+    with torch.no_grad():
+        got = dsa_triton.dsa_attention(queries[0], k, v, tables, 3, index)
+    torch.testing.assert_close(got, torch.stack(want), rtol=0, atol=1e-6)
+
+
+@kernels
+def test_gradients_through_a_cache_and_a_part_of_the_queries(monkeypatch):
+    """Tables whose queries are few: lists split in unequal parts, a prefill that continues."""
+    monkeypatch.setattr(dsa_triton, "PROGRAMS", 4)  # 2 parts of 5 tiles
+    q, k, v = random_qkv(150, 150)
+    k[141:], v[141:] = NAN, NAN  # not written yet
+    for x in (q, k, v):
+        x.requires_grad_()
+    whole, now = packed(0, 150, chunk_size=16), slice(140, 141)
+    late = whole._replace(**{name: getattr(whole, name)[now] for name in whole._fields[7:]})
+    cached = dsa.cache_tables(torch.tensor([141], device=DEVICE), 150, 16)
+    results = []
+    for tables in (late, cached):
+        sel, _ = dsa_triton.select_chunks(q[now], k, tables, 10)  # all chunks
+        for module in (dsa, dsa_triton):
+            out = module.sparse_attention(q[now], k, v, sel, tables)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    assert all(x.isfinite().all() for x in results[0])
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-6)
+
+
+@kernels
+def test_lists_may_have_any_strides():
+    tables, (q, k, v) = packed(0, 20, chunk_size=4), random_qkv(20, 20)
+    sel = random_selection(dsa.packed_tables(torch.tensor([0, 20]), 4), 2, 3).to(DEVICE)
+    want = dsa_triton.sparse_attention(q, k, v, sel, tables)
+    for turned in (sel.permute(2, 1, 0), sel.permute(1, 2, 0), sel.permute(0, 2, 1)):
+        back = [turned.shape.index(n) for n in sel.shape]
+        strange = turned.contiguous().permute(back)
+        assert strange.equal(sel) and not strange.is_contiguous()
+        assert torch.equal(dsa_triton.sparse_attention(q, k, v, strange, tables), want)
+
+
+@kernels
+def test_without_gradients_nothing_is_kept():
+    tables, (q, k, v) = packed(0, 9, chunk_size=16), random_qkv(9, 9)
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with hooks:
+        assert not dsa_triton.dsa_attention(q, k, v, tables, 1).requires_grad
+        with torch.no_grad():
+            dsa_triton.dsa_attention(q.requires_grad_(), k, v, tables, 1)
+        assert not kept
+        assert dsa_triton.dsa_attention(q, k, v, tables, 1).requires_grad and kept
+
+
+def test_inverse_lists_are_the_naive_ones_in_bounded_pieces():
+    tables = dsa.packed_tables(torch.tensor([0, 37, 100]), 16)
+    for heads, limit in ((1, 3), (2, 1), (2, 1000)):
+        lists = random_selection(tables, heads, 3)
+        order, pieces = dsa_triton._inverse(lists, tables, limit)
+        found = {}
+        for row, size, head, begin, end in pieces.tolist():
+            assert end - begin <= limit
+            if end > begin:
+                found.setdefault((head, row, size), []).extend(order[begin:end].tolist())
+        want = {}
+        for block, by_head in enumerate(lists.tolist()):
+            for head, ids in enumerate(by_head):
+                for chunk in (c for c in ids if c >= 0):
+                    place = (head, int(tables.row[chunk]), int(tables.len[chunk]))
+                    want.setdefault(place, []).append(block)
+        assert {key: sorted(blocks) for key, blocks in found.items()} == want
+
+
+# Selection ----------------------------------------------------------------------------------------
+
+
+TIES = [  # cu_seqlens, chunk size, top_k, longest list the kernel keeps
+    ([0, 1], 16, 1, 64),
+    ([0, 15, 31, 48], 4, 3, 64),
+    ([0, 37, 100], 16, 2, 64),
+    ([0, 37, 37, 100], 16, 9, 64),
+    ([0, 7, 40], 1, 50, 64),
+    ([0, 7, 40], 1, 5, 64),
+    ([0, 7, 40], 1, 5, 3),  # by dsa.py
+]
+
+
+@kernels
+@pytest.mark.parametrize("cu,chunk_size,top_k,streamed", TIES)
+@pytest.mark.parametrize("learned", [False, True])
+def test_selection_with_ties_is_the_naive_one(
+    cu, chunk_size, top_k, streamed, learned, monkeypatch
+):
+    monkeypatch.setattr(dsa_triton, "STREAMED", streamed)
+    n, tables = cu[-1], packed(*cu, chunk_size=chunk_size)
+    small = [torch.randint(-1, 2, shape).float() for shape in ((n, 4, 16), (n, 2, 16))]
+    index = [torch.randint(-1, 2, shape).float() for shape in ((n, 2, 16), (n, 16), (n, 2))]
+    q, k = small
+
+    def score(t, rows):
+        if learned:
+            hits = index[0][t] @ index[1][rows].mean(0)
+            return [sum(float(w * max(x, 0)) for w, x in zip(index[2][t], hits, strict=True))]
+        return [float(q[t, 2 * h : 2 * h + 2].sum(0) @ k[rows, h].mean(0)) for h in (0, 1)]
+
+    for dtype in (torch.float32,) if DEVICE == "cpu" else DTYPES[1:]:
+        given = [x.to(DEVICE, dtype) for x in index] if learned else None
+        given = (q.to(DEVICE, dtype), k.to(DEVICE, dtype), tables, top_k, given)
+        sel, count = dsa_triton.select_chunks(*given)
+        assert sel.dtype == torch.int64 and sel.shape[2] == min(top_k, tables.widest)
+        same = dsa.select_chunks(*given)
+        assert torch.equal(sel, same[0]) and torch.equal(count, same[1])
+        scores = naive_scores(cu, chunk_size, score)
+        for h in range(1 if learned else 2):
+            one = {place: values[h] for place, values in scores.items()}
+            for t, ids in enumerate(naive_pick(cu, chunk_size, one, top_k)):
+                assert sel[t, h].tolist() == ids + [-1] * (sel.shape[2] - len(ids))
+                assert count[t, h] == len(ids) == len(set(ids))
+
+
+@kernels
+@pytest.mark.parametrize("chunk_size,query_block", [(1, 1), (4, 4), (8, 2)])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_selection_of_random_scores_is_dsa_s_to_rounding(chunk_size, query_block, learned, dtype):
+    """Rounding may swap chunks of nearly equal score: so compare the scores that were kept."""
+    tables = packed(0, 0, 30, 47, chunk_size=chunk_size)
+    q, k, _ = random_qkv(47, 47, dtype=dtype)
+    index = [x.to(DEVICE, dtype) for x in random_index(47, width=32)]
+    scores = dsa.index_scores(*index, tables) if learned else dsa.mean_scores(q, k, tables)
+    scores = scores[dsa._lead(tables, query_block)]
+    given = (q, k, tables, 3, index if learned else None, None, query_block)
+    (sel, count), (want, want_count) = dsa_triton.select_chunks(*given), dsa.select_chunks(*given)
+    assert torch.equal(count, want_count) and torch.equal(sel[..., 0], want[..., 0])
+    assert torch.equal(sel >= 0, want >= 0)
+    for ids in sel.flatten(0, 1).tolist():
+        ids = [c for c in ids if c >= 0]
+        assert len(ids) == len(set(ids))
+    kept = []
+    for ids in (sel, want):
+        local = (ids - tables.first[:, None, None]).clamp(min=0)
+        kept.append(scores.gather(2, local).masked_fill(ids < 0, 0.0)[..., 1:])
+    torch.testing.assert_close(*kept, rtol=1e-4, atol=1e-4)
+    if dtype == torch.float32 and query_block > 1:
+        means = dsa.chunk_means(index[1][:, None] if learned else k, tables)
+        again, _ = dsa_triton.select_chunks(*given[:5], means, query_block)
+        assert torch.equal(again, sel)
+        turned, _ = dsa_triton.select_chunks(*given[:5], -means, query_block)
+        assert not torch.equal(turned, sel)
+
+
+@kernels
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), NAN, -0.0])
+def test_special_scores_are_selected_as_in_dsa(value):
+    tables = packed(0, 40, chunk_size=1)
+    q, k, _ = random_qkv(40, 40, (1, 1))
+    q[..., 1:], k[..., 1:] = 0, 0
+    q[..., 0] = 1
+    k[::3, 0, 0] = value
+    k[1::3, 0, 0] = 0.0
+    got, want = (module.select_chunks(q, k, tables, 8)[0] for module in (dsa_triton, dsa))
+    if value == value and abs(value) != float("inf"):
+        assert torch.equal(got, want)
+    for t, ids in enumerate(got[:, 0].tolist()):
+        ids = [c for c in ids if c >= 0]
+        assert ids[0] == t and len(set(ids)) == len(ids) == min(t + 1, 8) and max(ids) == t
+
+
+@kernels
+@pytest.mark.parametrize("scoring", ["mean", "indexer"])
+def test_a_model_computes_with_them_what_it_computes_without(scoring):
+    """Training forward and gradient, prefill and decode."""
+    shape = dict(layers=1, width=32, heads=4, kv_heads=2, head_width=16, hidden=32, vocab_size=40)
+    sparse = dict(attention="dsa", scoring=scoring, chunk_size=4, top_k=3, context=32)
+    tokens, found = torch.arange(26) * 7 % 40, {}
+    for how in ("spec", "triton"):
+        model = GPT(ModelConfig(**shape, **sparse, kernels=how)).on(DEVICE)
+        hidden = model(pack_tokens([tokens[:5], tokens], DEVICE))
+        hidden.square().sum().backward()
+        cache = make_cache(model, 2, 32)
+        prefill(model, cache, torch.tensor([1], device=DEVICE), [tokens[:25]])
+        ids, positions = (torch.tensor([0, x], device=DEVICE) for x in (tokens[25], 25))
+        step = decode(model, cache, ids, positions, 25)[1]
+        close(step, hidden[-1].detach(), 1e-5)
+        found[how] = (hidden.detach(), model.flat_grad, step)
+    for got, want in zip(found["triton"], found["spec"], strict=True):
+        close(got, want, 1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("learned", [False, True])
+def test_all_three_steps_are_dsa_s(learned):
+    tables, (q, k, v) = packed(0, 37, 100, chunk_size=16), random_qkv(100, 100)
+    index = [x.to(DEVICE) for x in random_index(100, width=16, dtype=torch.float32)]
+    given = (q, k, v, tables, 3, index if learned else None, None, 8)
+    got, want = dsa_triton.dsa_attention(*given), dsa.dsa_attention(*given)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+def attend(rows=6, query_block=1, top_k=1, index=None, means=None, tables=None, width=16, **given):
+    """dsa_attention, or sparse_attention where `sel` is given, with good defaults."""
+    tables = packed(0, 6, chunk_size=2) if tables is None else tables
+    tensors = dict(zip("qkv", random_qkv(rows, 6, width=width), strict=True)) | given
+    if "sel" in given:
+        tensors["sel"] = given["sel"].to(DEVICE)
+        return dsa_triton.sparse_attention(**tensors, tables=tables, query_block=query_block)
+    return dsa_triton.dsa_attention(
+        **tensors, tables=tables, top_k=top_k, index=index, means=means, query_block=query_block
+    )
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def part_of_the_queries():
+    tables = packed(0, 6, chunk_size=2)
+    return tables._replace(**{name: getattr(tables, name)[-2:] for name in tables._fields[7:]})
+
+
+BAD = {
+    "chunk_size": (lambda: packed(0, 6, chunk_size=24), "chunk_size.*power of two.*got 24"),
+    "top_k": (lambda: attend(top_k=0), "top_k must be an integer >= 1, got 0"),
+    "query_block": (lambda: attend(query_block=3), "query_block.*power of two.*got 3"),
+    "query_block > C": (lambda: attend(query_block=4), "query_block.*1 to 2, got 4"),
+    "query_block, few queries": (
+        lambda: attend(rows=2, query_block=2, tables=part_of_the_queries()),
+        "query_block must be 1 unless all keys",
+    ),
+    "width": (lambda: attend(width=24), r"q must have a head width of .*128.*, got \[6, 4, 24\]"),
+    "rows": (lambda: attend(rows=5), r"q must be \[6, heads"),
+    "dtypes": (lambda: attend(v=zeros(6, 2, 16).half()), "dtype must be one of"),
+    "integers": (lambda: attend(**{x: zeros(6, 2, 16).long() for x in "qkv"}), "dtype.*int64"),
+    "device": (lambda: attend(k=torch.zeros(6, 2, 16, device="meta")), "device.*meta"),
+    "strides q": (lambda: attend(q=zeros(4, 6, 16).transpose(0, 1)), "q must be contiguous"),
+    "strides k": (lambda: attend(k=zeros(6, 2, 32)[..., ::2]), "k must be contiguous"),
+    "strides v": (lambda: attend(v=zeros(6, 1, 16).expand(6, 2, 16)), "v must be contiguous"),
+    "v": (lambda: attend(v=zeros(6, 1, 16)), "v must be"),
+    "index width": (
+        lambda: attend(index=(zeros(6, 3, 8), zeros(6, 8), zeros(6, 3))),
+        "q_index must have a head width",
+    ),
+    "weights": (
+        lambda: attend(index=(zeros(6, 3, 16), zeros(6, 16), zeros(6, 2))),
+        r"weights must be \[6, 3\]",
+    ),
+    "index strides": (
+        lambda: attend(index=(zeros(6, 3, 16), zeros(16, 6).T, zeros(6, 3))),
+        "k_index must be contiguous",
+    ),
+    "means": (lambda: attend(means=zeros(4, 2, 16)), r"means must be \[3, 2, 16\]"),
+    "means device": (lambda: attend(means=torch.zeros(3, 2, 16, device="meta")), "means must be"),
+    "sel twice": (
+        lambda: attend(sel=torch.tensor([[[0, -1, -1]]] * 5 + [[[1, 0, 1]]])),
+        r"sel must hold unique.*\[\[5, 0\]\] has \[\[1, 0, 1\]\]",
+    ),
+    "sel future": (lambda: attend(sel=torch.full((6, 1, 1), 1)), r"sel must hold.*\[\[0, 0\]\]"),
+    "sel far": (lambda: attend(sel=torch.full((6, 1, 1), 10**9)), "sel must hold"),
+    "sel below -1": (lambda: attend(sel=torch.full((6, 1, 1), -2)), "sel must hold"),
+    "sel dtype": (lambda: attend(sel=torch.zeros(6, 1, 1).int()), "sel must be int64"),
+    "sel heads": (lambda: attend(sel=torch.zeros(6, 3, 1).long()), r"sel must be int64 \[6, 2"),
+    "sel not shared": (
+        lambda: attend(sel=torch.tensor([0, -1, 1, 1, 2, 2])[:, None, None], query_block=2),
+        "sel must be the same for all queries of a query_block of 2",
+    ),
+}
+
+
+@kernels
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_named(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@compiler
+def test_a_cpu_tensor_is_refused_where_nothing_is_interpreted():
+    tables = dsa.packed_tables(torch.tensor([0, 6]), 2)
+    q, k, v = torch.zeros(6, 4, 16), torch.zeros(6, 2, 16), torch.zeros(6, 2, 16)
+    calls = (
+        lambda: dsa_triton.dsa_attention(q, k, v, tables, 1),
+        lambda: dsa_triton.select_chunks(q, k, tables, 1),
+        lambda: dsa_triton.sparse_attention(q, k, v, tables.past[:, None, None], tables),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="device must be cuda, or cpu with TRITON_INTERPRET=1"):
+            call()
+
+
+# The compiler -------------------------------------------------------------------------------------
+
+KERNELS = {name: x for name, x in vars(dsa_triton).items() if isinstance(x, triton.JITFunction)}
+LAUNCHED = {"_forward", "_merge", "_delta", "_backward_q", "_backward_kv", "_select"}
+SHAPES = {  # D, chunk size, query block, S, cached, indexer heads and width
+    "per query, 64": (64, 64, 1, 16, False, None),
+    "per query, 128": (128, 64, 1, 16, False, None),
+    "block of 8, 64": (64, 64, 8, 16, False, None),
+    "block of 8, 128": (128, 64, 8, 16, False, None),
+    "tokens": (128, 1, 1, 64, False, (4, 64)),
+    "decode": (128, 64, 1, 16, True, None),
+}
+
+
+def compile_for_hopper(kernel, *args, **constants) -> tuple[str, int]:
+    """Compiles a launch for sm_90 without a GPU: resource usage, bytes of shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {
+        name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
+    }
+    names = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    names |= {torch.int32: "*i32", torch.int64: "*i64"}
+    signature, divisible = {}, {}
+    for place, (name, x) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0):
+            divisible[(place,)] = [["tt.divisibility", 16]]
+        kinds = {float: "fp32", int: "i32"}
+        signature[name] = names[x.dtype] if isinstance(x, torch.Tensor) else kinds[type(x)]
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, divisible)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return re.search(r"REG:\d+ STACK:\d+", usage)[0], compiled.metadata.shared
+
+
+@compiler
+@pytest.mark.parametrize("name", SHAPES)
+def test_kernels_compile_for_sm_90_and_spill_nothing(name, monkeypatch):
+    """What dsa_attention and its backward would launch for 32 query heads, 2 key heads, bf16."""
+    width, chunk_size, query_block, top_k, cached, indexer = SHAPES[name]
+    length, launches = chunk_size * top_k, []
+    monkeypatch.setattr(dsa_triton, "_check", lambda *args, **tensors: None)  # CPU tensors
+    monkeypatch.setattr(
+        dsa_triton, "_launch", lambda kernel, grid, *a, **c: launches.append((kernel, a, c))
+    )
+    cu, queries = torch.tensor([0, length]), 1 if cached else length
+    tables = dsa.packed_tables(cu, chunk_size)
+    if cached:
+        tables = dsa.cache_tables(cu[1:], length, chunk_size)
+    shapes = ((queries, 32, width), (length, 2, width), (length, 2, width))
+    q, k, v = (torch.zeros(x, dtype=torch.bfloat16, requires_grad=True) for x in shapes)
+    sel, _ = dsa.select_chunks(q, k, tables, top_k, query_block=query_block)
+    index = None
+    if indexer:
+        shapes = ((length, *indexer), (length, indexer[1]), (length, indexer[0]))
+        index = [torch.zeros(x, dtype=torch.bfloat16) for x in shapes]
+    dsa_triton.select_chunks(q, k, tables, top_k, index, None, query_block)
+    out = dsa_triton.sparse_attention(q, k, v, sel, tables, None, query_block)
+    if not cached:
+        out.sum().backward()
+    want = {"_forward", "_merge"} if cached else LAUNCHED - {"_merge"}
+    want -= {"_backward_kv"} if chunk_size < dsa_triton.ATOMIC_BELOW else set()
+    assert {kernel.__name__ for kernel, _, _ in launches} == want
+    for kernel, args, constants in launches:
+        usage, shared = compile_for_hopper(kernel, *args, **constants)
+        print(f"{name:16} {kernel.__name__:13} {usage} shared {shared}")
+        assert usage.endswith("STACK:0"), f"{kernel.__name__} spills: {usage}"
+        assert shared <= 227 * 1024, f"{kernel.__name__} needs {shared} bytes of shared memory"
+
+
+@compiler
+def test_kernels_are_short():
+    assert set(KERNELS) >= LAUNCHED
+    for name, kernel in KERNELS.items():
+        assert len(inspect.getsource(kernel.fn).splitlines()) <= 80, name
+
+
+# On a GPU, at size --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunk_size,query_block,top_k", [(64, 8, 16), (64, 1, 16), (1, 1, 2048)])
+@pytest.mark.parametrize("width", [64, 128])
+def test_long_packs_are_dsa_s(chunk_size, query_block, top_k, width):
+    """bfloat16, 32 query heads, 2 key heads: output and gradients against dsa.py in float32."""
+    tables = packed(0, 1000, 1000, 5096, chunk_size=chunk_size)
+    inputs = random_qkv(5096, 5096, (32, 2), width, torch.bfloat16)
+    sel, _ = dsa_triton.select_chunks(*inputs[:2], tables, top_k, None, None, query_block)
+    results = []
+    for module, dtype in ((dsa_triton, torch.bfloat16), (dsa, torch.float32)):
+        given = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = module.sparse_attention(*given, sel, tables, None, query_block)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), given)))
+    for got, want in zip(*results, strict=True):
+        close(got, want.detach(), 2e-2)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    """Row numbers times heads times width pass int32; the last rows must still be right."""
+    if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
+        pytest.skip("needs 60 GB of GPU memory")
+    n = 2**31 // (32 * 128) + 4096
+    tables, last = packed(0, n - 3000, n, chunk_size=64), slice(n - 3000, n)
+    q = torch.randn(n, 32, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(n, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in "kv")
+    out = dsa_triton.dsa_attention(q, k.requires_grad_(), v.requires_grad_(), tables, 16)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    alone = [x[last].detach().clone().requires_grad_() for x in (q, k, v)]
+    tables = packed(0, 3000, chunk_size=64)
+    want = dsa_triton.dsa_attention(*alone, tables, 16)
+    close(out[last], want.detach(), 2e-3)
+    want_grads = torch.autograd.grad(want, alone, torch.ones_like(want))
+    for a, b in zip(grads, want_grads, strict=True):
+        close(a[last], b, 2e-3)
+
+
+@pytest.mark.gpu
+def test_training_asks_the_gpu_for_no_number():
+    tables, inputs = packed(0, 300, 1000, chunk_size=64), random_qkv(1000, 1000, (32, 2), 128)
+    inputs = [x.bfloat16().requires_grad_() for x in inputs]
+    try:
+        for mode in ("default", "error"):  # first compiled, then watched
+            torch.cuda.set_sync_debug_mode(mode)
+            dsa_triton.dsa_attention(*inputs, tables, 16, query_block=8).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(x.grad.isfinite().all() for x in inputs)
