@@ -416,7 +416,28 @@ def readme_tables() -> str:
             f"| {name} | {ours:,.0f} | {theirs:,.0f} | "
             f"**{ratio['median']:.1f}×** ({ratio['min']:.1f} to {ratio['max']:.1f}) |"
         )
-    return "\n".join(lines)
+    return "\n".join(lines + sparse_tables())
+
+
+def sparse_tables() -> list[str]:
+    """The measured part of the README on sparse attention: the recipe, and decoding."""
+    recipe, speed = load_result("recipe"), load_result("decode")
+    rows = speed["rows"]
+    lines = [
+        "",
+        f"| decode, tokens/s on one CPU thread, `small`, {speed['slots']} slots, context of | "
+        + " | ".join(f"{r['length']:,}" for r in rows)
+        + " |",
+        "|---|" + "---|" * len(rows),
+    ]
+    for name in rows[0]["tokens_per_s"]:
+        cells = []
+        for row in rows:
+            ratio = "" if name == "dense" else f" ({row['over_dense'][name]['median']:.1f}×)"
+            cells.append(f"{row['tokens_per_s'][name]['median']:,.0f}{ratio}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    peaks = ", ".join(f"{r['prefill_peak_mib']:.0f} MiB at {r['length']:,}" for r in rows)
+    return [*lines, "", f"Peak memory of a sparse prefill of one sequence: {peaks}."]
 
 
 def between(values: list[float], form: str) -> str:

@@ -117,17 +117,18 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
             if cache.means is not None:
                 means = dsa.chunk_means(scored_keys(cache, layer), cache.tables, chunks)
                 cache.means[layer].flatten(0, 1)[chunks] = means
-            return inner(q, k, v, index)
+            return None if layer == last else inner(q, k, v, index)
 
         return attend
 
-    attends = [attend_and_store(layer) for layer in range(model.config.layers)]
+    last = model.config.layers - 1  # what it computes beyond keys and values nobody reads
+    attends = [attend_and_store(layer) for layer in range(last + 1)]
     model.body(packed.tokens, packed.positions, attends)
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block: int) -> Tensor:
-    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
-    0 and -inf -> [B, Hq, D].
+    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, 1, T]
+    of 0 and -inf -> [B, Hq, D].
 
     The G query heads of a group stand where queries would: they share their keys. Every sum over
     values is cut after `block` keys (0: SDPA, as on GPUs). How MKL cuts longer ones, and SDPA with
@@ -136,9 +137,10 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block: int) -> T
     (B, Hq, D), Hkv = q.shape, k.shape[2]
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, T, D]
     if not block:
-        grouped, mask = q.reshape(B, Hkv, -1, D), mask[:, None, None].expand(-1, -1, Hq // Hkv, -1)
+        grouped, mask = q.reshape(B, Hkv, -1, D), mask[:, None].expand(-1, -1, Hq // Hkv, -1)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(B, Hq, D)
-    k, v, mask = k.flatten(0, 1), v.flatten(0, 1), mask.repeat_interleave(Hkv, 0)[:, None]
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
+    mask = mask if Hkv == 1 else mask.repeat_interleave(Hkv, 0)  # [B * Hkv, 1, T]
     logits = torch.baddbmm(mask, q.reshape(B * Hkv, -1, D), k.mT, alpha=D**-0.5)  # [.., G, T]
     blocks = zip(logits.softmax(-1).split(block, 2), v.split(block, 1), strict=True)
     out = torch.bmm(*next(blocks))  # [B * Hkv, G, D]
@@ -160,7 +162,9 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     T = -(-(longest + 1) // block) * block
     if sparse is None:
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
-        mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)
+        mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)[
+            :, None
+        ]
     else:
         tables = dsa.advance(cache.tables, positions + 1)
 

@@ -149,7 +149,10 @@ class Layer(nn.Module):
         self.mlp_out = nn.Parameter(torch.empty(c.hidden, c.width))
 
     def forward(self, x: Tensor, positions: Tensor, rope: tuple | None, attend: Callable) -> Tensor:
-        """x [N, d] at positions [N] -> [N, d]; the caller supplies attend(q, k, v, index)."""
+        """x [N, d] at positions [N] -> [N, d]; the caller supplies attend(q, k, v, index).
+
+        Where attend returns None, nobody wants to know what follows (the last layer of a prefill).
+        """
         c = self.config
         h = F.rms_norm(x, (c.width,), self.attention_norm, c.norm_eps)  # [N, d]
         qkv = (h @ self.qkv).view(len(x), -1, c.head_width)
@@ -162,8 +165,10 @@ class Layer(nn.Module):
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
         # the indexer's input is detached: no loss of the policy reaches it, nor its own the rest
         index = self.indexer(h.detach(), positions) if c.indexed else None
-        out = attend(q, k, v, index).reshape(len(x), -1)  # [N, Hq * D]
-        x = torch.addmm(x, out, self.attention_out)
+        out = attend(q, k, v, index)
+        if out is None:
+            return x
+        x = torch.addmm(x, out.reshape(len(x), -1), self.attention_out)
         h = F.rms_norm(x, (c.width,), self.mlp_norm, c.norm_eps)
         gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
         return torch.addmm(x, F.silu(gate) * up, self.mlp_out)
