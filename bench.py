@@ -140,48 +140,51 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
 # ---------------------------------------------------------------------------- sparse attention
 
 
-def bench_decode(lengths=(4096, 8192, 16384), slots: int = 16, rounds: int = 7) -> None:
-    """CPU, one thread, model `small`: one decoded token a slot at growing context, dense against
-    sparse in turn; and peak memory of a sparse prefill -> results/decode.json."""
+def bench_decode(slots: int = 16, rounds: int = 7) -> None:
+    """Model `small`, on a GPU or one CPU thread: one decoded token a slot at growing context, dense
+    against sparse in turn; and peak memory of a sparse prefill on CPU -> results/decode-*.json."""
     import torch
 
     import cache as room
     from model import GPT, PRESETS, ModelConfig
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lengths = [2**i for i in (range(12, 18) if device == "cuda" else range(12, 15))]
     torch.set_num_threads(1)
     # the fastest dense attention, without the promise to round the same in any company
-    exact = room.attend_slots
-    room.attend_slots = lambda q, k, v, mask, block: exact(q, k, v, mask, 0)
+    room.attend_slots = partial(lambda exact, *args: exact(*args[:4], 0), room.attend_slots)
     result = {"machine": common.describe_machine(), "model": "small", "slots": slots, "rows": []}
     kinds = {"dense": {}}
     for chunk_size, top_k in ((64, 16), (64, 8), (16, 16)):
         sparse = {"attention": "dsa", "chunk_size": chunk_size, "top_k": top_k}
         kinds[f"{top_k} chunks of {chunk_size}"] = sparse
-    tokens, generator = torch.arange(slots), torch.Generator().manual_seed(0)
+    tokens = torch.arange(slots, device=device)
     for length in tqdm(lengths, unit="length"):
-        steps, positions = {}, torch.full((slots,), length - 1)
+        steps, positions = {}, torch.full_like(tokens, length - 1)
         for name, how in kinds.items():
-            model = GPT(ModelConfig(**PRESETS["small"], context=length, positions="rope", **how))
+            shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
+            model = GPT(shape).on(device)
             cache = room.make_cache(model, slots, length)
             for part in (x for x in cache[:4] if x is not None):
-                part.normal_(generator=generator)
+                part.normal_()
             steps[name] = partial(room.decode, model, cache, tokens, positions, length - 1)
         times = {name: [] for name in steps}
         for i in range(rounds + 1):
             for name, step in steps.items():
                 start = time.perf_counter()
                 for _ in range(5):
-                    step()
+                    hidden = step()
+                hidden.cpu()  # waits for a GPU
                 times[name] += [(time.perf_counter() - start) / 5] * (i > 0)  # the first warms up
         row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
         for name, seconds in times.items():
             row["tokens_per_s"][name] = spread([slots / s for s in seconds])
             pairs = zip(times["dense"], seconds, strict=True)
             row["over_dense"][name] = spread([dense / s for dense, s in pairs])
-        row["prefill_peak_mib"] = prefill_peak(length)
+        row["prefill_peak_mib"] = prefill_peak(length) if device == "cpu" else None
         result["rows"].append(row)
         tqdm.write(json.dumps(row))
-        save_result("decode", result)
+        save_result(f"decode-{device}", result)
 
 
 def prefill_peak(length: int) -> float:
@@ -213,89 +216,98 @@ print(read("VmHWM") - before)
     return round(float(done.stdout), 1)
 
 
-def bench_dsa(rounds: int = 5) -> None:
-    """Forward, and forward with backward, of sparse attention against dense, at growing context.
+DSA_SHAPES = {
+    "cuda": dict(
+        heads=(32, 2, 128),  # query heads, key heads, head width
+        dtype="bfloat16",
+        lengths=[2**i for i in range(12, 18)],
+        dense=("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"),
+        query_blocks=(1, 8, 16),
+    ),
+    "cpu": dict(
+        heads=(4, 1, 32),
+        dtype="float32",
+        lengths=[2**i for i in range(11, 16)],
+        dense=("FLASH_ATTENTION",),
+        query_blocks=(1,),
+    ),
+}
 
-    On a GPU: the kernels, bf16, 32 query and 2 key heads of width 128, 16 chunks of 64, 4k to 128k,
-    per query and in query blocks, against the fastest dense SDPA backend that runs there. On a CPU:
-    the specification at a small shape. -> results/dsa-cuda.json or dsa-cpu.json, dsa-*.png.
-    """
+
+def bench_dsa(rounds: int = 3) -> None:
+    """Forward, and forward with backward, of sparse attention (16 chunks of 64) against dense at
+    growing context: the kernels on a GPU, beside every dense SDPA backend that runs there; the
+    specification on a CPU, at a small shape. -> results/dsa-cuda or dsa-cpu, .json and .png."""
     import torch
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     import dsa
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    gpu = device == "cuda"
-    torch.set_num_threads(1)
-    heads, lengths = (
-        ((32, 2, 128), [2**i for i in range(12, 18)])
-        if gpu
-        else ((4, 1, 32), [2**i for i in range(10, 15)])
-    )
-    shape = dict(query_heads=heads[0], key_heads=heads[1], width=heads[2], chunk_size=64, top_k=16)
-    kernels, dtype, rows = dsa, torch.float32, []
-    if gpu:
-        import dsa_triton as kernels
+    device, sparse = "cpu", dsa.dsa_attention
+    if torch.cuda.is_available():
+        from dsa_triton import dsa_attention as sparse
 
-        dtype = torch.bfloat16
-    wait = torch.cuda.synchronize if gpu else (lambda: None)
+        device = "cuda"
+    torch.set_num_threads(1)
+    shape = DSA_SHAPES[device]
+    query_heads, key_heads, width = shape["heads"]
 
     def dense(backend, q, k, v):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        with sdpa_kernel(backend):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def sparse(tables, query_block, q, k, v):
-        return kernels.dsa_attention(q, k, v, tables, 16, query_block=query_block)
-
-    for length in tqdm(lengths, unit="length"):
-        shapes = [(length, h, heads[2]) for h in (heads[0], heads[1], heads[1])]
-        q, k, v = (torch.randn(s, dtype=dtype, device=device) for s in shapes)
+    result = {"machine": common.describe_machine(), **shape, "chunks": "16 of 64", "rows": []}
+    for length in tqdm(shape["lengths"], unit="length"):
+        tensors = [
+            torch.randn(length, heads, width, dtype=getattr(torch, shape["dtype"]), device=device)
+            for heads in (query_heads, key_heads, key_heads)
+        ]
         tables = dsa.packed_tables(torch.tensor([0, length], device=device), 64)
-        backends = (
-            ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-            if gpu
-            else ("FLASH_ATTENTION",)
-        )
-        ways = {f"dense {b}": partial(dense, getattr(SDPBackend, b)) for b in backends}
-        ways |= {
-            f"sparse, query block {b}": partial(sparse, tables, b)
-            for b in ((1, 8, 16) if gpu else (1, 16))
-        }
-        row = {"length": length}
-        for backward in (False, True):
-            kind = "forward+backward" if backward else "forward"
-            row[kind], row[f"{kind} MiB"], times = {}, {}, {name: [] for name in ways}
-            for i in range(rounds + 1):
-                for name, way in list(ways.items()):
+        ways = {f"dense {backend}": partial(dense, backend) for backend in shape["dense"]}
+        for block in shape["query_blocks"]:
+            name = f"sparse, query block {block}"
+            ways[name] = partial(sparse, tables=tables, top_k=16, query_block=block)
+        row: dict = {"length": length}
+        for backward, kind in ((False, "forward"), (True, "forward+backward")):
+            found: dict[str, list] = {name: [] for name in ways}
+            for _ in range(rounds + 1):  # the first warms up
+                for name in list(found):
                     try:
-                        if gpu:
-                            torch.cuda.reset_peak_memory_stats()
-                        start, used = (
-                            time.perf_counter(),
-                            torch.cuda.memory_allocated() if gpu else 0,
-                        )
-                        inputs = [x.detach().requires_grad_(backward) for x in (q, k, v)]
-                        out = way(*inputs)
-                        if backward:
-                            torch.autograd.grad(out.sum(), inputs)
-                        wait()
+                        found[name].append(attention_cost(ways[name], tensors, backward))
                     except RuntimeError as error:  # a backend that does not run here
                         tqdm.write(f"{name} at {length}: {str(error).splitlines()[0]}")
-                        del ways[name], times[name]
-                        continue
-                    times[name] += [time.perf_counter() - start] * (i > 0)
-                    if gpu:
-                        row[f"{kind} MiB"][name] = (
-                            torch.cuda.max_memory_allocated() - used
-                        ) / 2**20
-            row[kind] = {name: spread([1e3 * s for s in t]) for name, t in times.items()}
-        rows.append(row)
+                        del found[name]
+            row[kind] = {
+                name: {"ms": spread([c[0] for c in costs[1:]]), "peak_mib": costs[-1][1]}
+                for name, costs in found.items()
+            }
+        result["rows"].append(row)
         tqdm.write(json.dumps(row))
-        save_result(f"dsa-{device}", {"machine": common.describe_machine(), **shape, "rows": rows})
+        save_result(f"dsa-{device}", result)
     draw_dsa(device)
+
+
+def attention_cost(way, tensors: list, backward: bool) -> tuple[float, float]:
+    """Milliseconds, and MiB that it adds to a GPU's memory at its peak (0 on a CPU)."""
+    import torch
+
+    gpu, before = tensors[0].is_cuda, 0
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    inputs = [x.detach().requires_grad_(backward) for x in tensors]
+    start = time.perf_counter()
+    out = way(*inputs)
+    if backward:
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    if gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() - before if gpu else 0
+    return 1e3 * seconds, round(peak / 2**20, 1)
 
 
 def draw_dsa(device: str) -> None:
@@ -306,9 +318,8 @@ def draw_dsa(device: str) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
     for axis, kind in zip(axes, ("forward", "forward+backward"), strict=True):
         for name in result["rows"][0][kind]:
-            points = [
-                (r["length"], r[kind][name]["median"]) for r in result["rows"] if name in r[kind]
-            ]
+            rows = [r for r in result["rows"] if name in r[kind]]
+            points = [(r["length"], r[kind][name]["ms"]["median"]) for r in rows]
             axis.plot(*zip(*points, strict=True), "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="context (tokens)", title=kind)
         axis.set_xscale("log", base=2)
@@ -421,7 +432,7 @@ def readme_tables() -> str:
 
 def sparse_tables() -> list[str]:
     """The measured part of the README on sparse attention: the recipe, and decoding."""
-    recipe, speed = load_result("recipe"), load_result("decode")
+    speed = load_result("decode-cpu")
     rows = speed["rows"]
     lines = [
         "",
