@@ -11,6 +11,8 @@ Axes: B slots · T positions of a slot · L layers · K chunks of a slot · Hq, 
       D head width · E indexer width
 """
 
+import bisect
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,7 +23,6 @@ from torch import Tensor
 import dsa
 from model import GPT, PAD_BLOCK, attend_packed, pack_tokens, sparse_kernels
 
-KEY_BLOCK, LONG_BLOCK = 64, 256  # keys whose values are summed at once: see `attend_slots`
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
 
@@ -36,14 +37,13 @@ class Cache(NamedTuple):
 
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up to PAD_BLOCK, and from there on to `key_block`.
+    """An empty cache; capacity is rounded up to PAD_BLOCK.
 
     Dense attention reads whole heads, so there a head's keys lie together in memory; sparse
     attention gathers rows, so there a row's heads do. The axes are the same in both.
     """
     c, like = model.config, model.flat
     capacity = -(-capacity // PAD_BLOCK) * PAD_BLOCK
-    capacity = -(-capacity // key_block(capacity)) * key_block(capacity)
     if sparse_kernels(c, like.device) is None:
         k, v = like.new_zeros(2, c.layers, slots, c.kv_heads, capacity, c.head_width)
         return Cache(k.transpose(2, 3), v.transpose(2, 3), None, None, None)
@@ -55,11 +55,6 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
     if c.chunk_size > 1:
         means = torch.zeros_like(scored[:, :, : tables.widest])
     return Cache(k, v, index, means, tables)
-
-
-def key_block(capacity: int) -> int:
-    """Keys that dense attention on CPU takes at once, in a cache of this capacity."""
-    return min(capacity, KEY_BLOCK if capacity <= 16 * KEY_BLOCK else LONG_BLOCK)
 
 
 def scored_keys(cache: Cache, layer: int) -> Tensor:
@@ -126,27 +121,41 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
     model.body(packed.tokens, packed.positions, attends)
 
 
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, block: int) -> Tensor:
-    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, 1, T]
-    of 0 and -inf -> [B, Hq, D].
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
+    0 and -inf -> [B, Hq, D]. The G query heads of a group stand where SDPA expects queries: so they
+    share their keys."""
+    grouped = q.reshape(len(q), k.shape[2], -1, q.shape[2])  # [B, Hkv, G, D]
+    mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
+    out = F.scaled_dot_product_attention(
+        grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    )
+    return out.reshape(q.shape)
 
-    The G query heads of a group stand where queries would: they share their keys. Every sum over
-    values is cut after `block` keys (0: SDPA, as on GPUs). How MKL cuts longer ones, and SDPA with
-    it, depends on T and the processor, and a slot's result must not depend on its neighbours' T.
+
+@functools.cache
+def key_lengths(heads: int, kv_heads: int, head_width: int, capacity: int, dtype) -> list[int]:
+    """Lengths, ascending, that decode on CPU may cut a dense cache to: attention over the first T
+    keys gives bitwise what it gives when the rest of the capacity is there and masked.
+
+    In which order a library sums depends on the length and the processor (MKL halves sums over 208
+    values and more on AVX2, over 400 and more on AVX-512), so this processor is asked, with random
+    numbers. It takes some milliseconds; a slot's result then never depends on its neighbours'
+    lengths.
     """
-    (B, Hq, D), Hkv = q.shape, k.shape[2]
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, Hkv, T, D]
-    if not block:
-        grouped, mask = q.reshape(B, Hkv, -1, D), mask[:, None].expand(-1, -1, Hq // Hkv, -1)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(B, Hq, D)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    mask = mask if Hkv == 1 else mask.repeat_interleave(Hkv, 0)  # [B * Hkv, 1, T]
-    logits = torch.baddbmm(mask, q.reshape(B * Hkv, -1, D), k.mT, alpha=D**-0.5)  # [.., G, T]
-    blocks = zip(logits.softmax(-1).split(block, 2), v.split(block, 1), strict=True)
-    out = torch.bmm(*next(blocks))  # [B * Hkv, G, D]
-    for chance, values in blocks:
-        out.baddbmm_(chance, values)
-    return out.view(B, Hq, D)
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, heads, head_width, generator=generator, dtype=dtype)
+    k, v = torch.randn(2, 1, kv_heads, capacity, head_width, generator=generator, dtype=dtype)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # as they lie in the cache
+
+    def attend(T: int, visible: int) -> Tensor:
+        mask = torch.zeros(1, T, dtype=dtype)
+        mask[:, visible:] = -torch.inf
+        return attend_slots(q, k[:, :T], v[:, :T], mask)
+
+    short, long = range(PAD_BLOCK, min(capacity, 512) + 1, PAD_BLOCK), range(512, capacity, 512)
+    lengths = sorted({*short, *long} - {capacity})
+    return [T for T in lengths if attend(T, T).equal(attend(capacity, T))] + [capacity]
 
 
 @torch.inference_mode()
@@ -158,13 +167,13 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     """
     c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
     sparse = sparse_kernels(c, tokens.device)
-    block = key_block(cache.k.shape[2])
-    T = -(-(longest + 1) // block) * block
     if sparse is None:
+        T = min(-(-(longest + 1) // PAD_BLOCK) * PAD_BLOCK, cache.k.shape[2])
+        if not tokens.is_cuda:
+            lengths = key_lengths(c.heads, *cache.k.shape[3:], cache.k.shape[2], cache.k.dtype)
+            T = lengths[bisect.bisect_left(lengths, T)]
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
-        mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)[
-            :, None
-        ]
+        mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)
     else:
         tables = dsa.advance(cache.tables, positions + 1)
 
@@ -174,7 +183,7 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
         def attend(q, k, v, index):
             keys[slots, positions], values[slots, positions] = k, v
             if sparse is None:
-                return attend_slots(q, keys[:, :T], values[:, :T], mask, 0 if q.is_cuda else block)
+                return attend_slots(q, keys[:, :T], values[:, :T], mask)
             if index is not None:
                 cache.index[layer][slots, positions] = index[1]
                 index = (index[0], cache.index[layer].flatten(0, 1), index[2])
