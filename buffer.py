@@ -93,6 +93,7 @@ class Buffer:
         self.outstanding: dict[int, int] = {}  # group id -> start version, in order of admission
         self.completed: dict[int, Group] = {}  # in order of completion
         self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
+        self.dropped: list[tuple[int, str]] = []  # group id and reason, until somebody logs them
 
     def until(self, start: int, without: Iterable[int] = ()) -> int:
         """N(<=start): outstanding groups that started at `start` or before."""
@@ -138,6 +139,7 @@ class Buffer:
         del self.outstanding[group_id]
         self.completed.pop(group_id, None)
         self.counts["discarded"][reason] = self.counts["discarded"].get(reason, 0) + 1
+        self.dropped.append((group_id, reason))
 
     def schedulable(self, version: int, without: Iterable[int] = ()) -> bool:
         """The batching rule: what stays behind after a step at `version` meets every deadline."""

@@ -20,7 +20,7 @@ from torch import Tensor
 import losses
 import reward
 from buffer import Group, group_to_parts
-from common import Config, TrainingStopped, UserError, Watch, check, sha256_of
+from common import Config, TrainingStopped, UserError, Watch, check, save_checkpoint, sha256_of
 from model import GPT, PRESETS, ModelConfig
 from rollout import Environment, Generator
 
@@ -220,6 +220,13 @@ def state_of(learner: Learner, in_flight=()) -> dict:
         "skipped": learner.skipped,
         "torch_rng": torch.get_rng_state(),
     }
+
+
+def checkpoint(learner: Learner, run: Path, watch: Watch, in_flight=()) -> None:
+    """Save a checkpoint. Its event is on disk before its file is: see ledger.forget_after."""
+    watch.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
+    watch.flush()
+    save_checkpoint(run, learner.version, state_of(learner, in_flight))
 
 
 def restore(learner: Learner, state: dict, config: Config) -> None:

@@ -28,6 +28,7 @@ import train_sync
 from buffer import Buffer, Group, apply_verdicts, group_from_parts, group_to_parts, staleness
 from common import Config
 from learner import (
+    checkpoint,
     facts_of,
     make_generator,
     make_learner,
@@ -36,8 +37,8 @@ from learner import (
     new_groups,
     restore,
     resumed,
-    state_of,
 )
+from ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
 from reward import split_answers, verify
 from train_sync import after_step, learner_step
 from transport import Line, Mailbox, Pool, Worker, WorkersFailed
@@ -76,10 +77,11 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
             time.sleep(0.0005)
         finished = generator.take_finished()
         status = {**generator.counts, "alive": time.monotonic() - born}
-        for group in finished:
-            header, arrays = group_to_parts(group)
-            line.send("group", {**header, "status": status, "events": generator.events}, arrays)
+        if finished:  # what happened goes first: nobody hears of a group that never began
+            line.send("events", {"events": generator.events, "status": status})
             generator.events = []
+        for group in finished:
+            line.send("group", *group_to_parts(group))
         if not finished:
             line.beat({"status": status})
 
@@ -158,6 +160,7 @@ class Flights:
 
     def __init__(self, pool: Pool):
         self.pool, self.groups, self.where = pool, {}, {}
+        self.dead: list[Worker] = []  # workers whose groups were issued again
 
     def issue(self, group: Group) -> str:
         """Send a group to the rollout worker with the fewest; returns the worker's name."""
@@ -179,6 +182,27 @@ class Flights:
         ids = [g for g, w in self.where.items() if w is worker and g not in self.pool.relayed]
         return [self.groups[g] for g in ids]
 
+    def place(self, group_id: int) -> str:
+        """Where a group is that has not landed, in the words of ledger.py."""
+        worker = self.where.get(group_id)
+        if any(worker is w for w in self.dead) and group_id not in self.pool.relayed:
+            return "with a dead worker"
+        return WORKER if worker else "nowhere"
+
+
+def settle(ledger: Ledger, watch, buffer: Buffer, flights: Flights, again: list[int]) -> None:
+    """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
+    AssertionError names the first group that is not where it must be."""
+    for event in watch.events:
+        ledger.note(event)
+    watch.flush()
+    places = {g: BUFFER if g in buffer.completed else flights.place(g) for g in buffer.outstanding}
+    ledger.balance(places | dict.fromkeys(again, AGAIN))
+
+
+def log_spawn(watch, worker: Worker) -> None:
+    watch.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
+
 
 def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch, totals: dict):
     """What one message of a worker changes."""
@@ -190,27 +214,30 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         if not buffer.complete(group):
             return  # a copy from before its group was issued again
         flights.landed(group.group_id)
-        name = f"rollout-{group_header['worker']}"
         totals["begin"] = totals["begin"] or time.monotonic()
         totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
-        totals["status"][name] = group_header["status"]
-        for at, what, group_id, at_version, size in group_header["events"]:
-            amount = {"seconds": size} if what == "generate" else {"size": size}
-            watch.event(name, what, at, group=group_id, version=at_version, **amount)
         seconds = header["seconds"]
         watch.event(worker.name, "score", header["began"], group=group.group_id, seconds=seconds)
+    elif kind == "events":
+        totals["status"][worker.name] = header["status"]
+        for at, what, group_id, at_version, size in header["events"]:
+            amount = {"seconds": size} if what == "generate" else {"size": size}
+            watch.event(worker.name, what, at, group=group_id, version=at_version, **amount)
     elif kind == "lost":
         reason = header
         watch.say(f"{worker.name} {reason}: restarted (log: {worker.log})")
-        watch.event(worker.name, "lost", reason=reason)
+        watch.event(worker.name, "exit", reason=reason)
+        log_spawn(watch, flights.pool.workers[worker.role, worker.number])
         totals["lost"].append(f"{worker.name} {reason}")
         if worker.role == "learner":
             raise common.TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
         for group in flights.lost_with(worker):
+            watch.event(worker.name, "lost", group=group.group_id, reason=reason)
             buffer.requeue(group.group_id, version)
             group.start = version
-            watch.event("learner", "requeue", group=group.group_id, version=version)
-            flights.issue(group)
+            name, details = flights.issue(group), {"group": group.group_id, "version": version}
+            watch.event("learner", "requeue", **details, worker=name)
+        flights.dead.append(worker)
 
 
 def admit(learner, buffer, flights, again: list[int], config, task, watch) -> None:
@@ -219,6 +246,7 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
         left = (config.steps - learner.version) * config.groups_per_step - len(buffer.outstanding)
         if left <= 0 or not buffer.may_admit(learner.version):
             return
+        kind = "requeue" if again else "admit"
         if again:  # groups that were in flight when the run was interrupted
             group_id = again.pop(0)
             group = Group(group_id, learner.version, task.reset(group_id, "train"))
@@ -227,7 +255,7 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
         buffer.admit(group.group_id, learner.version)
         name = flights.issue(group)
         details = {"group": group.group_id, "version": learner.version, "worker": name}
-        watch.event("learner", "admit", **details)
+        watch.event("learner", kind, **details)
 
 
 def train(config: Config) -> None:
@@ -245,20 +273,30 @@ def train(config: Config) -> None:
     mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
-    again = list(state["in_flight"]) if state else []
+    ledger, again = Ledger(), list(state["in_flight"]) if state else []
+    if state:
+        read_log(run / "events.jsonl", ledger.note)
+        for group_id in sorted(g for g in ledger.flying if ledger.states[g] != "lost"):
+            watch.event("learner", "lost", group=group_id, reason="interrupted")
     pool = start_workers(config, run, devices, mailbox)
-    flights = Flights(pool)
+    flights, batch = Flights(pool), None
+    for worker in pool.workers.values():
+        log_spawn(watch, worker)
     try:
         if config.learners > 1:
             join_learners(config, 0, str(run))
         while learner.version < config.steps and not stop.asked:
             admit(learner, buffer, flights, again, config, task, watch)
-            for message in pool.receive(0.0):
+            messages = pool.receive(0.0 if batch else 0.2)  # wait for workers, but never for ever
+            for message in messages:
                 handle(message, buffer, flights, learner.version, watch, totals)
+            if any(kind == "lost" for kind, *_ in messages):
+                settle(ledger, watch, buffer, flights, again)
             batch = buffer.next_batch(learner.version)
-            if batch is None:  # wait for the workers, but never for ever
-                for message in pool.receive(0.2):
-                    handle(message, buffer, flights, learner.version, watch, totals)
+            while buffer.dropped:
+                details = dict(zip(("group", "reason"), buffer.dropped.pop(0), strict=True))
+                watch.event("learner", "discard", version=learner.version, **details)
+            if batch is None:
                 continue
             begin, version = time.monotonic(), learner.version
             for worker in pool.of("learner"):
@@ -268,7 +306,8 @@ def train(config: Config) -> None:
             again = ids + again  # until they are trained: a checkpoint must not lose them
             metrics = learner_step(learner, batch, config)
             again = again[len(ids) :]
-            watch.span("learner", "train", begin, version=version, groups=ids)
+            left = len(buffer.outstanding) + len(again)
+            watch.span("learner", "train", begin, version=version, groups=ids, in_flight=left)
             mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
             watch.event("learner", "publish", version=learner.version)
             admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
@@ -281,25 +320,29 @@ def train(config: Config) -> None:
                 "generate": f"{generated:.0f}/s",
                 "learn": f"{metrics['tokens'] / metrics['seconds']:.0f}/s",
             }
+            settle(ledger, watch, buffer, flights, again)
             in_flight = again + list(buffer.outstanding)
             after_step(learner, batch, metrics, config, task, run, watch, in_flight, **shown)
             totals["train"] += metrics["seconds"]
+        settle(ledger, watch, buffer, flights, again)
     except RuntimeError as error:  # a role is used up, or another learner left an all-reduce
         if config.learners == 1 and not isinstance(error, WorkersFailed):
             raise
         raise common.TrainingStopped(str(error)) from error
     finally:
         try:
-            state = state_of(learner, again + list(buffer.outstanding))
-            common.save_checkpoint(run, learner.version, state)
+            checkpoint(learner, run, watch, again + list(buffer.outstanding))
         finally:
-            watch.flush()
             pool.close()
+            for worker in pool.workers.values():
+                reason = f"end (exit code {worker.process.exitcode})"
+                watch.event(worker.name, "exit", reason=reason)
+            watch.flush()
             mailbox.close()
-    finish(run, learner, config, watch, buffer, totals)
+    finish(run, learner, config, watch, ledger.totals(), totals)
 
 
-def finish(run, learner, config, watch, buffer, totals) -> None:
+def finish(run, learner, config, watch, groups: dict, totals) -> None:
     """Write the summary: what only an asynchronous run can say about itself."""
     seconds = time.monotonic() - (totals["begin"] or watch.start)
     busy = [s["busy"] / s["alive"] for s in totals["status"].values()]
@@ -312,10 +355,12 @@ def finish(run, learner, config, watch, buffer, totals) -> None:
             "rollout": float(np.mean(busy or [0.0])),
             "learner": totals["train"] / seconds,
         },
-        "groups": {**buffer.counts, "in_flight": len(buffer.outstanding)},
+        "groups": {name: count for name, count in groups.items() if name != "lost"},
+        "ledger": groups,
         "workers_lost": totals["lost"],
     }
     print(report.summarise(run, facts))
+    print(table(groups))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import common
+import ledger
 import losses
 import report
 import reward
@@ -29,6 +30,7 @@ from learner import (
     Learner,
     capacity_of,
     check_step,
+    checkpoint,
     facts_of,
     make_environment,
     make_generator,
@@ -39,7 +41,6 @@ from learner import (
     resumed,
     score,
     show_episode,
-    state_of,
 )
 from model import GPT, generated_logprobs, pack_tokens
 from rollout import Generator, generate
@@ -216,8 +217,7 @@ def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(),
         samples = [{"version": version, "text": show_episode(g)} for g in groups[:3]]
         common.append_lines(run / "samples.jsonl", samples)
     if version % config.checkpoint_every == 0:
-        common.save_checkpoint(run, version, state_of(learner, in_flight))
-        watch.event("learner", "checkpoint", version=version)
+        checkpoint(learner, run, watch, in_flight)
     watch.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
     check_step(learner, groups, metrics, config, run)
 
@@ -236,6 +236,10 @@ def open_training(config: Config, mode: str, device: str):
             done = f"must be more than the {learner.version} steps that the run has"
             raise common.UserError(f"--steps {config.steps}: {done}")
         seconds = common.forget_after(run / "metrics.jsonl", learner.version)
+        try:
+            ledger.forget_after(run / "events.jsonl", learner.version, state["in_flight"])
+        except ValueError as error:
+            raise common.UserError(f"--resume {run}: {error}") from error
     watch = common.Watch(run, config.steps, learner.version, seconds)
     if not state:
         result = evaluate(learner, config, task)
@@ -275,8 +279,7 @@ def train(config: Config) -> None:
             }
             after_step(learner, groups, metrics, config, task, run, watch, **rates)
     finally:
-        common.save_checkpoint(run, learner.version, state_of(learner))
-        watch.flush()
+        checkpoint(learner, run, watch)
     wall = time.monotonic() - watch.start
     tokens = generator.counts["tokens"]
     facts = facts_of(learner, config, watch) | {

@@ -23,6 +23,7 @@ CEILINGS = {
     "learner": 215,
     "train_sync": 235,
     "train_async": 300,
+    "ledger": 180,
     "report": 160,
     "bench": 400,
 }

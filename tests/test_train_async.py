@@ -17,6 +17,8 @@ import pytest
 import common
 import train_async
 import train_sync
+from buffer import Buffer
+from ledger import audit
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 6}
@@ -40,6 +42,21 @@ def summary_of(folder) -> dict:
 def trained_groups(folder) -> list[int]:
     events = common.read_lines(folder / "events.jsonl")
     return [g for e in events if e["kind"] == "train" for g in e["groups"]]
+
+
+def balanced(folder) -> dict:
+    """Check a run's log again, without the trainer; returns its totals."""
+    _, ledger = audit(folder)
+    assert ledger.totals() == summary_of(folder)["ledger"]
+    return ledger.totals()
+
+
+def kinds_of(folder) -> dict[str, set[str]]:
+    """Kinds of events in a run's log, with the processes that they happened to."""
+    kinds: dict[str, set[str]] = {}
+    for event in common.read_lines(folder / "events.jsonl"):
+        kinds.setdefault(event["kind"], set()).add(event["process"])
+    return kinds
 
 
 def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
@@ -74,6 +91,12 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags):
     assert discarded == 0 or flags.get("on_stale") == "drop"
     trained = trained_groups(tmp_path / "run")
     assert len(trained) == len(set(trained)) == 48
+    assert balanced(tmp_path / "run")["discarded"] == groups["discarded"]
+    kinds = kinds_of(tmp_path / "run")
+    wanted = "admit start swap finish score train publish checkpoint spawn exit generate".split()
+    assert set(kinds) - {"discard"} == set(wanted)
+    workers = set.union(*kinds.values()) - {"learner"}
+    assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0", "reward-0"}
     if eta > 1:  # it really was asynchronous
         assert summary["staleness"]["mean"] > 0
 
@@ -104,6 +127,37 @@ def test_kill_9_is_named_and_survived(tmp_path, capsys, name):
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
     trained = trained_groups(folder)
     assert sorted(trained) == list(range(160))  # each prompt exactly once
+    totals, kinds = balanced(folder), kinds_of(folder)
+    assert totals["lost"] == totals["requeued"] == summary["groups"]["requeued"]
+    assert (totals["lost"] > 0) == (name == "rollout-0") == ("requeue" in kinds)
+    spawned = [e for e in common.read_lines(folder / "events.jsonl") if e["kind"] == "spawn"]
+    assert len(spawned) == 1 + len(kinds["spawn"])
+
+
+def test_a_group_that_vanishes_is_named_at_the_next_step(tmp_path, monkeypatch):
+    """Mutation: one group is dropped from the buffer, and nobody says so."""
+    complete = Buffer.complete
+
+    def forgetful(self, group):
+        if group.group_id == 9:
+            del self.outstanding[9]
+            self.counts["admitted"] -= 1  # the buffer's own sum still comes out right
+            return True
+        return complete(self, group)
+
+    monkeypatch.setattr(Buffer, "complete", forgetful)
+    with pytest.raises(AssertionError, match="group 9: scored .* in the buffer; .* it nowhere"):
+        train_async.train(config_of(tmp_path / "run", steps=40))
+
+
+def test_a_group_that_is_not_issued_again_is_named(tmp_path, monkeypatch):
+    """Mutation: of the groups that a dead worker had, the first is left where it was."""
+    folder, lost_with = tmp_path / "run", train_async.Flights.lost_with
+    monkeypatch.setattr(train_async.Flights, "lost_with", lambda *a: lost_with(*a)[1:])
+    thread = kill_when(folder, "rollout-0", 3)
+    with pytest.raises(AssertionError, match="group .* with a worker; .* with a dead worker"):
+        train_async.train(config_of(folder, steps=100_000))
+    thread.join(1)
 
 
 def test_a_worker_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_path):
@@ -148,9 +202,39 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
     state = common.load_checkpoint(folder)
     assert state["version"] >= 7 and state["in_flight"]
     assert summary_of(folder)["stopped_early"]
+    assert balanced(folder)["in_flight"] == len(state["in_flight"])
 
     steps = state["version"] + 10
     resume = dataclasses.replace(common.Config(), resume=str(folder), steps=steps)
     train_async.train(resume)
     assert sorted(trained_groups(folder)) == list(range(4 * steps))
+    totals = balanced(folder)  # of both parts
+    assert totals["lost"] == totals["requeued"] == len(state["in_flight"])
+    assert totals["admitted"] == totals["trained"] == 4 * steps and totals["in_flight"] == 0
     assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"]
+
+
+def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
+    """What was done after the last checkpoint is done again, and written down once."""
+    folder = tmp_path / "run"
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items() if k != "steps"]
+    command = [sys.executable, "train_async.py", "--out", str(folder), "--steps=100000", *flags]
+    process = subprocess.Popen(
+        [*command, "--checkpoint-every=5"], cwd=ROOT, start_new_session=True, stderr=-3, stdout=-3
+    )
+    deadline = time.monotonic() + 60
+    while len(common.read_lines(folder / "metrics.jsonl")) < 9:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert group_is_gone(process.pid, 10)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"t": 1.0, "kind": "sw')  # a line that was being written
+    state = common.load_checkpoint(folder)
+    assert state["version"] % 5 == 0 and state["in_flight"]
+    train_async.train(
+        dataclasses.replace(common.Config(), resume=str(folder), steps=state["version"] + 6)
+    )
+    assert balanced(folder)["trained"] == 4 * (state["version"] + 6)
+    assert sorted(trained_groups(folder)) == list(range(4 * (state["version"] + 6)))

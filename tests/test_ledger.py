@@ -1,0 +1,208 @@
+"""The books balance on every honest log, and no line can be taken out of one or doubled unseen."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from buffer import Buffer, Group
+from ledger import AGAIN, BUFFER, PLACES, WORKER, Ledger, audit, forget_after, read_log, table
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT = {"kind": "checkpoint", "version": 2, "groups": [4, 5]}
+
+
+def life(group: int, *kinds: str, **details) -> list[dict]:
+    return [{"kind": kind, "group": group, **details} for kind in kinds]
+
+
+def honest_log(seed: int, steps: int = 12, batch: int = 3, eta: int = 2) -> list[dict]:
+    """Events of a whole run on a random schedule: losses, discards, stragglers, `steps` steps."""
+    choose, buffer, log = np.random.default_rng(seed), Buffer(batch, eta), []
+    version, newest, states = 0, 0, {}
+
+    def note(group, kind, state, **details):
+        states[group] = state
+        log.extend(life(group, kind, **details))
+
+    while version < steps:
+        left = (steps - version) * batch - len(buffer.outstanding)
+        while left > 0 and buffer.may_admit(version):
+            buffer.admit(newest, version)
+            note(newest, "admit", "admitted")
+            newest, left = newest + 1, left - 1
+        for group in [g for g in buffer.outstanding if choose.random() < 0.4]:
+            fate = choose.random()
+            if states[group] in ("admitted", "started", "finished") and fate < 0.1:
+                note(group, "lost", "lost", reason="died")
+                buffer.requeue(group, version)
+                note(group, "requeue", "admitted")
+            elif fate < 0.13:
+                buffer.discard(group, str(choose.choice(["stale", "failed"])))
+                note(group, "discard", "discarded", reason=buffer.dropped[-1][1])
+            elif states[group] == "admitted":
+                note(group, "start", "started")
+            elif states[group] == "started":
+                note(group, "finish", "finished")
+            elif states[group] == "finished":
+                note(group, "score", "scored")
+                buffer.complete(Group(group, buffer.outstanding[group], {}))
+        if trained := buffer.next_batch(version):
+            ids, left = [g.group_id for g in trained], len(buffer.outstanding)
+            log.append({"kind": "train", "version": version, "groups": ids, "in_flight": left})
+            version += 1
+            log.append({"kind": "publish", "version": version})
+    for group in list(buffer.outstanding):
+        buffer.discard(group, "end")
+        note(group, "discard", "discarded", reason="end")
+    return log
+
+
+def books_of(log: list[dict]) -> Ledger:
+    ledger = Ledger()
+    for event in log:
+        ledger.note(event)
+    return ledger
+
+
+def write_run(folder: Path, log: list[dict], totals: dict | None = None, steps: int = 12) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in log))
+    if totals:
+        summary = {"steps": steps, "ledger": totals}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_honest_log_balances(seed):
+    log, ledger = honest_log(seed), Ledger()
+    for event in log:
+        ledger.note(event)
+        ledger.balance({g: PLACES[ledger.states[g]] for g in ledger.flying})
+    totals = ledger.totals()
+    assert totals["trained"] == 36 and totals["in_flight"] == 0 and ledger.steps == 12
+    assert totals["admitted"] == 36 + sum(totals["discarded"].values())
+    assert totals["lost"] == totals["requeued"]
+
+
+def test_no_line_can_be_left_out_or_doubled_unseen(tmp_path):
+    """Mutation: whichever event of a group's life is dropped or repeated, the audit fails. (How far
+    a group had come that is lost or discarded next does not count.)"""
+    log = honest_log(3)
+    totals, kinds = books_of(log).totals(), {event["kind"] for event in log}
+    assert kinds == {"admit", "start", "finish", "score", "train", "discard", "lost"} | {
+        "requeue",
+        "publish",
+    }
+    assert audit(write_run(tmp_path, log, totals))[0] == len(log)
+    for i, event in enumerate(log):
+        if event["kind"] == "publish":  # moves no group
+            continue
+        later = [e["kind"] for e in log[i + 1 :] if e.get("group", -1) == event.get("group")]
+        moot = event["kind"] != "admit" and later and later[0] in ("lost", "discard")
+        for broken in (log[: i + 1] + log[i:], log[:i] + log[i + 1 :])[: 1 if moot else 2]:
+            with pytest.raises(ValueError):
+                audit(write_run(tmp_path, broken, totals))
+
+
+@pytest.mark.parametrize(
+    "log, message",
+    [
+        (life(7, "start"), "group 7: start finds it unknown, not admitted"),
+        (life(7, "admit", "finish"), "group 7: finish finds it admitted, not started"),
+        (life(7, "admit", "admit"), "group 7: admit finds it admitted, not unknown"),
+        (life(7, "admit", "requeue"), "group 7: requeue finds it admitted, not lost"),
+        (life(7, "admit", "start", "lost", "start"), "group 7: start finds it lost, not admitted"),
+        (life(7, "admit", "discard", "lost", reason="stale"), "lost finds it discarded"),
+        ([{"kind": "train", "version": 1, "groups": []}], "step 1 is trained where 0 is due"),
+    ],
+)
+def test_a_move_that_cannot_be_names_the_group_and_both_states(log, message):
+    with pytest.raises(AssertionError, match=message):
+        books_of(log)
+
+
+@pytest.mark.parametrize(
+    "places, message",
+    [
+        ({1: BUFFER, 2: WORKER, 3: AGAIN}, None),
+        ({1: BUFFER, 3: AGAIN}, "group 2: started in the event log, so with a worker; .* nowhere"),
+        ({1: WORKER, 2: WORKER, 3: AGAIN}, "group 1: scored in the event log, so in the buffer"),
+        (
+            {1: BUFFER, 2: WORKER, 3: WORKER},
+            "group 3: lost in the event log, so to be issued again",
+        ),
+        ({1: BUFFER, 2: WORKER, 3: AGAIN, 4: WORKER}, "group 4: unknown in the event log"),
+        ({0: BUFFER, 1: BUFFER, 2: WORKER, 3: AGAIN}, "group 0: trained in the event log"),
+    ],
+)
+def test_two_books_that_differ_name_the_group(places, message):
+    ledger = books_of(
+        [
+            *life(0, "admit", "start", "finish", "score"),
+            *life(1, "admit", "start", "finish", "score"),
+            *life(2, "admit", "start"),
+            *life(3, "admit", "lost"),
+            {"kind": "train", "version": 0, "groups": [0], "in_flight": 3},
+        ]
+    )
+    if message is None:
+        return ledger.balance(places)
+    with pytest.raises(AssertionError, match=message):
+        ledger.balance(places)
+
+
+def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_path):
+    log = honest_log(0)
+    totals, command = books_of(log).totals(), [sys.executable, "ledger.py", str(tmp_path)]
+
+    def run(log, **told):
+        write_run(tmp_path, log, totals, **told)
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    good = run(log)
+    assert good.returncode == 0 and good.stderr == "", good.stderr
+    assert table(totals) in good.stdout and "every one fits" in good.stdout
+    at = next(i for i, event in enumerate(log) if event["kind"] == "score")
+    group = log[at]["group"]
+    bad = run(log[:at] + log[at + 1 :])
+    assert bad.returncode == 1 and "finished, not scored" in bad.stderr, bad.stderr
+    assert f"group {group}: " in bad.stderr and "Traceback" not in bad.stderr
+    at = next(i for i, event in enumerate(log) if event["kind"] == "train")
+    count = log[at]["in_flight"]
+    lost = run(log[:at] + [{**log[at], "in_flight": count - 1}] + log[at + 1 :])
+    text = f"line {at + 1}: {count} groups are in flight by the log, {count - 1} by the trainer"
+    assert lost.returncode == 1 and text in lost.stderr, lost.stderr
+    short = run(log[: len(log) // 2])
+    assert short.returncode == 1 and "summary.json" in short.stderr
+    assert run(log, steps=5).returncode == 0  # a summary from before the run was resumed
+    (tmp_path / "events.jsonl").unlink()
+    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert missing.returncode == 1 and "Traceback" not in missing.stderr
+
+
+def test_the_table_is_short_and_adds_up():
+    totals = {"admitted": 1234, "trained": 1200, "lost": 3, "requeued": 2, "in_flight": 4}
+    head, numbers = table(totals | {"discarded": {"stale": 30}}).splitlines()
+    assert numbers.split() == ["1,234", "1,200", "30", "4", "2"]
+    assert len(head) == len(numbers) < 100 and "+ stale" in head
+
+
+def test_a_resumed_log_is_cut_behind_its_checkpoint(tmp_path):
+    path = tmp_path / "events.jsonl"
+    older, other = {**CHECKPOINT, "version": 1}, {**CHECKPOINT, "groups": [4, 5, 6]}
+    log = [older, {"kind": "publish"}, CHECKPOINT, {"kind": "publish"}, other]
+    whole = "".join(json.dumps(event) + "\n" for event in log)
+    path.write_text(whole + '{"kind": "publ')  # torn by kill -9
+    forget_after(path, 2, [4, 5])
+    events: list[dict] = []
+    assert read_log(path, events.append) == 3 and events == log[:3]
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match="checkpoint at 3 steps"):
+        forget_after(path, 3, [4, 5])
+    with pytest.raises(ValueError, match="checkpoint at 2 steps"):
+        forget_after(path, 2, [4])
