@@ -126,6 +126,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat([b, a], dim=-1), sin)
 
 
+def add_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, in place where no gradient is wanted: x [N, d], a [N, F], b [F, d]."""
+    return torch.addmm(x, a, b) if torch.is_grad_enabled() else x.addmm_(a, b)
+
+
 class Layer(nn.Module):
     """One block: x + attention(norm x), then x + SwiGLU(norm x) (arXiv 2002.05202).
 
@@ -168,10 +173,10 @@ class Layer(nn.Module):
         out = attend(q, k, v, index)
         if out is None:
             return x
-        x = torch.addmm(x, out.reshape(len(x), -1), self.attention_out)
+        x = add_product(x, out.reshape(len(x), -1), self.attention_out)
         h = F.rms_norm(x, (c.width,), self.mlp_norm, c.norm_eps)
         gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
-        return torch.addmm(x, F.silu(gate) * up, self.mlp_out)
+        return add_product(x, F.silu(gate) * up, self.mlp_out)
 
 
 class GPT(nn.Module):
