@@ -101,7 +101,7 @@ class Config:
 
 def check(config: Config) -> Config:
     """Return config, or raise UserError for the first value that is not allowed."""
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(config):
         value, limits = getattr(config, f.name), f.metadata
         name = "--" + f.name.replace("_", "-")
         if limits["choices"] and value not in limits["choices"]:
@@ -114,24 +114,25 @@ def check(config: Config) -> Config:
                 raise UserError(f"{name} {value}: must be at least {low}{at_most}")
     if config.chunk_size & (config.chunk_size - 1):
         raise UserError(f"--chunk-size {config.chunk_size}: must be a power of two, 1 to 512")
-    if config.silence < 2 * config.reward_seconds:
+    if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
         least = 2 * config.reward_seconds
         raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")
     return config
 
 
-def parse(description: str, argv: list[str] | None = None) -> Config:
-    """Read the command line into a checked Config; a mistake prints one line and exits with 2."""
+def parse(description: str, argv: list[str] | None = None, kind: type = Config) -> Config:
+    """Read the command line into a checked Config, or another dataclass of flags; a mistake prints
+    one line and exits with 2."""
     raw = argparse.RawDescriptionHelpFormatter  # docstrings keep their lines
     parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     parser.allow_abbrev, parser.error = False, lambda message: fail(UserError(message))
-    for f in dataclasses.fields(Config):
+    for f in dataclasses.fields(kind):
         choices = f" [{', '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""
         text = f"{f.metadata['help']}{choices} ({f.default})"
         name = "--" + f.name.replace("_", "-")
         parser.add_argument(name, type=f.type, default=f.default, help=text)
     try:
-        return check(Config(**vars(parser.parse_args(argv))))
+        return check(kind(**vars(parser.parse_args(argv))))
     except UserError as error:
         fail(error)
 
@@ -339,9 +340,9 @@ class Watch:
         return time.monotonic() - self.start
 
 
-def run_main(train: Callable[[Config], None], description: str) -> None:
+def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
     """Parse, train, and turn the user's mistakes into one line and exit code 2."""
-    config = parse(description)
+    config = parse(description, kind=kind)
     try:
         train(config)
     except UserError as error:

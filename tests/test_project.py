@@ -13,6 +13,7 @@ CEILINGS = {
     "dsa": 220,
     "dsa_triton": 480,
     "pretrain": 200,
+    "recipe": 230,
     "model": 280,
     "cache": 140,
     "reward": 320,
