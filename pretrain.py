@@ -90,8 +90,9 @@ def make_text(task: reward.Task, index: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([prompt[:start], questions.ravel()]), columns.ravel()
 
 
-def make_batch(length: int, seed: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """About `tokens` tokens of text [B, T] on problems recall:`length`, and their columns [M]."""
+def make_batch(length: int, seed: int, start: int, tokens: int) -> tuple[Tensor, ...]:
+    """About `tokens` tokens of text [B, T] on problems recall:`length`, the columns [M] of their
+    answers, and the tokens [V] an answer may have."""
     task = reward.make_task(f"recall:{length}", seed)
     first, columns = make_text(task, start)
     texts = [make_text(task, start + i)[0] for i in range(1, max(4, tokens // len(first)))]
