@@ -430,10 +430,12 @@ def readme_tables() -> str:
 
 def sparse_tables() -> list[str]:
     """The measured part of the README on sparse attention: the recipe, and decoding."""
-    speed = load_result("decode-cpu")
-    rows = speed["rows"]
+    recipe, speed = load_result("recipe"), load_result("decode-cpu")
+    rows, settings = speed["rows"], recipe["settings"]
+    attended, minutes = settings["chunk_size"] * settings["top_k"], recipe["wall_s"] / 60
     lines = [
-        "",
+        f"\n`python recipe.py --seeds {settings['seeds']}` ({minutes:.0f} minutes): every variant but "
+        f"the first attends to {attended} keys.\n\n{recipe['table']}\n",
         f"| decode, tokens/s on one CPU thread, `small`, {speed['slots']} slots, context of | "
         + " | ".join(f"{r['length']:,}" for r in rows)
         + " |",

@@ -41,6 +41,11 @@ def test_measured_runs_kept_their_promises():
         assert row["max"] <= row["bound"] == row["max_staleness"]
 
 
+def test_the_recipe_kept_its_promises():
+    recipe = bench.load_result("recipe")
+    assert all(recipe["shown"].values()) and len(recipe["runs"]) == 3 and recipe["wall_s"] <= 900
+
+
 def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"task": "guess", "mode": "async"}))

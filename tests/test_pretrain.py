@@ -4,7 +4,7 @@ Isolation is exact: zeros, not small numbers. The indexer's target is checked ag
 and the masks that stand in for sparse attention against the sparse attention of dsa.py.
 """
 
-import copy
+import dataclasses
 import json
 import math
 
@@ -15,14 +15,14 @@ import common
 import pretrain
 import recipe
 import reward
-from learner import make_environment
 from buffer import Group
+from learner import make_environment
 from model import GPT, attend_packed, dense_packed, pack_tokens
 from pretrain import Settings, indexer_loss, losses_of, make_batch, parts_of, watched_attention
 from rollout import Generator, generate
 
 SMALL = Settings(chunk_size=2, top_k=4, tokens=128)  # attends to 8 keys: prompts of 16 to 128
-SHAPES = pytest.mark.parametrize("chunk_size, top_k", [(1, 8), (2, 4), (4, 2)])
+SHAPES = pytest.mark.parametrize("chunk_size, top_k", [(1, 8), (2, 4), (4, 4)])
 
 
 def make(chunk_size=2, top_k=4) -> GPT:
@@ -80,12 +80,13 @@ def test_a_batch_is_of_the_seed_and_never_of_the_exam():
 
 
 @SHAPES
-def test_the_two_losses_of_the_sparse_stage_do_not_meet(chunk_size, top_k):
-    model, batch = make(chunk_size, top_k), make_batch(32, 0, 0, 128)
-    loss, kl, _ = losses_of(model, *batch, "sparse")
+@pytest.mark.parametrize("stage", ["warm-up", "sparse"])
+def test_the_two_losses_do_not_meet(chunk_size, top_k, stage):
+    model, batch = make(chunk_size, top_k), make_batch(64, 0, 0, 128)
+    loss, kl, _ = losses_of(model, *batch, stage)
     assert loss > 0 and kl > 0
     by_kl = gradients(model, kl)
-    by_loss = gradients(model, losses_of(model, *batch, "sparse")[0])
+    by_loss = gradients(model, losses_of(model, *batch, stage)[0])
     for part in ("matrices", "others"):
         assert all(not g.any() for g in by_kl[part]), f"the KL reaches {part}"
         assert any(g.any() for g in by_loss[part])
@@ -154,9 +155,7 @@ def test_target_and_divergence_against_python_loops(chunk_size, top_k, sparse):
     """Two heads that share keys; softmax, sums and the KL one number at a time."""
     T, D, J, E = 21, 4, 2, 4
     config = make(chunk_size, top_k).config
-    config = copy.replace(config, heads=2, kv_heads=1, head_width=D) if hasattr(
-        copy, "replace"
-    ) else type(config)(**config.__dict__ | dict(heads=2, kv_heads=1, head_width=D))
+    config = dataclasses.replace(config, heads=2, kv_heads=1, head_width=D)
     random = torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(T, h, D, generator=random) for h in (2, 1, 1))
     index = [torch.randn(*s, generator=random) for s in ((T, J, E), (T, E), (T, J))]
@@ -232,7 +231,7 @@ def test_accuracy_is_what_the_generator_answers():
 
 def test_recall_of_mass_is_below_the_best_and_one_when_all_fits():
     model = make(1, 8)
-    for length, everything in ((16, False), (64, False)):
+    for length in (16, 64):
         found = recipe.mass_recall(model, recipe.exam(length, 8)[0])
         for which in ("all", "answer"):
             ours, best = (found[f"{who}, {which} queries"] for who in ("indexer", "best"))
@@ -260,11 +259,36 @@ def test_the_whole_recipe_leaves_its_files(tmp_path):
     assert moved[indexer].any() and not moved[~indexer].any()
 
 
+def test_the_verdict_looks_at_every_seed():
+    lengths = [16, 32, 64, 128]
+
+    def run(**changed) -> dict:  # as recipe.py's, with one value put in place of a good one
+        good = {"dense": 1.0, "random indexer": 0.0, "warm-up only": 0.5, "full recipe": 0.99}
+        rows = {variant: dict.fromkeys(lengths, value) for variant, value in good.items()}
+        rows |= {variant: rows[variant] | row for variant, row in changed.items()}
+        return {"accuracy": rows}
+
+    def held(*runs: dict) -> list[bool]:
+        return list(recipe.verdict(list(runs), lengths).values())
+
+    assert held(run(), run()) == [True, True]
+    assert held(run(**{"warm-up only": {16: 1.0}})) == [True, True]  # 2 times: not asked for
+    assert held(run(), run(**{"warm-up only": {128: 0.99}})) == [False, True]
+    assert held(run(**{"random indexer": {32: 0.5}}), run()) == [False, True]
+    assert held(run(), run(**{"full recipe": {64: 0.98}})) == [True, False]
+
+
 @pytest.mark.parametrize(
-    "flags", [["--top-k", "0"], ["--chunk-size", "3"], ["--seeds", "none"], ["--depth", "9"]]
+    "flags, said",
+    [
+        (["--top-k", "0"], "--top-k 0: must be at least 1"),
+        (["--chunk-size", "3"], "--chunk-size 3: must be a power of two"),
+        (["--seeds", "none"], "--seeds"),
+        (["--depth", "9"], "--depth"),
+    ],
 )
-def test_a_wrong_flag_costs_one_line(flags, capsys):
+def test_a_wrong_flag_costs_one_line(flags, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         common.parse(recipe.__doc__, flags, Settings)
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1 and flags[0] in said
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and line.count("\n") == 1 and said in line
