@@ -433,13 +433,12 @@ def sparse_tables() -> list[str]:
     recipe, speed = load_result("recipe"), load_result("decode-cpu")
     rows, settings = speed["rows"], recipe["settings"]
     attended, minutes = settings["chunk_size"] * settings["top_k"], recipe["wall_s"] / 60
+    heads = "".join(f" {r['length']:,} |" for r in rows)
     lines = [
-        f"\n`python recipe.py --seeds {settings['seeds']}` ({minutes:.0f} minutes): every variant but "
-        f"the first attends to {attended} keys.\n\n{recipe['table']}\n",
-        f"| decode, tokens/s on one CPU thread, `small`, {speed['slots']} slots, context of | "
-        + " | ".join(f"{r['length']:,}" for r in rows)
-        + " |",
-        "|---|" + "---|" * len(rows),
+        f"\n`python recipe.py --seeds {settings['seeds']}` ({minutes:.0f} minutes): every variant "
+        f"but the first attends to {attended} keys.\n\n{recipe['table']}\n",
+        f"| decode, tokens/s on one CPU thread, {speed['slots']} slots, context of |" + heads,
+        "|---" * (len(rows) + 1) + "|",
     ]
     for name in rows[0]["tokens_per_s"]:
         cells = []
