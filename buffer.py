@@ -42,6 +42,15 @@ class Trajectory:
     worker: int = -1
     started: float = 0.0  # seconds on the machine's monotonic clock
     finished: float = 0.0
+    swaps: list[int] = field(default_factory=list)  # a, v, b, w: tokens from a on fed by v, b by w
+
+    @property
+    def digest(self) -> int:
+        """A checksum of all that training reads: equal digests, equal trajectories."""
+        crc = zlib.crc32(f"{self.reward!r} {self.finish}".encode())
+        for array in (self.tokens, self.loss_mask, self.logprobs, self.versions):
+            crc = zlib.crc32(array, crc)
+        return crc
 
     @property
     def failed(self) -> bool:

@@ -48,6 +48,7 @@ class Config:
     seed: int = flag(0, "of weights, prompts and sampling noise", 0, 2**31 - 1)
     out: str = flag("", "run folder (default: runs/ and a name made of task, mode and time)")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
+    replay: str = flag("", "run folder to execute again: train_async.py ends at the same weights")
     init: str = flag("", "weights to start from (pretrain.py); the model has the shape they have")
     # the model
     model: str = flag("tiny", "preset", choices=("tiny", "small", "medium", "gpt2"))
@@ -163,8 +164,7 @@ def pick_devices(config: Config, roles: str = "both") -> tuple[list[str], list[s
         raise UserError(f"--device {config.device}: this machine has {gpus} CUDA devices")
     learners = config.learners
     if name == "cpu":
-        workers = config.rollout_workers or max(1, cores() - learners)
-        return ["cpu"] * learners, ["cpu"] * workers
+        return ["cpu"] * learners, ["cpu"] * (config.rollout_workers or max(1, cores() - learners))
     if name != "cuda" or gpus == 1:
         one = name if name != "cuda" else "cuda:0"
         return [one] * learners, [one] * (config.rollout_workers or 1)

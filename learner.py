@@ -185,25 +185,28 @@ def score(group: Group, task: reward.Task, seconds: float) -> list[reward.Verdic
 # ----------------------------------------------------------------------------------- checkpoints
 
 
-def resumed(config: Config) -> Config:
-    """The configuration of the run to resume, or `config` itself when there is none.
+def resumed(config: Config, flag: str = "resume") -> Config:
+    """The configuration of the run to resume (or to replay), or `config` itself when there is none.
 
-    Only --steps may change. Raises UserError.
+    Only --steps may change, and only to resume. Raises UserError.
     """
-    if not config.resume:
+    folder = getattr(config, flag)
+    if config.replay and flag == "resume":
+        raise UserError(f"--replay {config.replay}: must be left out in train_sync.py")
+    if not folder:
         return config
-    path = Path(config.resume) / "config.json"
+    path = Path(folder) / "config.json"
     if not path.is_file():
-        raise UserError(f"--resume {config.resume}: must be a run folder (with config.json in it)")
+        raise UserError(f"--{flag} {folder}: must be a run folder (with config.json in it)")
     stored = json.loads(path.read_text())
     for f in dataclasses.fields(Config):
-        value, old = getattr(config, f.name), stored[f.name]
-        if f.name not in ("steps", "resume") and value not in (f.default, old):
+        value, old = getattr(config, f.name), stored.setdefault(f.name, f.default)
+        free = f.name == flag or (flag, f.name) == ("resume", "steps")
+        if not free and value not in (f.default, old):
             name = "--" + f.name.replace("_", "-")
-            raise UserError(f"{name} {value}: must be left out with --resume (the run has {old})")
+            raise UserError(f"{name} {value}: must be left out with --{flag} (the run has {old})")
     values = {f.name: stored[f.name] for f in dataclasses.fields(Config)}
-    values |= {"resume": config.resume, "steps": config.steps or stored["steps"]}
-    return check(Config(**values))
+    return check(Config(**values | {flag: folder, "steps": config.steps or stored["steps"]}))
 
 
 def state_of(learner: Learner, in_flight=()) -> dict:

@@ -20,6 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 # kind of event -> the states in which it may find a group, and the one in which it leaves it
@@ -146,15 +147,35 @@ def audit(run: Path) -> tuple[int, Ledger]:
         there = event.get("in_flight", here)  # with every step: what the trainer counted
         assert here == there, f"{here} groups are in flight by the log, {there} by the trainer"
 
-    count = read_log(run / "events.jsonl", check)
+    number = read_log(run / "events.jsonl", check)
     summary = run / "summary.json"
     told = json.loads(summary.read_text()) if summary.is_file() else {"steps": -1}
     if told["steps"] >= ledger.steps:  # otherwise the run was resumed, and has not ended since
         totals = {"steps": ledger.steps, **ledger.totals()}
-        for name, value in {"steps": told["steps"], **told["ledger"]}.items():
+        for name, value in {"steps": told["steps"], **told.get("ledger", {})}.items():
             if totals[name] != value:
                 raise ValueError(f"the log ends with {totals[name]} {name}, summary.json: {value}")
-    return count, ledger
+    return number, ledger
+
+
+def script(run: Path) -> tuple[list[dict], dict[int, dict]]:
+    """What a replay has to do: the steps in order, and for every group its verdict, with the worker
+    that sampled it and its place in the order of issue. Every event knows its `line`."""
+    steps, issued, scores = [], {}, {}
+
+    def use(event: dict) -> None:
+        event["line"] = next(lines)
+        if event["kind"] in ("admit", "requeue"):
+            issued[event["group"]] = event  # the last time counts
+        elif event["kind"] == "score":
+            order = issued[event["group"]]
+            scores[event["group"]] = event | {"worker": order["worker"], "issued": order["line"]}
+        elif event["kind"] == "train":
+            steps.append(event)
+
+    lines = count(1)
+    read_log(run / "events.jsonl", use)
+    return steps, scores
 
 
 if __name__ == "__main__":

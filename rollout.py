@@ -91,6 +91,7 @@ class Episode:
     turns: list[tuple[int, int]] = field(default_factory=list)
     reply: Future | None = None  # an environment turn that runs beside generation
     deadline: float = 0.0  # when to give up on it
+    swaps: list[int] = field(default_factory=list)  # see Trajectory
 
 
 @dataclass
@@ -221,6 +222,8 @@ class Generator:
             self.model.flat.copy_(flat)
         self.version, self.new_weights, self.head = version, None, self._output_matrix()
         self.counts["swaps"] += 1
+        for b in occupied:
+            self.episodes[b].swaps += [int(self.fed[b]), version]
         self.events.append((time.monotonic(), "swap", -1, version, len(occupied)))
         if self.swap == "recompute":
             stale = [b for b in occupied if self.fed[b] > 0]
@@ -263,7 +266,7 @@ class Generator:
         seed = noise_key(self.seed, group.group_id, sample_index)
         self.keys[b], self.running[b] = seed, True
         now = time.monotonic()
-        self.episodes[b] = Episode(group, sample_index, seed, now)
+        self.episodes[b] = Episode(group, sample_index, seed, now, swaps=[n - 1, self.version])
         if sample_index == 0:
             self.events.append((now, "start", group.group_id, self.version, n))
         return prompt[:-1]
@@ -387,6 +390,7 @@ class Generator:
                 worker=self.worker,
                 started=episode.started,
                 finished=now,
+                swaps=episode.swaps,
             )
         )
         self.episodes[b], self.running[b] = None, False

@@ -39,6 +39,7 @@ from learner import (
     resumed,
 )
 from ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
+from replay import replay, replayable
 from reward import split_answers, verify
 from train_sync import after_step, learner_step
 from transport import Line, Mailbox, Pool, Worker, WorkersFailed
@@ -201,6 +202,7 @@ def settle(ledger: Ledger, watch, buffer: Buffer, flights: Flights, again: list[
 
 
 def log_spawn(watch, worker: Worker) -> None:
+    """A worker was started; its end is an `exit`."""
     watch.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
 
 
@@ -216,8 +218,8 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         flights.landed(group.group_id)
         totals["begin"] = totals["begin"] or time.monotonic()
         totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
-        seconds = header["seconds"]
-        watch.event(worker.name, "score", header["began"], group=group.group_id, seconds=seconds)
+        details = {"group": group.group_id, "seconds": header["seconds"], **replayable(group)}
+        watch.event(worker.name, "score", header["began"], **details)
     elif kind == "events":
         totals["status"][worker.name] = header["status"]
         for at, what, group_id, at_version, size in header["events"]:
@@ -260,6 +262,8 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
 
 def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
+    if config.replay:
+        return replay(config)
     stop, config = common.Stop(), resumed(config)
     devices = common.pick_devices(config)
     common.set_threads(config, sum(map(len, devices)))
@@ -293,9 +297,11 @@ def train(config: Config) -> None:
             if any(kind == "lost" for kind, *_ in messages):
                 settle(ledger, watch, buffer, flights, again)
             batch = buffer.next_batch(learner.version)
-            while buffer.dropped:
-                details = dict(zip(("group", "reason"), buffer.dropped.pop(0), strict=True))
-                watch.event("learner", "discard", version=learner.version, **details)
+            for group, reason in buffer.dropped:
+                watch.event(
+                    "learner", "discard", group=group, reason=reason, version=learner.version
+                )
+            buffer.dropped.clear()
             if batch is None:
                 continue
             begin, version = time.monotonic(), learner.version
@@ -307,7 +313,9 @@ def train(config: Config) -> None:
             metrics = learner_step(learner, batch, config)
             again = again[len(ids) :]
             left = len(buffer.outstanding) + len(again)
-            watch.span("learner", "train", begin, version=version, groups=ids, in_flight=left)
+            details = {"version": version, "groups": ids, "in_flight": left, "of": config.steps}
+            details |= {name: metrics[name] for name in ("loss", "grad_norm")}
+            watch.span("learner", "train", begin, **details)
             mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
             watch.event("learner", "publish", version=learner.version)
             admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
@@ -335,8 +343,7 @@ def train(config: Config) -> None:
         finally:
             pool.close()
             for worker in pool.workers.values():
-                reason = f"end (exit code {worker.process.exitcode})"
-                watch.event(worker.name, "exit", reason=reason)
+                watch.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
             watch.flush()
             mailbox.close()
     finish(run, learner, config, watch, ledger.totals(), totals)

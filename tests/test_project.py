@@ -25,6 +25,7 @@ CEILINGS = {
     "train_sync": 235,
     "train_async": 300,
     "ledger": 180,
+    "replay": 120,
     "report": 160,
     "bench": 400,
 }

@@ -51,6 +51,11 @@ def balanced(folder) -> dict:
     return ledger.totals()
 
 
+def replayed(folder) -> None:
+    """Execute a run again; an event or final weights that differ raise TrainingStopped."""
+    train_async.train(dataclasses.replace(common.Config(), replay=str(folder)))
+
+
 def kinds_of(folder) -> dict[str, set[str]]:
     """Kinds of events in a run's log, with the processes that they happened to."""
     kinds: dict[str, set[str]] = {}
@@ -72,8 +77,8 @@ def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
 @pytest.mark.parametrize(
     "swap, eta, flags",
     [
-        ("keep", 1, {}),
-        ("recompute", 4, {"task": "sum:16", "reward_workers": 2}),
+        ("keep", 1, {"rollout_workers": 3}),
+        ("recompute", 4, {"task": "sum:16", "reward_workers": 2, "rollout_workers": 1}),
         ("drain", 2, {"rollout_workers": 2}),
         ("keep", 1, {"on_stale": "drop", "task": "sum:32"}),
         ("keep", 2, {"learners": 2, "rollout_workers": 1}),
@@ -99,6 +104,8 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags):
     assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0", "reward-0"}
     if eta > 1:  # it really was asynchronous
         assert summary["staleness"]["mean"] > 0
+    if flags.get("learners", 1) == 1:
+        replayed(tmp_path / "run")
 
 
 def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
@@ -132,6 +139,7 @@ def test_kill_9_is_named_and_survived(tmp_path, capsys, name):
     assert (totals["lost"] > 0) == (name == "rollout-0") == ("requeue" in kinds)
     spawned = [e for e in common.read_lines(folder / "events.jsonl") if e["kind"] == "spawn"]
     assert len(spawned) == 1 + len(kinds["spawn"])
+    replayed(folder)
 
 
 def test_a_group_that_vanishes_is_named_at_the_next_step(tmp_path, monkeypatch):
@@ -211,6 +219,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
     totals = balanced(folder)  # of both parts
     assert totals["lost"] == totals["requeued"] == len(state["in_flight"])
     assert totals["admitted"] == totals["trained"] == 4 * steps and totals["in_flight"] == 0
+    replayed(folder)
     assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"]
 
 
@@ -238,3 +247,4 @@ def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
     )
     assert balanced(folder)["trained"] == 4 * (state["version"] + 6)
     assert sorted(trained_groups(folder)) == list(range(4 * (state["version"] + 6)))
+    replayed(folder)
