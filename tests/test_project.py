@@ -29,7 +29,7 @@ CEILINGS = {
     "report": 160,
     "bench": 400,
 }
-TOTAL, TOKENS_PER_LINE = 4200, 17.0
+TOTAL, TOKENS_PER_LINE = 4400, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
