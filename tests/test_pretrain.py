@@ -268,14 +268,16 @@ def test_the_verdict_looks_at_every_seed():
         rows |= {variant: rows[variant] | row for variant, row in changed.items()}
         return {"accuracy": rows}
 
-    def held(*runs: dict) -> list[bool]:
-        return list(recipe.verdict(list(runs), lengths).values())
+    def held(*runs: dict) -> list:
+        strict, *others = recipe.verdict(list(runs), lengths).values()
+        return [int(strict.split()[1]), *others]
 
-    assert held(run(), run()) == [True, True]
-    assert held(run(**{"warm-up only": {16: 1.0}})) == [True, True]  # 2 times: not asked for
-    assert held(run(), run(**{"warm-up only": {128: 0.99}})) == [False, True]
-    assert held(run(**{"random indexer": {32: 0.5}}), run()) == [False, True]
-    assert held(run(), run(**{"full recipe": {64: 0.98}})) == [True, False]
+    assert held(run(), run()) == [6, True, True]
+    assert held(run(**{"warm-up only": {16: 1.0}})) == [3, True, True]  # 2 times: not asked for
+    assert held(run(), run(**{"warm-up only": {128: 0.99}})) == [5, True, True]  # a tie
+    assert held(run(), run(**{"warm-up only": {128: 0.995}})) == [5, False, True]
+    assert held(run(**{"random indexer": {32: 0.5}}), run()) == [5, False, True]
+    assert held(run(), run(**{"full recipe": {64: 0.98}})) == [6, True, False]
 
 
 @pytest.mark.parametrize(
