@@ -264,6 +264,8 @@ def draw(runs: list[dict], settings: Settings, path: Path) -> None:
 
 def main(settings: Settings) -> None:
     """Run the seeds, as many at a time as there are cores; print, draw and save."""
+    if settings.lengths[0] < reward.LIMITS["recall"][0]:
+        raise common.UserError(f"--top-k {settings.top_k}: must attend to at least 8 keys")
     folder = Path(settings.out or f"runs/recipe-{time.strftime('%m%d-%H%M%S')}")
     if folder.exists() and any(folder.iterdir()):
         raise common.UserError(f"--out {folder}: must be new or an empty folder")

@@ -280,6 +280,11 @@ def test_the_verdict_looks_at_every_seed():
     assert held(run(), run(**{"full recipe": {64: 0.98}})) == [6, True, False]
 
 
+def test_too_few_keys_are_refused():
+    with pytest.raises(common.UserError, match="--top-k 4: must attend to at least 8 keys"):
+        recipe.main(Settings(top_k=4))
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [
