@@ -72,7 +72,8 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float):
     if temperature == 0:
         chosen, logprobs = logits.argmax(-1), torch.log_softmax(logits, -1)
     else:
-        logprobs = torch.log_softmax(logits / temperature, -1)
+        scaled = logits if temperature == 1 else logits / temperature
+        logprobs = torch.log_softmax(scaled, -1)
         cumulative = logprobs.exp().cumsum(-1)
         # the last sum is 1 up to rounding; times it, no number lies beyond the last token
         level = uniform[:, None] * cumulative[:, -1:]
@@ -153,6 +154,7 @@ class Generator:
         self.swap, self.worker, self.version = swap, worker, 0
         device = model.flat.device
         self.cache = make_cache(model, slots, capacity)
+        self.letters = environment.alphabet.astype(np.int32)
         self.alphabet = torch.from_numpy(environment.alphabet).to(device)
         self.head = self._output_matrix()
         self.stop = np.isin(np.arange(model.config.vocab_size), list(environment.stop))
@@ -305,8 +307,8 @@ class Generator:
         # noise belongs to the position of the token that is sampled
         uniform = torch.from_numpy(uniforms(self.keys, fed + 1)).to(device)
         chosen, logprobs = sample(logits, uniform, self.temperature)
-        both = torch.stack([self.alphabet[chosen].float(), logprobs]).cpu().numpy()  # one copy
-        chosen, logprobs = both[0].astype(np.int32), both[1]
+        chosen = self.letters[chosen.cpu().numpy()]
+        logprobs = logprobs.cpu().numpy()
 
         self.fed[self.running] += 1
         rows = np.flatnonzero(self.running & (self.fed == self.known))  # the policy's turn
