@@ -423,7 +423,7 @@ def readme_tables() -> str:
         ratio = row["ratio"]
         lines.append(
             f"| {name} | {ours:,.0f} | {theirs:,.0f} | "
-            f"**{ratio['median']:.1f}×** ({ratio['min']:.1f} to {ratio['max']:.1f}) |"
+            f"**{ratio['median']:.2f}×** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
         )
     return "\n".join(lines + sparse_tables())
 
@@ -436,7 +436,8 @@ def sparse_tables() -> list[str]:
     heads = "".join(f" {r['length']:,} |" for r in rows)
     lines = [
         f"\n`python recipe.py --seeds {settings['seeds']}` ({minutes:.0f} minutes): every variant "
-        f"but the first attends to {attended} keys.\n\n{recipe['table']}\n",
+        f"but the first attends to {attended} keys. From 4× on, random < warm-up only < full "
+        f"{recipe['shown']['random < warm-up only < full']}.\n\n{recipe['table']}\n",
         f"| decode, tokens/s on one CPU thread, {speed['slots']} slots, context of |" + heads,
         "|---" * (len(rows) + 1) + "|",
     ]

@@ -27,7 +27,7 @@ CEILINGS = {
     "ledger": 180,
     "replay": 120,
     "report": 160,
-    "bench": 400,
+    "bench": 402,
 }
 TOTAL, TOKENS_PER_LINE = 4400, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
