@@ -158,13 +158,14 @@ class Layer(nn.Module):
 
         Where attend returns None, nobody wants to know what follows (the last layer of a prefill).
         """
-        c = self.config
-        h = F.rms_norm(x, (c.width,), self.attention_norm, c.norm_eps)  # [N, d]
-        qkv = (h @ self.qkv).view(len(x), -1, c.head_width)
+        c, w = self.config, self._parameters  # a dict: attributes are slower
+        multiply = torch.mul if torch.is_grad_enabled() else Tensor.mul_  # as in add_product
+        h = F.rms_norm(x, (c.width,), w["attention_norm"], c.norm_eps)  # [N, d]
+        qkv = (h @ w["qkv"]).view(len(x), -1, c.head_width)
         qk, v = qkv.split([c.heads + c.kv_heads, c.kv_heads], dim=1)  # [N, H, D] each
         if c.qk_norm:  # queries and keys at once, each with its own weight
-            weights = self.q_norm.expand(c.heads, -1), self.k_norm.expand(c.kv_heads, -1)
-            qk = F.rms_norm(qk, (c.head_width,), None, c.norm_eps) * torch.cat(weights)
+            weights = w["q_norm"].expand(c.heads, -1), w["k_norm"].expand(c.kv_heads, -1)
+            qk = multiply(F.rms_norm(qk, (c.head_width,), None, c.norm_eps), torch.cat(weights))
         if rope is not None:
             qk = rotate(qk, *rope)
         q, k = qk.split([c.heads, c.kv_heads], dim=1)
@@ -173,10 +174,10 @@ class Layer(nn.Module):
         out = attend(q, k, v, index)
         if out is None:
             return x
-        x = add_product(x, out.reshape(len(x), -1), self.attention_out)
-        h = F.rms_norm(x, (c.width,), self.mlp_norm, c.norm_eps)
-        gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
-        return add_product(x, F.silu(gate) * up, self.mlp_out)
+        x = add_product(x, out.reshape(len(x), -1), w["attention_out"])
+        h = F.rms_norm(x, (c.width,), w["mlp_norm"], c.norm_eps)
+        gate, up = (h @ w["gate_up"]).chunk(2, dim=-1)  # [N, F] each
+        return add_product(x, multiply(F.silu(gate), up), w["mlp_out"])
 
 
 class GPT(nn.Module):
