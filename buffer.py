@@ -143,6 +143,13 @@ class Buffer:
         self.completed[group.group_id] = group
         return True
 
+    def restore(self, group: Group) -> None:
+        """Take a completed group from a checkpoint: it keeps its start, and so its deadline."""
+        assert group.group_id not in self.outstanding, f"group {group.group_id} is here already"
+        self.outstanding[group.group_id] = group.start
+        self.completed[group.group_id] = group
+        self.counts["admitted"] += 1
+
     def discard(self, group_id: int, reason: str) -> None:
         """Take an outstanding group out without training it, counted by reason."""
         del self.outstanding[group_id]
@@ -265,3 +272,50 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
         group.trajectories.append(Trajectory(**record, **parts))
         start = stop
     return group
+
+
+def group_flaw(header: dict, arrays: dict, size: int, newest: int, vocabulary: int) -> str | None:
+    """What is wrong with a group as `group_to_parts` sends it, in words; None if it is sound.
+
+    A worker that has gone wrong must not poison what is trained. `size` is the group size, `newest`
+    the newest version that was published. Raises KeyError, TypeError or ValueError when fields are
+    missing or of another kind.
+    """
+    records = header["trajectories"]
+    lengths = [record["length"] for record in records]
+    found = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
+    right = {name: (np.dtype(kind).name, (sum(lengths),)) for name, kind in ARRAYS.items()}
+    if found != right:
+        return f"arrays {found}, must be {right}"
+    if [record["sample_index"] for record in records] != list(range(size)):
+        return f"{len(records)} samples, must be 0 to {size - 1} in order"
+    tokens, mask, logprobs, versions = (arrays[name] for name in ARRAYS)
+    turns, start = np.zeros_like(mask), 0
+    for record, length in zip(records, lengths, strict=True):
+        for first, last in record["turns"]:
+            if not 0 <= first <= last <= length:
+                return f"a turn from {first} to {last} in an episode of {length} tokens"
+            turns[start + first : start + last] = True
+        start += length
+    if not np.array_equal(turns, mask):
+        return "a loss mask that is not the policy's turns"
+    generated = versions[mask]
+    checks = (
+        ("token id", tokens, 0, vocabulary - 1),
+        ("log-prob", logprobs, -1e30, 1e-3),  # never NaN, never above 0 but for rounding
+        ("version", generated, header["start"], newest),
+        ("version where nothing was generated", versions[~mask], -1, -1),
+    )
+    for name, values, low, high in checks:
+        wrong = values[~((values >= low) & (values <= high))]
+        if len(wrong):
+            return f"{name} {wrong[0]}, must be {low} to {high}"
+    return None
+
+
+def verdict_flaw(verdicts: list, size: int) -> str | None:
+    """What is wrong with a reward worker's verdicts on a group; None if they are sound."""
+    if len(verdicts) != size:
+        return f"{len(verdicts)} verdicts on {size} samples"
+    wrong = [v for v, turns, _ in verdicts if not all(map(math.isfinite, [v, *turns]))]
+    return f"reward {wrong[0]}, must be finite" if wrong else None

@@ -95,9 +95,11 @@ class Config:
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
     # trouble
     reward_seconds: float = flag(2.0, "time limit of one verification or environment turn", 0.01)
+    reward_memory: float = flag(1024.0, "MiB that one of these may need more than before", 1.0)
     max_failures: float = flag(0.5, "share of failed episodes in a step that stops the run", 0, 1)
     restarts: int = flag(3, "how often a dead worker is replaced before the run stops", 0)
     silence: float = flag(20.0, "seconds without a sign of life until a worker is replaced", 1.0)
+    stall: float = flag(300.0, "seconds without any progress until the run stops", 1.0)
 
 
 def check(config: Config) -> Config:
@@ -226,9 +228,15 @@ def describe_machine() -> dict:
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
-    """Append records as JSON lines."""
-    with path.open("a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in records))
+    """Append records as JSON lines: all of them, or none when the disk is full (OSError)."""
+    with path.open("ab", buffering=0) as file:
+        size, data = file.tell(), "".join(json.dumps(record) + "\n" for record in records).encode()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError as error:
+            file.truncate(size)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -244,40 +252,9 @@ def forget_after(path: Path, version: int) -> float:
     return rows[-1]["t"]
 
 
-# ------------------------------------------------------------------------------------ checkpoints
-
-
 def sha256_of(flat: torch.Tensor) -> str:
     """Fingerprint of the weights: the sha256 of their bytes."""
     return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
-
-
-def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
-    """Write a checkpoint under a temporary name, flush it, rename it: never a half-written one."""
-    path = folder / "checkpoints" / f"step{step:07d}.pt"
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save({"sha256": sha256_of(state["weights"]), **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    for old in sorted(path.parent.glob("step*.pt"))[:-keep]:
-        old.unlink()
-    return path
-
-
-def load_checkpoint(folder: Path) -> dict:
-    """The newest checkpoint of a run folder; raises UserError when it is missing or not whole."""
-    paths = sorted((folder / "checkpoints").glob("step*.pt"))
-    if not paths:
-        raise UserError(f"--resume {folder}: must hold a checkpoint (checkpoints/step*.pt)")
-    try:
-        state = torch.load(paths[-1], map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise UserError(f"--resume {paths[-1]}: must be a readable checkpoint") from error
-    if state.get("sha256") != sha256_of(state["weights"]):
-        raise UserError(f"--resume {paths[-1]}: must have the sha256 of its weights")
-    return state
 
 
 # ---------------------------------------------------------------------------------------- watching
@@ -347,6 +324,6 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
         train(config)
     except UserError as error:
         fail(error)
-    except (TrainingStopped, KeyboardInterrupt) as error:
+    except (TrainingStopped, KeyboardInterrupt, OSError) as error:
         sys.stderr.write(f"\nstopped: {error or 'Ctrl-C'}\n")
         raise SystemExit(1) from error

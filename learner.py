@@ -1,8 +1,8 @@
-"""learner.py: what is trained, and how the rooms are joined: set-up from flags, and checkpoints.
+"""learner.py: what is trained, and how the rooms are joined: set-up from flags.
 
 `Learner` is plain data: policy, optimizer, reference, damper, counters. The functions here build
-it, its task and its generator from a `Config`, and turn it into a checkpoint and back. Left out:
-what a step does to it (train_sync.py) and everything about processes (train_async.py).
+it, its task and its generator from a `Config`. Left out: what a step does to it (train_sync.py),
+how it is saved (checkpoint.py) and everything about processes (train_async.py).
 """
 
 import copy
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import limits
 import losses
 import reward
 from buffer import Group, group_to_parts
-from common import Config, TrainingStopped, UserError, Watch, check, save_checkpoint, sha256_of
+from common import Config, TrainingStopped, UserError, Watch, check, sha256_of
 from model import GPT, PRESETS, ModelConfig
 from rollout import Environment, Generator
 
@@ -120,7 +121,7 @@ def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
 def make_environment(config: Config, task: reward.Task) -> Environment:
     """Join the task (text) to the generator (token ids)."""
 
-    limit = config.reward_seconds
+    limit, memory = config.reward_seconds, config.reward_memory
 
     def respond(requests: list[tuple]) -> list[list[int] | None | str]:
         replies: list = []
@@ -129,13 +130,14 @@ def make_environment(config: Config, task: reward.Task) -> Environment:
             if replies.count("env_timeout") == 3:  # no more patience at this token boundary
                 return replies + ["env_timeout"] * (len(requests) - len(replies))
             try:
-                with reward.time_limit(limit):  # armed once for all of them: that is quicker
+                # once for all of them: that is quicker
+                with limits.memory_limit(memory), limits.time_limit(limit):
                     for problem, tokens, turns in requests[len(replies) :]:
                         begin = time.monotonic()
                         answers = reward.split_answers(task, tokens, turns)
                         step = task.step(problem, answers)
                         replies.append(None if step.done else reward.encode(step.observation))
-            except reward.OutOfTime:  # whoever used little of the limit is asked again
+            except limits.OutOfTime:  # whoever used little of the limit is asked again
                 if time.monotonic() - begin > 0.5 * limit:
                     replies.append("env_timeout")
             except Exception:  # whatever a task's code raises is that episode's failure, no more
@@ -176,13 +178,21 @@ def new_groups(learner: Learner, task: reward.Task, count: int) -> list[Group]:
     return [Group(i, learner.version, task.reset(i, "train")) for i in ids]
 
 
-def score(group: Group, task: reward.Task, seconds: float) -> list[reward.Verdict]:
-    """Verify every episode of a group under a time limit; the reward workers' whole job."""
-    answers = [reward.split_answers(task, t.tokens, t.turns) for t in group.trajectories]
-    return reward.score_group(task, group.problem, answers, seconds)
+def score(group: Group, task: reward.Task, config: Config, after=lambda: None) -> list:
+    """Verify every episode of a group, each within its limits; the reward workers' whole job.
+
+    `after` is called after each verdict.
+    """
+    verdicts = []
+    with limits.memory_limit(config.reward_memory):
+        for t in group.trajectories:
+            answers = reward.split_answers(task, t.tokens, t.turns)
+            verdicts.append(reward.verify(task, group.problem, answers, config.reward_seconds))
+            after()
+    return verdicts
 
 
-# ----------------------------------------------------------------------------------- checkpoints
+# ----------------------------------------------------------------------------- to resume, to replay
 
 
 def resumed(config: Config, flag: str = "resume") -> Config:
@@ -207,48 +217,6 @@ def resumed(config: Config, flag: str = "resume") -> Config:
             raise UserError(f"{name} {value}: must be left out with --{flag} (the run has {old})")
     values = {f.name: stored[f.name] for f in dataclasses.fields(Config)}
     return check(Config(**values | {flag: folder, "steps": config.steps or stored["steps"]}))
-
-
-def state_of(learner: Learner, in_flight=()) -> dict:
-    """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
-    return {
-        "weights": learner.model.flat.detach().cpu(),
-        "shape": learner.model.config.__dict__,
-        "optimizer": learner.optimizer.state_dict(),
-        "damper": losses.damper_to_dict(learner.damper),
-        "reference": None if learner.reference is None else learner.reference.flat.cpu(),
-        "version": learner.version,
-        "next_group": learner.next_group,
-        "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
-        "skipped": learner.skipped,
-        "torch_rng": torch.get_rng_state(),
-    }
-
-
-def checkpoint(learner: Learner, run: Path, watch: Watch, in_flight=()) -> None:
-    """Save a checkpoint. Its event is on disk before its file is: see ledger.forget_after."""
-    watch.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
-    watch.flush()
-    save_checkpoint(run, learner.version, state_of(learner, in_flight))
-
-
-def restore(learner: Learner, state: dict, config: Config) -> None:
-    """Fill a learner from a checkpoint; raises UserError when the checkpoint does not fit."""
-    shape = learner.model.config.__dict__
-    for name, value in shape.items():
-        if state["shape"].get(name) != value:
-            raise UserError(
-                f"--resume {config.resume}: must fit the model, but its {name} is "
-                f"{state['shape'].get(name)} and this run's is {value}"
-            )
-    learner.model.flat.copy_(state["weights"])
-    learner.optimizer.load_state_dict(state["optimizer"])
-    learner.damper = losses.damper_from_dict(state["damper"])
-    if learner.reference is not None and state["reference"] is not None:
-        learner.reference.flat.copy_(state["reference"])
-    learner.version, learner.next_group = state["version"], state["next_group"]
-    learner.skipped = state["skipped"]
-    torch.set_rng_state(state["torch_rng"])
 
 
 # -------------------------------------------------------------------------------------- reports

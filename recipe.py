@@ -133,7 +133,7 @@ def reinforce(model: GPT, settings: Settings, seed: int) -> list[float]:
         generator.set_weights(learner.version, None)
         groups = generate(generator, new_groups(learner, task, config.groups_per_step))
         for group in groups:
-            apply_verdicts(group, score(group, task, config.reward_seconds))
+            apply_verdicts(group, score(group, task, config))
         rewards.append(round(learner_step(learner, groups, config)["reward"], 4))
     assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
     return rewards

@@ -134,7 +134,7 @@ def replay(config: Config) -> None:
     for event in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = [group for part in parts for group in part.play(learner.version)]
         for group in sorted(finished, key=lambda g: scores[g.group_id]["line"]):
-            apply_verdicts(group, score(group, task, config.reward_seconds))
+            apply_verdicts(group, score(group, task, config))
             compare(group, scores[group.group_id])
             done[group.group_id] = group
         step_again(learner, event, done, config)

@@ -28,12 +28,9 @@ import hashlib
 import json
 import math
 import re
-import signal
 import sys
-import threading
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
@@ -42,6 +39,8 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
+
+from limits import guarded
 
 # ---------------------------------------------------------------------------------------------
 # Tokenizer: ids 0..255 are the bytes, 256..355 the numbers " 0".." 99", 356..509 byte-pair merges
@@ -397,56 +396,6 @@ def _jsonl_task(spec: str, path: str, numeric: bool, tokens: int, seed: int) -> 
 # Verification, as the reward workers do it.
 
 
-class OutOfTime(BaseException):
-    """A time limit has passed; not an Exception, so that a verifier does not swallow it."""
-
-
-@contextmanager
-def time_limit(seconds: float | None):
-    """Raises OutOfTime inside its block after `seconds`; None or 0 means no limit.
-
-    It interrupts Python code, not one long call into C. Signals reach only a process's main
-    thread: in other threads, and where there is no SIGALRM, there is no limit.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if not (seconds and main and hasattr(signal, "setitimer")):
-        yield
-        return
-    armed = True
-
-    def expire(signum, frame):
-        if armed:  # an alarm that arrives after the block has ended must not hit what follows
-            raise OutOfTime
-
-    handler, timer = signal.signal(signal.SIGALRM, expire), signal.getitimer(signal.ITIMER_REAL)
-    try:
-        try:
-            # Again and again, for code that swallowed the first one in a bare `except`.
-            signal.setitimer(signal.ITIMER_REAL, seconds, seconds + 0.1)
-            yield
-        finally:
-            armed = False
-    finally:  # a second one: the alarm may strike on the way into the first
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
-
-
-def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple:
-    """(function(*args), None), or (None, reason) when it raises or exceeds the time limit.
-
-    The reason is one line, "WHO_timeout" or "WHO_error: Type: message"; what stands before its
-    first colon is a name to count by.
-    """
-    try:
-        with time_limit(seconds):
-            return function(*args), None
-    except OutOfTime:
-        return None, f"{who}_timeout"
-    except Exception as error:
-        message = " ".join(str(error).split())[:200]
-        return None, f"{who}_error: {type(error).__name__}: {message}"
-
-
 def _replay(task: Task, problem: dict, answers: Answers) -> tuple[float, ...]:
     rewards, done = [], False
     for turn in range(1, len(answers) + 1):
@@ -468,13 +417,6 @@ def verify(task: Task, problem: dict, answers: Answers, seconds: float | None = 
     if error:
         return Verdict(0.0, (0.0,) * len(answers), error)
     return Verdict(sum(rewards), rewards, None)
-
-
-def score_group(
-    task: Task, problem: dict, samples: Sequence[Answers], seconds: float | None = 1.0
-) -> list[Verdict]:
-    """What a reward worker does with a group: one verdict per sample, each with its own limit."""
-    return [verify(task, problem, answers, seconds) for answers in samples]
 
 
 def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> list[str]:

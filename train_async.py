@@ -13,130 +13,37 @@ through the mailbox. The learner lives in the parent process, so nothing lies be
 the weights that it changes.
 """
 
-import atexit
 import time
-from datetime import timedelta
+from mailbox import Mailbox
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 import common
 import report
 import train_sync
-from buffer import Buffer, Group, apply_verdicts, group_from_parts, group_to_parts, staleness
-from common import Config
-from learner import (
-    checkpoint,
-    facts_of,
-    make_generator,
-    make_learner,
-    make_model,
-    make_task,
-    new_groups,
-    restore,
-    resumed,
+from buffer import (
+    Buffer,
+    Group,
+    apply_verdicts,
+    group_flaw,
+    group_from_parts,
+    group_to_parts,
+    staleness,
+    verdict_flaw,
 )
+from checkpoint import checkpoint, completed_groups
+from common import Config
+from learner import facts_of, new_groups, resumed
 from ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
 from replay import replay, replayable
-from reward import split_answers, verify
+from reward import VOCAB_SIZE
 from train_sync import after_step, learner_step
-from transport import Line, Mailbox, Pool, Worker, WorkersFailed
-
-# ------------------------------------------------------------------------------------ the workers
-
-
-def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
-    """Generate what is asked for, with the newest weights that are in the mailbox."""
-    common.set_threads(config, processes)
-    task = make_task(config)
-    model = make_model(config, task).on(device)
-    generator = make_generator(config, task, model, line.worker)
-    generator.version = -1  # the first weights come from the mailbox, too
-    born, span = time.monotonic(), None
-    mailbox = Mailbox(model.flat.numel(), mailbox_name)
-    atexit.register(mailbox.close)
-
-    while True:
-        message = line.receive(0.0 if generator.busy else 0.02)
-        while message:
-            header, _ = message
-            generator.submit(Group(header["group_id"], header["start"], header["problem"]))
-            message = line.receive()
-        if mailbox.version > generator.newest:
-            version, flat = mailbox.read()
-            generator.set_weights(version, torch.from_numpy(flat))
-        active = generator.step()
-        if span and (not active or generator.version != span[1]):
-            seconds = time.monotonic() - span[0]
-            generator.events.append((span[0], "generate", -1, span[1], seconds))
-            span = None
-        if active:
-            span = span or (time.monotonic(), generator.version)
-        else:
-            time.sleep(0.0005)
-        finished = generator.take_finished()
-        status = {**generator.counts, "alive": time.monotonic() - born}
-        if finished:  # what happened goes first: nobody hears of a group that never began
-            line.send("events", {"events": generator.events, "status": status})
-            generator.events = []
-        for group in finished:
-            line.send("group", *group_to_parts(group))
-        if not finished:
-            line.beat({"status": status})
+from transport import Pool, Worker, WorkersFailed
+from workers import join_learners, learner_worker, meeting_point, reward_worker, rollout_worker
 
 
-def reward_worker(line: Line, config: Config):
-    """Verify one group after the other; each episode has its own time limit."""
-    task = make_task(config)
-    while True:
-        message = line.receive(0.5)
-        if message:
-            group, begin, verdicts = group_from_parts(*message), time.monotonic(), []
-            for t in group.trajectories:
-                answers = split_answers(task, t.tokens, t.turns)
-                verdicts.append(verify(task, group.problem, answers, config.reward_seconds))
-                line.beat()
-            spent = {"began": begin, "seconds": time.monotonic() - begin}
-            line.send("scores", {"group_id": group.group_id, "verdicts": verdicts, **spent})
-        line.beat()
-
-
-def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
-    """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
-    common.set_threads(config, processes)
-    learner = make_learner(config, make_task(config), device)
-    if config.resume:
-        restore(learner, common.load_checkpoint(Path(config.resume)), config)
-    join_learners(config, rank, run)
-    batch: list[Group] = []
-    while True:
-        message = line.receive(0.5)
-        line.beat()
-        if message:
-            batch.append(group_from_parts(*message))
-        if len(batch) == config.groups_per_step:
-            learner_step(learner, batch, config, rank)
-            batch = []
-
-
-def meeting_point(run: str | Path) -> Path:
-    """The file through which the learners of a run find each other."""
-    return Path(run).resolve() / "checkpoints" / "meeting"
-
-
-def join_learners(config: Config, rank: int, run: str) -> None:
-    """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
-    meeting = f"file://{meeting_point(run)}"
-    wait = timedelta(seconds=60)
-    dist.init_process_group("gloo", meeting, wait, config.learners, rank)
-
-
-# ------------------------------------------------------------------------------------- the parent
-
-
-def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox) -> Pool:
+def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, flights) -> Pool:
     """Spawn every process of the run; the reward workers are fed by the rollout workers."""
     learner_devices, rollout_devices = devices
     cores = len(learner_devices) + len(rollout_devices)
@@ -152,14 +59,22 @@ def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox) -
         others = enumerate(learner_devices[1:], start=1)
         arguments = [(config, rank, device, str(run), cores) for rank, device in others]
         roles["learner"] = (learner_worker, arguments)
+
+    def flaw(worker: Worker, header: dict, arrays: dict, original: tuple | None) -> str | None:
+        if header["kind"] == "group":
+            asked = flights.flaw(worker, header)
+            newest = mailbox.version
+            return asked or group_flaw(header, arrays, config.group_size, newest, VOCAB_SIZE)
+        return verdict_flaw(header["verdicts"], config.group_size) if original else None
+
     relay = ("rollout", "group", "reward")
-    return Pool(roles, run / "logs", config.restarts, config.silence, relay)
+    return Pool(roles, run / "logs", config.restarts, config.silence, relay, flaw)
 
 
 class Flights:
     """Which rollout worker has which group; hands groups to the least busy one."""
 
-    def __init__(self, pool: Pool):
+    def __init__(self, pool: Pool | None = None):
         self.pool, self.groups, self.where = pool, {}, {}
         self.dead: list[Worker] = []  # workers whose groups were issued again
 
@@ -182,6 +97,15 @@ class Flights:
         """Groups that a dead worker had not finished."""
         ids = [g for g, w in self.where.items() if w is worker and g not in self.pool.relayed]
         return [self.groups[g] for g in ids]
+
+    def flaw(self, worker: Worker, header: dict) -> str | None:
+        """Why a group is none that this worker was asked for; None if it is one."""
+        group_id = header["group_id"]
+        if self.where.get(group_id) is not worker or group_id in self.pool.relayed:
+            return f"group {group_id}, which it does not have: a duplicate?"
+        if header["start"] != self.groups[group_id].start:
+            return f"start {header['start']}, must be {self.groups[group_id].start}"
+        return None
 
     def place(self, group_id: int) -> str:
         """Where a group is that has not landed, in the words of ledger.py."""
@@ -209,9 +133,11 @@ def log_spawn(watch, worker: Worker) -> None:
 def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch, totals: dict):
     """What one message of a worker changes."""
     kind, worker, header, original = message
-    if kind == "scores":
-        group_header, arrays = original
-        group = group_from_parts(group_header, arrays)
+    if kind in ("scores", "unanswered"):
+        group = group_from_parts(*original)
+        if kind == "unanswered":  # two reward workers have died of it: it is not tried again
+            lost = [(0.0, (), "verifier_lost")] * len(group.trajectories)
+            header |= {"verdicts": lost, "began": time.monotonic(), "seconds": 0.0}
         apply_verdicts(group, header["verdicts"])
         if not buffer.complete(group):
             return  # a copy from before its group was issued again
@@ -225,9 +151,11 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         for at, what, group_id, at_version, size in header["events"]:
             amount = {"seconds": size} if what == "generate" else {"size": size}
             watch.event(worker.name, what, at, group=group_id, version=at_version, **amount)
+    elif kind == "silent":
+        watch.say(f"{worker.name} {header} (last message: {worker.said}; log: {worker.log})")
     elif kind == "lost":
-        reason = header
-        watch.say(f"{worker.name} {reason}: restarted (log: {worker.log})")
+        reason, facts = header, f"last message: {worker.said}; log: {worker.log}"
+        watch.say(f"{worker.name} {reason}: restarted ({facts})")
         watch.event(worker.name, "exit", reason=reason)
         log_spawn(watch, flights.pool.workers[worker.role, worker.number])
         totals["lost"].append(f"{worker.name} {reason}")
@@ -260,6 +188,21 @@ def admit(learner, buffer, flights, again: list[int], config, task, watch) -> No
         watch.event("learner", kind, **details)
 
 
+def check_progress(progress: dict, version: int, flights: Flights, config: Config) -> None:
+    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
+    workers, now = flights.pool.of("rollout"), time.monotonic()
+    tokens = [w.status.get("status", {}).get("tokens", 0) for w in workers]
+    signs = (version, len(flights.where), len(flights.pool.relayed), tokens)
+    if progress.get("signs") != signs:
+        progress |= {"signs": signs, "at": now}
+    elif now - progress["at"] > config.stall:
+        where = {g: w.name for g, w in list(flights.where.items())[:5]}
+        raise common.TrainingStopped(
+            f"no step, no verdict and no token for {config.stall:.0f} s (--stall); "
+            f"{len(flights.where)} groups are on their way, the first {where}"
+        )
+
+
 def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
     if config.replay:
@@ -280,10 +223,13 @@ def train(config: Config) -> None:
     ledger, again = Ledger(), list(state["in_flight"]) if state else []
     if state:
         read_log(run / "events.jsonl", ledger.note)
-        for group_id in sorted(g for g in ledger.flying if ledger.states[g] != "lost"):
+        for group in completed_groups(state):
+            buffer.restore(group)
+        again = [g for g in again if g not in buffer.completed]
+        for group_id in sorted(g for g in again if ledger.states[g] != "lost"):
             watch.event("learner", "lost", group=group_id, reason="interrupted")
-    pool = start_workers(config, run, devices, mailbox)
-    flights, batch = Flights(pool), None
+    flights, batch, progress = Flights(), None, {}
+    pool = flights.pool = start_workers(config, run, devices, mailbox, flights)
     for worker in pool.workers.values():
         log_spawn(watch, worker)
     try:
@@ -291,6 +237,7 @@ def train(config: Config) -> None:
             join_learners(config, 0, str(run))
         while learner.version < config.steps and not stop.asked:
             admit(learner, buffer, flights, again, config, task, watch)
+            check_progress(progress, learner.version, flights, config)
             messages = pool.receive(0.0 if batch else 0.2)  # wait for workers, but never for ever
             for message in messages:
                 handle(message, buffer, flights, learner.version, watch, totals)
@@ -322,15 +269,15 @@ def train(config: Config) -> None:
 
             ages = [staleness(t, version) for g in batch for t in g.trajectories]
             metrics |= {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
-            generated = totals["tokens"] / (time.monotonic() - totals["begin"])
+            generated = totals["tokens"] / (time.monotonic() - (totals["begin"] or watch.start))
             shown = {
                 "age": f"{metrics['staleness_mean']:.1f}<={config.max_staleness}",
                 "generate": f"{generated:.0f}/s",
                 "learn": f"{metrics['tokens'] / metrics['seconds']:.0f}/s",
             }
             settle(ledger, watch, buffer, flights, again)
-            in_flight = again + list(buffer.outstanding)
-            after_step(learner, batch, metrics, config, task, run, watch, in_flight, **shown)
+            flying = (again + list(buffer.outstanding), buffer.completed.values())
+            after_step(learner, batch, metrics, config, task, run, watch, flying, **shown)
             totals["train"] += metrics["seconds"]
         settle(ledger, watch, buffer, flights, again)
     except RuntimeError as error:  # a role is used up, or another learner left an all-reduce
@@ -339,13 +286,14 @@ def train(config: Config) -> None:
         raise common.TrainingStopped(str(error)) from error
     finally:
         try:
-            checkpoint(learner, run, watch, again + list(buffer.outstanding))
+            flying = again + list(buffer.outstanding)
+            checkpoint(learner, run, watch, flying, buffer.completed.values())
         finally:
             pool.close()
+            mailbox.close()
             for worker in pool.workers.values():
                 watch.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
             watch.flush()
-            mailbox.close()
     finish(run, learner, config, watch, ledger.totals(), totals)
 
 

@@ -25,19 +25,18 @@ import losses
 import report
 import reward
 from buffer import Group, Trajectory, apply_verdicts, pack
+from checkpoint import checkpoint, load_checkpoint, restore
 from common import Config
 from learner import (
     Learner,
     capacity_of,
     check_step,
-    checkpoint,
     facts_of,
     make_environment,
     make_generator,
     make_learner,
     make_task,
     new_groups,
-    restore,
     resumed,
     score,
     show_episode,
@@ -193,7 +192,7 @@ def evaluate(learner: Learner, config: Config, task: reward.Task) -> dict:
     problems = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
     groups = generate(generator, problems)
     for group in groups:
-        apply_verdicts(group, score(group, task, config.reward_seconds))
+        apply_verdicts(group, score(group, task, config))
     episodes = [g.trajectories[0] for g in groups]
     return {
         "solved": float(np.mean([t.reward >= task.solved for t in episodes])),
@@ -205,7 +204,7 @@ def evaluate(learner: Learner, config: Config, task: reward.Task) -> dict:
 # ------------------------------------------------------------------------------------ the loop
 
 
-def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(), **shown):
+def after_step(learner, groups, metrics, config, task, run, watch, flying=((), ()), **shown):
     """What follows a step in both trainers: checks, evaluation, samples, checkpoint, metrics."""
     version = learner.version
     if version % config.eval_every == 0 or version == config.steps:
@@ -217,7 +216,7 @@ def after_step(learner, groups, metrics, config, task, run, watch, in_flight=(),
         samples = [{"version": version, "text": show_episode(g)} for g in groups[:3]]
         common.append_lines(run / "samples.jsonl", samples)
     if version % config.checkpoint_every == 0:
-        checkpoint(learner, run, watch, in_flight)
+        checkpoint(learner, run, watch, *flying)
     watch.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
     check_step(learner, groups, metrics, config, run)
 
@@ -227,7 +226,7 @@ def open_training(config: Config, mode: str, device: str):
     task = make_task(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
     capacity_of(config, task)
-    state = common.load_checkpoint(Path(config.resume)) if config.resume else None
+    state = load_checkpoint(Path(config.resume)) if config.resume else None
     learner, seconds = make_learner(config, task, device), 0.0
     run = common.open_run(config, mode)
     if state:
@@ -266,7 +265,7 @@ def train(config: Config) -> None:
             generated = watch.span("rollout-0", "generate", begin, version=version)
             begin = time.monotonic()
             for group in groups:
-                apply_verdicts(group, score(group, task, config.reward_seconds))
+                apply_verdicts(group, score(group, task, config))
             watch.span("reward-0", "score", begin)
             begin = time.monotonic()
             metrics = learner_step(learner, groups, config)

@@ -1,8 +1,8 @@
 """transport.py: worker processes, a private pipe to each, one queue object over all of them.
 
 `Pool` spawns workers, watches them, restarts the dead ones and gives out their messages in order
-of arrival; `Mailbox` is the double-buffered shared memory through which weights travel.
-Left out: what the messages mean. This file moves bytes and knows when a process has died.
+of arrival. Left out: what the messages mean, and weights (mailbox.py). This file moves bytes and
+knows when a process has died.
 
 No lock and no queue is shared between workers, so `kill -9` of any of them can neither block nor
 corrupt the others: its pipe closes, the rest goes on. Each pipe has two threads of the parent, one
@@ -12,90 +12,24 @@ middle of a message holds up nobody else. What arrives is handled by one thread,
 
 import contextlib
 import ctypes
-import errno
 import os
 import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from queue import Empty, SimpleQueue
-
-import numpy as np
 
 from buffer import from_bytes, to_bytes
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
-
-
-# ------------------------------------------------------------------------------- weight mailbox
-
-
-class Mailbox:
-    """The newest weights [P] in shared memory: two buffers, each stamped before and after writing.
-
-    One process publishes, any number read; a reader never sees a mixture of two versions. A reader
-    that is overtaken (two publications during its copy) simply reads again. Versions only grow.
-    """
-
-    def __init__(self, count: int, name: str | None = None):
-        size = 64 + 2 * 4 * count
-        if name is None:
-            check_room(size)
-        self.memory = SharedMemory(name, create=name is None, size=size)
-        # newest version, begin and end of writing of side 0 and side 1, side of the newest version
-        self.stamps = np.frombuffer(self.memory.buf, np.int64, 6)
-        flats = np.frombuffer(self.memory.buf, np.float32, 2 * count, 64)
-        self.buffers = flats.reshape(2, count)
-        self.owner = name is None
-        if self.owner:
-            self.stamps[:] = -1, -1, -1, -1, -1, 0
-
-    @property
-    def version(self) -> int:
-        """The newest published version, -1 before the first."""
-        return int(self.stamps[0])
-
-    def publish(self, version: int, flat: np.ndarray) -> None:
-        """Write float32 weights [P] into the buffer that readers are not sent to, then switch."""
-        assert version > self.version, f"version {version} published after {self.version}"
-        assert flat.shape == self.buffers[0].shape, (flat.shape, self.buffers.shape)
-        side = 1 - int(self.stamps[5])
-        self.stamps[1 + side] = version
-        self.buffers[side] = flat
-        self.stamps[3 + side] = version
-        self.stamps[5] = side
-        self.stamps[0] = version
-
-    def read(self) -> tuple[int, np.ndarray]:
-        """The newest version and a private copy of its weights; -1 and zeros before the first."""
-        while True:
-            version, side = self.version, int(self.stamps[5])
-            copy = self.buffers[side].copy()
-            if self.stamps[1 + side] == version == self.stamps[3 + side]:
-                return version, copy
-
-    def close(self) -> None:
-        """Let go of the memory; the owner also removes it."""
-        self.stamps = self.buffers = None
-        self.memory.close()
-        if self.owner:
-            self.memory.unlink()
-
-
-def check_room(size: int) -> None:
-    """Shared memory is granted without looking; writing more than there is kills the process."""
-    if sys.platform == "linux":
-        disk = os.statvfs("/dev/shm")
-        if (free := disk.f_bavail * disk.f_frsize) < size:
-            text = f"weights need {size >> 20} MB of shared memory, /dev/shm has {free >> 20} MB"
-            raise OSError(errno.ENOSPC, f"{text} (in a container: docker run --shm-size)")
+NOTICE_SECONDS = 5.0  # of silence: people are told; the worker is replaced when `silence` is over
 
 
 # ------------------------------------------------------------------------------ the worker's side
@@ -167,6 +101,7 @@ class Worker:
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
     held: dict[int, tuple] = field(default_factory=dict)  # relayed to it and not answered yet
     gone: bool = False  # its loss has been reported
+    noticed: float | None = None  # `heard` when its silence was reported
 
     @property
     def name(self) -> str:
@@ -207,16 +142,35 @@ def listen(worker: Worker, inbox: SimpleQueue) -> None:
     inbox.put((worker, None))  # the end of the pipe, after everything that was said
 
 
+def last_words(worker: Worker, code: int) -> str:
+    """The last line of a worker's log, which names the exception it died of (exit code 1)."""
+    lines = Path(worker.log).read_text(errors="replace").split("\n") if code == 1 else []
+    lines = [line for line in lines if line.strip()]
+    return f": {lines[-1][:200]}" if lines else ""
+
+
 class Pool:
     """Workers by role behind one queue: `receive` gives messages, deaths and restarts in order.
 
     roles: name -> (function(line, *arguments), [arguments of each worker]).
     relay: (from role, kind, to role): messages of that kind go straight to the least busy worker
     of the other role and are held until it answers with the same group id; should it die, another
-    one gets them. The answer comes out of `receive` together with the original.
+    one gets them. The answer comes out of `receive` together with the original, or without one
+    ("unanswered") when two workers have died of it.
+    flaw(worker, header, arrays, original): what is wrong with a message, or None; a worker that
+    sends nonsense is replaced.
     """
 
-    def __init__(self, roles: dict, logs: Path, restarts: int, silence: float, relay: tuple):
+    def __init__(
+        self,
+        roles: dict,
+        logs: Path,
+        restarts: int,
+        silence: float,
+        relay: tuple,
+        flaw: Callable = lambda *message: None,
+    ):
+        self.flaw, self.deaths = flaw, Counter()  # group id -> workers that have died of it
         self.context = get_context("spawn")
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
         self.relay_from, self.relay_kind, self.relay_to = relay
@@ -244,7 +198,8 @@ class Pool:
 
     def receive(self, seconds: float) -> list[tuple]:
         """Everything that arrived, waiting at most `seconds` for the first: (kind, worker, header,
-        arrays) for messages, ("lost", worker, reason, None) for deaths. Raises WorkersFailed."""
+        arrays) for messages, ("lost", worker, reason, None) for deaths, "silent" for those who may
+        have died. Raises WorkersFailed."""
         with self.news:
             if not (self.messages or self.error):
                 self.news.wait(seconds)
@@ -297,6 +252,9 @@ class Pool:
                 looked = now
                 for worker in list(self.workers.values()):
                     silent = now - max(worker.heard or worker.spawned, awake)
+                    if silent > NOTICE_SECONDS and worker.noticed != worker.heard:
+                        worker.noticed = worker.heard
+                        self._put("silent", worker, f"is silent for {silent:.0f} s", None)
                     if silent > (self.silence if worker.heard else START_SECONDS):
                         self._replace(worker, f"was silent for {silent:.0f} s")
         except Exception as error:  # `receive` raises it: nobody waits for a dead thread
@@ -310,11 +268,16 @@ class Pool:
             return
         if data is None:
             worker.process.join(1.0)
-            return self._replace(worker, f"died (exit code {worker.process.exitcode})")
+            code = worker.process.exitcode
+            return self._replace(worker, f"died (exit code {code}{last_words(worker, code)})")
         try:
             header, arrays = from_bytes(data)
-        except ValueError as error:
-            return self._replace(worker, f"sent a damaged message ({error})")
+            held = worker.held.get(header.get("group_id"))
+            flaw = self.flaw(worker, header, arrays, held)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            flaw = f"{type(error).__name__}: {error}"
+        if flaw:
+            return self._replace(worker, f"sent a damaged message ({flaw})")
         worker.said = header["kind"]
         if header["kind"] == "beat":
             worker.status = header
@@ -345,8 +308,12 @@ class Pool:
             if worker.restarts >= self.budget:
                 return self._put("failed", worker, reason, None)
             self._spawn(worker.role, worker.number, worker.restarts + 1)
-        for group_id, original in worker.held.items():
-            self._relay(group_id, original)
+        for i, (group_id, original) in enumerate(worker.held.items()):
+            self.deaths[group_id] += i == 0  # it was working on the first
+            if self.deaths[group_id] < 2:
+                self._relay(group_id, original)
+            else:
+                self._put("unanswered", worker, {"group_id": group_id}, original[1:])
         self._put("lost", worker, reason, None)
 
     def close(self, seconds: float = 2.0) -> None:

@@ -102,35 +102,6 @@ def test_run_folder_is_never_overwritten(tmp_path):
     assert record["mode"] == "sync" and record["machine"]["torch"] == torch.__version__
 
 
-def state(value: float) -> dict:
-    return {"weights": torch.full((5,), value)}
-
-
-def test_newest_checkpoint_is_loaded_and_the_last_ones_are_kept(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    for step in range(1, 6):
-        common.save_checkpoint(tmp_path, step, state(step), keep=3)
-    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
-    assert names == [f"step{step:07d}.pt" for step in (3, 4, 5)]
-    assert common.load_checkpoint(tmp_path)["weights"].tolist() == [5.0] * 5
-
-
-def test_damaged_checkpoints_are_refused(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(common.UserError, match="must hold a checkpoint"):
-        common.load_checkpoint(tmp_path)
-    path = common.save_checkpoint(tmp_path, 1, state(7.0))
-    data = bytearray(path.read_bytes())
-    at = data.index(torch.full((5,), 7.0).numpy().tobytes())
-    data[at] ^= 1  # one flipped bit loads silently without the sha256
-    path.write_bytes(data)
-    with pytest.raises(common.UserError, match="step0000001.pt: must"):
-        common.load_checkpoint(tmp_path)
-    path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(common.UserError, match="readable checkpoint"):
-        common.load_checkpoint(tmp_path)
-
-
 def test_only_steps_may_change_on_resume(tmp_path):
     base = dataclasses.replace(common.Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
     run = common.open_run(base, "sync")

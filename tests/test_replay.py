@@ -39,7 +39,7 @@ class Workers:
         """A new worker under this number; returns the one that was there."""
         name, process = f"rollout-{number}", SimpleNamespace(pid=0)
         worker = SimpleNamespace(name=name, role="rollout", number=number, process=process)
-        worker.spawned, worker.log = time.monotonic(), "nowhere"
+        worker.spawned, worker.log, worker.said = time.monotonic(), "nowhere", "group"
         model = make_model(self.config, self.task)
         self.generators[name] = make_generator(self.config, self.task, model, number)
         self.generators[name].version = -1
@@ -85,7 +85,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
             for group in by.take_finished():
                 verdicts = [
                     (0.0, (), "verifier_timeout") if choose.random() < out_of_time else verdict
-                    for verdict in score(group, task, 10.0)
+                    for verdict in score(group, task, config)
                 ]
                 header = {"group_id": group.group_id, "verdicts": verdicts}
                 header |= {"began": time.monotonic(), "seconds": 0.0}

@@ -287,7 +287,7 @@ def test_real_tasks(task, attention):
             prompt = reward.encode(group.problem["prompt"])
             assert t.tokens[: len(prompt)].tolist() == prompt
             assert set(t.tokens[t.loss_mask].tolist()) <= set(alphabet.tolist())
-        verdicts = learner.score(group, task, 2.0)
+        verdicts = learner.score(group, task, Config())
         assert all(v.error is None for v in verdicts)
         with torch.no_grad():
             found, _ = train_sync.token_logprobs(model, group.trajectories, alphabet, 1.0)

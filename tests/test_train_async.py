@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint
 import common
 import train_async
 import train_sync
 from buffer import Buffer
+from checkpoint import completed_groups, load_checkpoint
 from ledger import audit
 
 ROOT = Path(__file__).parent.parent
@@ -174,7 +176,7 @@ def test_a_worker_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_
     with pytest.raises(common.TrainingStopped, match="rollout-0 died .exit code -9.*rollout-0.log"):
         train_async.train(config_of(folder, steps=100_000, restarts=0))
     thread.join(1)
-    assert common.load_checkpoint(folder)["version"] >= 3
+    assert load_checkpoint(folder)["version"] >= 3
 
 
 def group_is_gone(group: int, seconds: float) -> bool:
@@ -207,7 +209,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
     assert process.returncode == 0, err
     assert group_is_gone(process.pid, 5)
     assert b"Traceback" not in err and b"steps," in out
-    state = common.load_checkpoint(folder)
+    state = load_checkpoint(folder)
     assert state["version"] >= 7 and state["in_flight"]
     assert summary_of(folder)["stopped_early"]
     assert balanced(folder)["in_flight"] == len(state["in_flight"])
@@ -217,10 +219,33 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
     train_async.train(resume)
     assert sorted(trained_groups(folder)) == list(range(4 * steps))
     totals = balanced(folder)  # of both parts
-    assert totals["lost"] == totals["requeued"] == len(state["in_flight"])
+    kept = [int(group.group_id) for group in completed_groups(state)]
+    assert set(kept) <= set(state["in_flight"])
+    assert totals["lost"] == totals["requeued"] == len(state["in_flight"]) - len(kept)
     assert totals["admitted"] == totals["trained"] == 4 * steps and totals["in_flight"] == 0
     replayed(folder)
     assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"]
+
+
+def test_groups_that_were_complete_are_not_made_again(tmp_path, monkeypatch):
+    folder, keep_all = tmp_path / "run", (1000,)
+    monkeypatch.setattr(checkpoint.save_checkpoint, "__defaults__", keep_all)
+    config = config_of(folder, steps=20, max_staleness=4, checkpoint_every=1, lr=1e-3)
+    train_async.train(config)
+    paths = sorted((folder / "checkpoints").glob("*.pt"))
+    while not load_checkpoint(folder)["completed"]:  # as if it had been killed after that one
+        paths.pop().unlink()
+    state = load_checkpoint(folder)
+    kept = [group.group_id for group in completed_groups(state)]
+    train_async.train(dataclasses.replace(common.Config(), resume=str(folder), steps=20))
+    events = common.read_lines(folder / "events.jsonl")
+    scored = [e["group"] for e in events if e["kind"] == "score"]
+    assert all(scored.count(group) == 1 for group in kept)
+    assert sorted(trained_groups(folder)) == list(range(80))
+    totals = balanced(folder)
+    assert totals["lost"] == totals["requeued"] == len(state["in_flight"]) - len(kept)
+    assert summary_of(folder)["staleness"]["max"] <= 4
+    replayed(folder)
 
 
 def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
@@ -240,7 +265,7 @@ def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
     assert group_is_gone(process.pid, 10)
     with (folder / "events.jsonl").open("a") as file:
         file.write('{"t": 1.0, "kind": "sw')  # a line that was being written
-    state = common.load_checkpoint(folder)
+    state = load_checkpoint(folder)
     assert state["version"] % 5 == 0 and state["in_flight"]
     train_async.train(
         dataclasses.replace(common.Config(), resume=str(folder), steps=state["version"] + 6)

@@ -1,0 +1,178 @@
+"""Checkpoints: whole or refused by name, whenever the writing is killed; nothing is forgotten."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+
+import checkpoint
+import common
+import train_sync
+from checkpoint import completed_groups, load_checkpoint, save_checkpoint
+from learner import make_generator, make_learner, make_task, new_groups, score
+from rollout import generate
+
+SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
+
+
+def state(value: float) -> dict:
+    return {"weights": torch.full((5,), value)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path
+
+
+def names(folder) -> list[str]:
+    return sorted(p.name for p in (folder / "checkpoints").iterdir())
+
+
+def test_the_newest_is_loaded_and_the_last_ones_are_kept(folder):
+    for step in range(1, 6):
+        save_checkpoint(folder, step, state(step), keep=3)
+    assert names(folder) == [f"step{step:07d}.pt" for step in (3, 4, 5)]
+    assert load_checkpoint(folder)["weights"].tolist() == [5.0] * 5
+
+
+def test_a_user_can_load_one_with_torch(folder):
+    path = save_checkpoint(folder, 1, state(7.0))
+    assert torch.load(path, weights_only=True)["weights"].tolist() == [7.0] * 5
+
+
+def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, capsys):
+    with pytest.raises(common.UserError, match="must hold a checkpoint"):
+        load_checkpoint(folder)
+    save_checkpoint(folder, 1, state(1.0))
+    path = save_checkpoint(folder, 2, state(2.0))
+    whole = path.read_bytes()
+    at = whole.index(torch.full((5,), 2.0).numpy().tobytes())
+    flipped = bytearray(whole)
+    flipped[at] ^= 1  # torch.load does not see it
+    cut = [whole[:n] for n in (0, 1, 32, len(whole) // 2, len(whole) - 1)]
+    for damaged in (bytes(flipped), *cut, whole + b"x", bytes(len(whole))):
+        path.write_bytes(damaged)
+        assert load_checkpoint(folder)["weights"].tolist() == [1.0] * 5
+        assert "step0000002.pt is damaged" in capsys.readouterr().err
+    path.write_bytes(whole)
+    assert load_checkpoint(folder)["weights"].tolist() == [2.0] * 5
+    for old in (1, 2):
+        (folder / f"checkpoints/step000000{old}.pt").write_bytes(b"nothing")
+    with pytest.raises(common.UserError, match="must hold a checkpoint that is whole"):
+        load_checkpoint(folder)
+
+
+def killed_at(offset: float | str, work) -> None:
+    """Run `work` in a child that is killed in the middle of writing a checkpoint: after a share of
+    its bytes, or at one of the steps that follow ("fsync", "replace", "unlink")."""
+    child = os.fork()
+    if child == 0:
+        die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if offset == "after replace":
+            real = checkpoint.Path.replace
+            checkpoint.Path.replace = lambda *a: (real(*a), die())
+        elif offset in ("replace", "unlink"):
+            setattr(checkpoint.Path, offset, die)
+        elif offset == "fsync":
+            os.fsync = die
+        else:
+            real_open = checkpoint.Path.open
+
+            class Half:
+                """A file that takes a share of the first thing that is written, and kills."""
+
+                def __init__(self, file):
+                    self.file = file
+
+                def __enter__(self):
+                    return self
+
+                def __exit__(self, *error):
+                    pass
+
+                def write(self, data):
+                    self.file.write(bytes(data)[: int(offset * len(data))])
+                    die()
+
+            def half(path, mode="r", **options):
+                if path.suffix == ".partial" and "w" in mode and "checkpoints" in path.parts:
+                    return Half(real_open(path, mode, buffering=0))
+                return real_open(path, mode, **options)
+
+            checkpoint.Path.open = half
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (offset, status)
+
+
+OFFSETS = [0.0, 0.0001, 0.25, 0.5, 0.75, 0.999, 1.0, "fsync", "replace", "after replace", "unlink"]
+
+
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_kill_at_any_offset_leaves_a_whole_checkpoint(folder, offset):
+    for step in (1, 2, 3):
+        save_checkpoint(folder, step, state(step))
+    killed_at(offset, lambda: save_checkpoint(folder, 4, state(4.0)))
+    done = offset in ("after replace", "unlink")
+    assert load_checkpoint(folder)["weights"].tolist() == [4.0 if done else 3.0] * 5
+    save_checkpoint(folder, 4, state(4.0))  # what a killed one has left is no obstacle
+    assert names(folder) == [f"step{step:07d}.pt" for step in (2, 3, 4)]
+
+
+def config_of(folder, **flags) -> common.Config:
+    return dataclasses.replace(common.Config(), out=str(folder), **SMALL | flags)
+
+
+def test_a_run_killed_in_every_checkpoint_ends_bitwise_the_same(tmp_path):
+    train_sync.train(config_of(tmp_path / "whole", steps=len(OFFSETS) + 1))
+    parts = tmp_path / "parts"
+    train_sync.train(config_of(parts, steps=1))
+    for offset in OFFSETS:
+        before = load_checkpoint(parts)["version"]
+        resume = dataclasses.replace(common.Config(), resume=str(parts), steps=before + 1)
+        killed_at(offset, lambda resume=resume: train_sync.train(resume))
+    steps = len(OFFSETS) + 1
+    train_sync.train(dataclasses.replace(common.Config(), resume=str(parts), steps=steps))
+    one, other = (load_checkpoint(tmp_path / name) for name in ("whole", "parts"))
+    assert one["version"] == other["version"] == steps
+    assert torch.equal(one["weights"], other["weights"])
+    rows = common.read_lines(parts / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+
+
+def test_completed_groups_come_back_as_they_were(folder):
+    config = config_of("", task="guess")
+    task = make_task(config)
+    learner = make_learner(config, task, "cpu")
+    generator = make_generator(config, task, learner.model)
+    groups = generate(generator, new_groups(learner, task, 3))
+    for group in groups:
+        for t, verdict in zip(group.trajectories, score(group, task, config), strict=True):
+            t.reward, t.turn_rewards = verdict.reward, list(verdict.turn_rewards)
+    stored = checkpoint.state_of(learner, [7, 0, 1, 2], groups)
+    save_checkpoint(folder, 0, stored)
+    again = load_checkpoint(folder)
+    assert again["in_flight"] == [7, 0, 1, 2]
+    for old, new in zip(groups, completed_groups(again), strict=True):
+        assert (old.group_id, old.start, old.problem) == (new.group_id, new.start, new.problem)
+        for a, b in zip(old.trajectories, new.trajectories, strict=True):
+            assert a.digest == b.digest and (a.swaps, a.seed) == (b.swaps, b.seed)
+
+
+def test_full_disk_costs_one_line_and_leaves_no_half_file(folder, monkeypatch):
+    save_checkpoint(folder, 1, state(1.0))
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device.*step0000002.pt"):
+        save_checkpoint(folder, 2, state(2.0))
+    assert names(folder) == ["step0000001.pt"]
+    assert load_checkpoint(folder)["weights"].tolist() == [1.0] * 5

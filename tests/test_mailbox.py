@@ -1,0 +1,221 @@
+"""The mailbox of the weights: never a mixture of two versions, and never left behind."""
+
+import mailbox as room
+import os
+import signal
+import subprocess
+import sys
+import time
+from mailbox import Mailbox
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 60.0
+
+
+def publish_for_ever(name: str, count: int):
+    mailbox = Mailbox(count, name)
+    for version in range(1, 2**24):
+        mailbox.publish(version, np.full(count, version, np.float32))
+
+
+def eventually(condition, seconds: float = PATIENCE) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def mailbox():
+    box = Mailbox(1000)
+    yield box
+    box.close()
+
+
+def weights(version: int) -> np.ndarray:
+    return np.full(1000, version, np.float32)
+
+
+class Interrupted:
+    """Stands in for the two buffers: something happens in the middle of every copy or write."""
+
+    def __init__(self, buffers, between):
+        self.buffers, self.between, self.shape = buffers, between, buffers.shape
+
+    def __getitem__(self, side):
+        return SimpleNamespace(copy=lambda: self.copy(side), shape=self.buffers[side].shape)
+
+    def copy(self, side):
+        first = self.buffers[side][:500].copy()
+        self.between()
+        return np.concatenate([first, self.buffers[side][500:]])
+
+    def __setitem__(self, side, flat):
+        self.buffers[side][:500] = flat[:500]
+        self.between()
+        self.buffers[side][500:] = flat[500:]
+
+
+def overtaken(mailbox: Mailbox, publications: int) -> Mailbox:
+    """A reader during whose first copy the writer publishes several times."""
+    reader, left = Mailbox(1000, mailbox.memory.name), [publications]
+
+    def publish():
+        for _ in range(left[0]):
+            mailbox.publish(mailbox.version + 1, weights(mailbox.version + 1))
+        left[0] = 0
+
+    reader.buffers = Interrupted(reader.buffers, publish)
+    return reader
+
+
+@pytest.mark.parametrize("publications", [0, 1, 2, 3, 4])
+def test_overtaken_reader_reads_again(mailbox, publications):
+    mailbox.publish(0, weights(0))
+    reader = overtaken(mailbox, publications)
+    version, flat = reader.read()
+    assert (flat == version).all()
+    assert version == (publications if publications > 1 else 0)
+    reader.close()
+
+
+def test_reader_without_stamps_would_see_a_mixture(mailbox):
+    """The same interruption, without the check: this is what the stamps are for."""
+    mailbox.publish(0, weights(0))
+    reader = overtaken(mailbox, 2)
+    flat = reader.buffers[int(reader.stamps[5])].copy()
+    assert set(flat) == {0.0, 2.0}
+    reader.close()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_reader_in_the_middle_of_a_publication(mailbox, step):
+    """It gets the version before, whole, whatever the distance between versions."""
+    reader, seen, copies = Mailbox(1000, mailbox.memory.name), [], [0]
+
+    def counted():
+        copies[0] += 1
+        assert copies[0] < 100, "the reader waits for a writer that waits for it"
+
+    def read():
+        version, flat = reader.read()
+        assert (flat == version).all()
+        assert reader.version == version
+        seen.append(version)
+
+    reader.buffers = Interrupted(reader.buffers, counted)
+    mailbox.publish(3, weights(3))
+    for version in range(3 + step, 3 + 6 * step, step):
+        mailbox.buffers, plain = Interrupted(mailbox.buffers, read), mailbox.buffers
+        mailbox.publish(version, weights(version))
+        mailbox.buffers = plain
+        read()
+        assert seen == [version - step, version]
+        seen.clear()
+    reader.close()
+
+
+def test_publication_that_never_ends(mailbox):
+    """The writer is killed while it writes over what a slow reader is just copying."""
+    reader = Mailbox(1000, mailbox.memory.name)
+    mailbox.publish(0, weights(0))
+
+    def killed():
+        raise KeyboardInterrupt
+
+    def overtake():
+        if mailbox.version == 0:
+            mailbox.publish(1, weights(1))
+            mailbox.buffers = Interrupted(mailbox.buffers, killed)
+            with pytest.raises(KeyboardInterrupt):
+                mailbox.publish(2, weights(2))
+
+    reader.buffers = Interrupted(reader.buffers, overtake)
+    version, flat = reader.read()
+    assert version == 1 and (flat == 1).all()
+    reader.close()
+
+
+def test_mailbox_before_the_first_version(mailbox):
+    reader = Mailbox(1000, mailbox.memory.name)
+    assert reader.version == -1
+    version, flat = reader.read()
+    assert version == -1 and (flat == 0).all()
+    mailbox.publish(41, weights(41))  # a resumed run does not begin at 0
+    version, flat = reader.read()
+    assert reader.version == version == 41 and (flat == 41).all()
+    flat[:] = 0  # a private copy
+    assert (reader.read()[1] == 41).all()
+    reader.close()
+    assert mailbox.read()[0] == 41  # only the owner removes the memory
+
+
+def test_mailbox_refuses(mailbox, monkeypatch):
+    mailbox.publish(5, weights(5))
+    for version in (5, 4, -1):
+        with pytest.raises(AssertionError, match=f"version {version} published after 5"):
+            mailbox.publish(version, weights(version))
+    for shape in ((1,), (999,), (1000, 1)):  # nothing is broadcast
+        with pytest.raises(AssertionError):
+            mailbox.publish(6, np.zeros(shape, np.float32))
+    version, flat = mailbox.read()
+    assert version == 5 and (flat == 5).all()
+    if sys.platform == "linux":  # better than SIGBUS in the middle of a run
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2, f_frsize=4096))
+        with pytest.raises(OSError, match="7 MB of shared memory"):
+            Mailbox(1_000_000)
+        Mailbox(1000, mailbox.memory.name).close()  # who only attaches needs no room
+
+
+def test_no_torn_read_from_another_process():
+    """A process publishes as fast as it can; every read is of one version, and versions grow."""
+    count = 60_000
+    mailbox = Mailbox(count)
+    writer = get_context("spawn").Process(
+        target=publish_for_ever, args=(mailbox.memory.name, count), daemon=True
+    )
+    writer.start()
+    try:
+        assert eventually(lambda: mailbox.version > 0)
+        seen, begin = [0], time.monotonic()
+        while time.monotonic() < begin + 0.8 or (len(set(seen)) < 50 and writer.is_alive()):
+            before = mailbox.version
+            version, flat = mailbox.read()
+            assert (flat == version).all(), f"a mixture: {set(flat)}"
+            assert max(before, seen[-1]) <= version <= mailbox.version
+            seen.append(version)
+            assert time.monotonic() < begin + PATIENCE
+        assert len(set(seen)) >= 50
+    finally:
+        writer.kill()
+        writer.join()
+        mailbox.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="flock and /dev/shm")
+def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(mailbox):
+    code = "import mailbox, time; m = mailbox.Mailbox(10); print(m.memory.name, flush=True); "
+    process = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(600)"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    left = room.SHARED / process.stdout.readline().strip().lstrip("/")
+    Mailbox(10).close()
+    assert left.exists()  # its owner lives
+    os.killpg(process.pid, signal.SIGKILL)  # with the tracker, which would have cleaned up
+    process.communicate()
+    assert left.exists()
+    Mailbox(10).close()
+    assert not left.exists()
+    assert (room.SHARED / mailbox.memory.name.lstrip("/")).exists()  # ours is in use

@@ -1,0 +1,107 @@
+"""workers.py: what runs in the processes of an asynchronous run, beside the learner.
+
+A rollout worker generates, a reward worker verifies, a learner of rank 1 or more trains on its
+share of each batch. Each talks to the parent through one `Line` (transport.py), and has nothing
+else in common with the others but the mailbox.
+Left out: who gets which work, and what happens when one of them dies (train_async.py).
+"""
+
+import atexit
+import time
+from datetime import timedelta
+from mailbox import Mailbox
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import common
+from buffer import Group, group_from_parts, group_to_parts
+from checkpoint import load_checkpoint, restore
+from common import Config
+from learner import make_generator, make_learner, make_model, make_task, score
+from train_sync import learner_step
+from transport import Line
+
+
+def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
+    """Generate what is asked for, with the newest weights that are in the mailbox."""
+    common.set_threads(config, processes)
+    task = make_task(config)
+    model = make_model(config, task).on(device)
+    generator = make_generator(config, task, model, line.worker)
+    generator.version = -1  # the first weights come from the mailbox, too
+    born, span = time.monotonic(), None
+    mailbox = Mailbox(model.flat.numel(), mailbox_name)
+    atexit.register(mailbox.close)
+
+    while True:
+        message = line.receive(0.0 if generator.busy else 0.02)
+        while message:
+            header, _ = message
+            generator.submit(Group(header["group_id"], header["start"], header["problem"]))
+            message = line.receive()
+        if mailbox.version > generator.newest:
+            version, flat = mailbox.read()
+            generator.set_weights(version, torch.from_numpy(flat))
+        active = generator.step()
+        if span and (not active or generator.version != span[1]):
+            seconds = time.monotonic() - span[0]
+            generator.events.append((span[0], "generate", -1, span[1], seconds))
+            span = None
+        if active:
+            span = span or (time.monotonic(), generator.version)
+        else:
+            time.sleep(0.0005)
+        finished = generator.take_finished()
+        status = {**generator.counts, "alive": time.monotonic() - born}
+        if finished:  # what happened goes first: nobody hears of a group that never began
+            line.send("events", {"events": generator.events, "status": status})
+            generator.events = []
+        for group in finished:
+            line.send("group", *group_to_parts(group))
+        if not finished:
+            line.beat({"status": status})
+
+
+def reward_worker(line: Line, config: Config):
+    """Verify one group after the other; each episode has its own time limit."""
+    task = make_task(config)
+    while True:
+        message = line.receive(0.5)
+        if message:
+            group, begin = group_from_parts(*message), time.monotonic()
+            verdicts = score(group, task, config, after=line.beat)
+            spent = {"began": begin, "seconds": time.monotonic() - begin}
+            line.send("scores", {"group_id": group.group_id, "verdicts": verdicts, **spent})
+        line.beat()
+
+
+def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
+    """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
+    common.set_threads(config, processes)
+    learner = make_learner(config, make_task(config), device)
+    if config.resume:
+        restore(learner, load_checkpoint(Path(config.resume)), config)
+    join_learners(config, rank, run)
+    batch: list[Group] = []
+    while True:
+        message = line.receive(0.5)
+        line.beat()
+        if message:
+            batch.append(group_from_parts(*message))
+        if len(batch) == config.groups_per_step:
+            learner_step(learner, batch, config, rank)
+            batch = []
+
+
+def meeting_point(run: str | Path) -> Path:
+    """The file through which the learners of a run find each other."""
+    return Path(run).resolve() / "checkpoints" / "meeting"
+
+
+def join_learners(config: Config, rank: int, run: str) -> None:
+    """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
+    meeting = f"file://{meeting_point(run)}"
+    wait = timedelta(seconds=60)
+    dist.init_process_group("gloo", meeting, wait, config.learners, rank)
