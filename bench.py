@@ -3,6 +3,8 @@
     python bench.py plot RUN [RUN ...]      # redraw the pictures of runs
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
+    python bench.py replay                  # runs of 50 steps, executed again to the same weights
+    python bench.py faults                  # 300 faults on purpose: what is lost (20 minutes)
     python bench.py generator               # decode speed beside transformers (pip install it)
     python bench.py decode                  # one token at 4k to 16k context, dense and sparse
     python bench.py dsa                     # sparse attention against dense (GPU when there is one)
@@ -17,316 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from itertools import product
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 import common
 import report
+from report import RESULTS, load_result, save_result
 
-RESULTS = Path(__file__).parent / "results"
-
-
-# ---------------------------------------------------------------------------------- generator
-
-
-def our_speed(model, prompts: list[list[int]], lengths: list[int], slots: int) -> float:
-    """Useful tokens per second of this project's generator; lengths are forced, tokens sampled."""
-    from buffer import Group
-    from rollout import Environment, Generator, generate
-
-    environment = Environment(
-        encode_prompt=lambda problem: problem["tokens"],
-        respond=None,  # never asked: an episode is one turn
-        alphabet=np.arange(model.config.vocab_size),
-        stop=frozenset(),
-        turn_tokens=model.config.context,
-        max_turns=1,
-    )
-    generator = Generator(model, environment, slots, model.config.context, 1)
-    pairs = enumerate(zip(prompts, lengths, strict=True))
-    groups = [Group(i, 0, {"tokens": p, "turn_tokens": n}) for i, (p, n) in pairs]
-    start = time.perf_counter()
-    episodes = generate(generator, groups)
-    seconds = time.perf_counter() - start
-    assert [int(g.trajectories[0].loss_mask.sum()) for g in episodes] == lengths
-    return sum(lengths) / seconds
-
-
-def their_speed(model, prompts: list[list[int]], lengths: list[int], slots: int) -> float:
-    """Useful tokens per second of transformers' `generate`: batches of `slots` rows, padded on the
-    left, each of which runs until its longest answer is done (as `generate` does with an end
-    token); tokens behind a row's own end do not count."""
-    import torch
-
-    start = time.perf_counter()
-    for i in range(0, len(prompts), slots):
-        rows, longest = prompts[i : i + slots], max(lengths[i : i + slots])
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(r)) + r for r in rows])
-        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
-        options = {"do_sample": True, "min_new_tokens": longest, "max_new_tokens": longest}
-        out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
-        assert out.shape[1] == width + longest
-    return sum(lengths) / (time.perf_counter() - start)
-
-
-def bench_generator(rounds: int = 5, slots: int = 64) -> None:
-    """Decode speed on one CPU thread, model `small`: this generator beside transformers' `generate`
-    for a Qwen3 configuration of the same shape, A B A B in one run -> results/generator.json."""
-    import torch
-
-    import reward
-    from model import GPT, PRESETS, ModelConfig
-
-    torch.set_num_threads(1)
-    try:
-        import transformers
-    except ImportError:
-        common.fail(ValueError("generator: needs the package transformers (pip install it)"))
-    shape = ModelConfig(
-        **PRESETS["small"], context=512, positions="rope", qk_norm=True, init_std=0.02
-    )
-    ours = GPT(shape)
-    theirs = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.width,
-            intermediate_size=shape.hidden,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            head_dim=shape.head_width,
-            max_position_embeddings=shape.context,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).eval()
-    same_size = ours.flat.numel() == sum(p.numel() for p in theirs.parameters())
-    assert same_size, "the two models differ in size"
-
-    task = reward.make_task("sum")
-    problems = [task.reset(i, "train") for i in range(16 * slots)]
-    workloads = {
-        "equal lengths": ([list(range(16))] * slots, [128] * slots),
-        "sum, real lengths": (
-            [reward.encode(p["prompt"]) for p in problems],
-            [len(p["answer"]) + 1 for p in problems],
-        ),
-    }
-    result = {"machine": common.describe_machine(), "transformers": transformers.__version__}
-    result |= {"parameters": ours.flat.numel(), "slots": slots, "workloads": {}}
-    for name, (prompts, lengths) in workloads.items():
-        speeds: dict[str, list[float]] = {"nanoglm": [], "transformers": []}
-        our_speed(ours, prompts[:slots], lengths[:slots], slots)  # warm up
-        their_speed(theirs, prompts[:8], [4] * 8, slots)
-        for _ in range(rounds):
-            speeds["nanoglm"].append(our_speed(ours, prompts, lengths, slots))
-            speeds["transformers"].append(their_speed(theirs, prompts, lengths, slots))
-        ratios = [a / b for a, b in zip(*speeds.values(), strict=True)]
-        result["workloads"][name] = {
-            "tokens": sum(lengths),
-            "longest": max(lengths),
-            "tokens_per_s": {who: spread(values) for who, values in speeds.items()},
-            "ratio": spread(ratios),
-        }
-        print(f"{name}: {json.dumps(result['workloads'][name])}", flush=True)
-    save_result("generator", result)
-
-
-# ---------------------------------------------------------------------------- sparse attention
-
-
-def bench_decode(slots: int = 16, rounds: int = 7) -> None:
-    """Model `small`, on a GPU or one CPU thread: one decoded token a slot at growing context, dense
-    against sparse in turn; and peak memory of a sparse prefill on CPU -> results/decode-*.json."""
-    import torch
-
-    import cache as room
-    from model import GPT, PRESETS, ModelConfig
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = [2**i for i in (range(12, 18) if device == "cuda" else range(12, 15))]
-    torch.set_num_threads(1)
-    result = {"machine": common.describe_machine(), "model": "small", "slots": slots, "rows": []}
-    kinds = {"dense": {}}
-    for chunk_size, top_k in ((64, 16), (64, 8), (16, 16)):
-        sparse = {"attention": "dsa", "chunk_size": chunk_size, "top_k": top_k}
-        kinds[f"{top_k} chunks of {chunk_size}"] = sparse
-    tokens = torch.arange(slots, device=device)
-    for length in tqdm(lengths, unit="length"):
-        steps, positions = {}, torch.full_like(tokens, length - 1)
-        for name, how in kinds.items():
-            shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
-            model = GPT(shape).on(device)
-            cache = room.make_cache(model, slots, length)
-            for part in (x for x in cache[:4] if x is not None):
-                part.normal_()
-            steps[name] = partial(room.decode, model, cache, tokens, positions, length - 1)
-        times = {name: [] for name in steps}
-        for i in range(rounds + 1):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                for _ in range(5):
-                    hidden = step()
-                hidden.cpu()  # waits for a GPU
-                times[name] += [(time.perf_counter() - start) / 5] * (i > 0)  # the first warms up
-        row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
-        for name, seconds in times.items():
-            row["tokens_per_s"][name] = spread([slots / s for s in seconds])
-            pairs = zip(times["dense"], seconds, strict=True)
-            row["over_dense"][name] = spread([dense / s for dense, s in pairs])
-        row["prefill_peak_mib"] = prefill_peak(length) if device == "cpu" else None
-        result["rows"].append(row)
-        tqdm.write(json.dumps(row))
-        save_result(f"decode-{device}", result)
-
-
-def prefill_peak(length: int) -> float:
-    """MiB that a sparse prefill of one sequence adds to a fresh process at its peak."""
-    code = rf"""
-import re, torch
-from pathlib import Path
-from cache import make_cache, prefill
-from model import GPT, PRESETS, ModelConfig
-torch.set_num_threads(1)
-read = lambda key: int(re.search(key + r":\s+(\d+)", status.read_text())[1]) / 1024
-status = Path("/proc/self/status")
-sparse = dict(attention="dsa", chunk_size=64, top_k=16, positions="rope")
-model = GPT(ModelConfig(**PRESETS["small"], context={length}, **sparse))
-cache = make_cache(model, 1, {length})
-prefill(model, cache, torch.tensor([0]), [[1] * 64])
-Path("/proc/self/clear_refs").write_text("5")  # forget the highest memory so far (Linux)
-before = read("VmRSS")
-prefill(model, cache, torch.tensor([0]), [[i % 500 for i in range({length})]])
-print(read("VmHWM") - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    return round(float(done.stdout), 1)
-
-
-DSA_SHAPES = {
-    "cuda": dict(
-        heads=(32, 2, 128),  # query heads, key heads, head width
-        dtype="bfloat16",
-        lengths=[2**i for i in range(12, 18)],
-        dense=("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"),
-        query_blocks=(1, 8, 16),
-    ),
-    "cpu": dict(
-        heads=(4, 1, 32),
-        dtype="float32",
-        lengths=[2**i for i in range(11, 16)],
-        dense=("FLASH_ATTENTION",),
-        query_blocks=(1,),
-    ),
-}
-
-
-def bench_dsa(rounds: int = 3) -> None:
-    """Forward, and forward with backward, of sparse attention (16 chunks of 64) against dense at
-    growing context: the kernels on a GPU, beside every dense SDPA backend that runs there; the
-    specification on a CPU, at a small shape. -> results/dsa-cuda or dsa-cpu, .json and .png."""
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    import dsa
-
-    device, sparse = "cpu", dsa.dsa_attention
-    if torch.cuda.is_available():
-        from dsa_triton import dsa_attention as sparse
-
-        device = "cuda"
-    torch.set_num_threads(1)
-    shape = DSA_SHAPES[device]
-    query_heads, key_heads, width = shape["heads"]
-
-    def dense(backend, q, k, v):
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    result = {"machine": common.describe_machine(), **shape, "chunks": "16 of 64", "rows": []}
-    for length in tqdm(shape["lengths"], unit="length"):
-        tensors = [
-            torch.randn(length, heads, width, dtype=getattr(torch, shape["dtype"]), device=device)
-            for heads in (query_heads, key_heads, key_heads)
-        ]
-        tables = dsa.packed_tables(torch.tensor([0, length], device=device), 64)
-        ways = {f"dense {backend}": partial(dense, backend) for backend in shape["dense"]}
-        for block in shape["query_blocks"]:
-            name = f"sparse, query block {block}"
-            ways[name] = partial(sparse, tables=tables, top_k=16, query_block=block)
-        row: dict = {"length": length}
-        for backward, kind in ((False, "forward"), (True, "forward+backward")):
-            found: dict[str, list] = {name: [] for name in ways}
-            for _ in range(rounds + 1):  # the first warms up
-                for name in list(found):
-                    try:
-                        found[name].append(attention_cost(ways[name], tensors, backward))
-                    except RuntimeError as error:  # a backend that does not run here
-                        tqdm.write(f"{name} at {length}: {str(error).splitlines()[0]}")
-                        del found[name]
-            row[kind] = {
-                name: {"ms": spread([c[0] for c in costs[1:]]), "peak_mib": costs[-1][1]}
-                for name, costs in found.items()
-            }
-        result["rows"].append(row)
-        tqdm.write(json.dumps(row))
-        save_result(f"dsa-{device}", result)
-    draw_dsa(device)
-
-
-def attention_cost(way, tensors: list, backward: bool) -> tuple[float, float]:
-    """Milliseconds, and MiB that it adds to a GPU's memory at its peak (0 on a CPU)."""
-    import torch
-
-    gpu, before = tensors[0].is_cuda, 0
-    if gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    inputs = [x.detach().requires_grad_(backward) for x in tensors]
-    start = time.perf_counter()
-    out = way(*inputs)
-    if backward:
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
-    if gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() - before if gpu else 0
-    return 1e3 * seconds, round(peak / 2**20, 1)
-
-
-def draw_dsa(device: str) -> None:
-    """Time against context length, dense and sparse, from results/dsa-*.json."""
-    import matplotlib.pyplot as plt
-
-    result = load_result(f"dsa-{device}")
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
-    for axis, kind in zip(axes, ("forward", "forward+backward"), strict=True):
-        for name in result["rows"][0][kind]:
-            rows = [r for r in result["rows"] if name in r[kind]]
-            points = [(r["length"], r[kind][name]["ms"]["median"]) for r in rows]
-            axis.plot(*zip(*points, strict=True), "o-", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="context (tokens)", title=kind)
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("time (ms)")
-    axes[0].legend()
-    figure.savefig(RESULTS / f"dsa-{device}.png", dpi=120)
-    plt.close(figure)
-
+ROOT = Path(__file__).parent
 
 # -------------------------------------------------------------------------- whole training runs
 
@@ -336,7 +38,7 @@ def run_command(trainer: str, folder: Path, **flags) -> dict:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     command = [sys.executable, trainer, f"--out={folder}", *options]
     start = time.perf_counter()
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     seconds = time.perf_counter() - start
     if done.returncode:
         raise RuntimeError(
@@ -382,6 +84,43 @@ def bench_staleness() -> None:
             save_result("staleness", result)
 
 
+def bench_replay() -> None:
+    """Every bound, swap mode and number of workers: 50 steps, then the same weights again from the
+    event log -> results/replay.json."""
+    result = {"machine": common.describe_machine(), "runs": []}
+    plan = list(product((0, 1, 4), ("keep", "recompute", "drain"), (1, 2, 3)))
+    with tempfile.TemporaryDirectory() as place:
+        for eta, swap, workers in tqdm(plan, unit="run"):
+            how = {"max_staleness": eta, "swap": swap, "rollout_workers": workers}
+            folder = Path(place) / f"{eta}-{swap}-{workers}"
+            flags = {
+                "steps": 50,
+                "groups_per_step": 8,
+                "eval_every": 50,
+                "seed": len(result["runs"]),
+            }
+            summary = run_command("train_async.py", folder, **how, **flags)
+            command = [sys.executable, "train_async.py", f"--replay={folder}"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            row = {**how, "staleness": summary["staleness"], "same": done.returncode == 0}
+            row |= {"episodes": summary["samples"], "weights_sha256": summary["weights_sha256"]}
+            result["runs"].append(row | {"said": done.stdout.strip() or done.stderr[-500:]})
+            save_result("replay", result)
+
+
+def bench_faults(faults: int = 300) -> None:
+    """A randomised campaign over all roles, and kills in checkpoints -> results/faults.json."""
+    sys.path.insert(0, str(ROOT / "tests"))  # the injector is for tests only
+    from faults import campaign, checkpoint_kills
+
+    result = {"machine": common.describe_machine()}
+    with tempfile.TemporaryDirectory() as place:
+        result["checkpoint_kills"] = checkpoint_kills(Path(place) / "kills", rounds=5)
+        for so_far in campaign(Path(place), faults):
+            save_result("faults", result | so_far)
+    print("\n".join(fault_table()))
+
+
 def readme_tables() -> str:
     """The measured part of the README, from results/*.json; a test compares the two."""
     tasks, speed, bounds = (load_result(name) for name in ("tasks", "generator", "staleness"))
@@ -425,7 +164,37 @@ def readme_tables() -> str:
             f"| {name} | {ours:,.0f} | {theirs:,.0f} | "
             f"**{ratio['median']:.2f}×** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
         )
-    return "\n".join(lines + sparse_tables())
+    return "\n".join(lines + fault_table() + sparse_tables())
+
+
+def fault_table() -> list[str]:
+    """The measured part of the README on faults and replay."""
+    result, runs = load_result("faults"), load_result("replay")["runs"]
+    dead, stopped = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
+    kills, same = result["checkpoint_kills"], sum(run["same"] for run in runs)
+    hangs = sum("hangs" in failure["said"] for failure in result["failures"])
+    ends = result["ends"]
+    cells = {
+        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
+        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
+        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
+        "runs killed or stopped with an error by name, and resumed": (
+            f"{ends.get('killed', 0)}, {sum(ends.values()) - ends['finished'] - ends['killed']}"
+        ),
+        "groups made again": result["requeued"],
+        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
+        "until a stopped worker is named (s)": (
+            f"{stopped['median']:.1f}, at most {stopped['max']:.1f}"
+        ),
+        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
+        "kills in the middle of a checkpoint": kills["kills"],
+        "… resumed each time, weights at the end as without": "yes"
+        if kills["bitwise_equal"]
+        else "NO",
+        "runs of 50 steps replayed to the same weights": f"{same} of {len(runs)}",
+    }
+    rows = [f"| {name} | {value} |" for name, value in cells.items()]
+    return ["", "| `python bench.py faults` and `replay` | |", "|---|---|", *rows]
 
 
 def sparse_tables() -> list[str]:
@@ -457,36 +226,23 @@ def between(values: list[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def spread(values: list[float]) -> dict:
-    """Median and extremes of repeated measurements."""
-    return {
-        k: round(float(f(values)), 3)
-        for k, f in (("median", np.median), ("min", min), ("max", max))
-    }
-
-
-def save_result(name: str, result: dict) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-def load_result(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
 def write_readme() -> None:
     """Put the measured tables between the README's markers."""
-    readme = Path(__file__).parent / "README.md"
+    readme = ROOT / "README.md"
     head, _, rest = readme.read_text().partition("<!-- measured -->\n")
     _, _, tail = rest.partition("<!-- end -->\n")
     readme.write_text(f"{head}<!-- measured -->\n{readme_tables()}\n<!-- end -->\n{tail}")
 
 
 def main(arguments: list[str]) -> None:
+    import speed
+
     commands = {
-        "generator": bench_generator,
-        "decode": bench_decode,
-        "dsa": bench_dsa,
+        "generator": speed.bench_generator,
+        "decode": speed.bench_decode,
+        "dsa": speed.bench_dsa,
+        "replay": bench_replay,
+        "faults": bench_faults,
         "tasks": bench_tasks,
         "staleness": bench_staleness,
         "readme": write_readme,

@@ -247,8 +247,10 @@ def read_lines(path: Path) -> list[dict]:
 def forget_after(path: Path, version: int) -> float:
     """Drop the metrics of steps that will be done again; returns the seconds of the last one."""
     rows = [row for row in read_lines(path) if row["step"] <= version]
-    path.unlink()
-    append_lines(path, rows)
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    append_lines(partial, rows)
+    partial.replace(path)
     return rows[-1]["t"]
 
 

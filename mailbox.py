@@ -34,7 +34,7 @@ class Mailbox:
         if self.owner:
             sweep()
             check_room(size)
-            name = PREFIX + secrets.token_hex(8)
+            name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self.memory = SharedMemory(name, create=self.owner, size=size)
         if self.owner and sys.platform == "linux":
             self.lock = os.open(SHARED / name, os.O_RDWR)

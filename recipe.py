@@ -28,12 +28,12 @@ import common
 import dsa
 import report
 import reward
-from bench import RESULTS, save_result
 from buffer import apply_verdicts
 from learner import Learner, alphabet_of, make_generator, new_groups, score
 from losses import Damper
 from model import GPT, Packed, attend_packed, dense_packed, pack_tokens
 from pretrain import Settings, grow, make_model, parts_of, train, watched_attention
+from report import RESULTS, save_result
 from rollout import generate
 from train_sync import learner_step
 

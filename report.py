@@ -12,6 +12,7 @@ import numpy as np
 
 import common
 
+RESULTS = Path(__file__).parent / "results"
 # colour-blind safe (Okabe & Ito, 2008)
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
 
@@ -149,3 +150,23 @@ def draw_timeline(run: Path, steps: int = 8) -> None:
     figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
     figure.savefig(run / "timeline.png", dpi=120)
     plt.close(figure)
+
+
+# ----------------------------------------------------------------------------------- measurements
+
+
+def spread(values: list[float]) -> dict:
+    """Median and extremes of repeated measurements."""
+    return {
+        k: round(float(f(values)), 3)
+        for k, f in (("median", np.median), ("min", min), ("max", max))
+    }
+
+
+def save_result(name: str, result: dict) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def load_result(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())

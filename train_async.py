@@ -285,6 +285,7 @@ def train(config: Config) -> None:
             raise
         raise common.TrainingStopped(str(error)) from error
     finally:
+        watch.bar.close()
         try:
             flying = again + list(buffer.outstanding)
             checkpoint(learner, run, watch, flying, buffer.completed.values())

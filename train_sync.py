@@ -215,9 +215,9 @@ def after_step(learner, groups, metrics, config, task, run, watch, flying=((), (
         watch.say("\n".join(show_episode(g) for g in groups[:3]))
         samples = [{"version": version, "text": show_episode(g)} for g in groups[:3]]
         common.append_lines(run / "samples.jsonl", samples)
-    if version % config.checkpoint_every == 0:
-        checkpoint(learner, run, watch, *flying)
     watch.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
+    if version % config.checkpoint_every == 0:  # last: what it resumes from must be complete
+        checkpoint(learner, run, watch, *flying)
     check_step(learner, groups, metrics, config, run)
 
 
@@ -243,6 +243,7 @@ def open_training(config: Config, mode: str, device: str):
     if not state:
         result = evaluate(learner, config, task)
         common.append_lines(run / "metrics.jsonl", [{"t": 0.0, "step": 0, "eval": result}])
+        checkpoint(learner, run, watch)  # so that a run can always be resumed
     return config, task, run, learner, watch, state
 
 
@@ -278,6 +279,7 @@ def train(config: Config) -> None:
             }
             after_step(learner, groups, metrics, config, task, run, watch, **rates)
     finally:
+        watch.bar.close()
         checkpoint(learner, run, watch)
     wall = time.monotonic() - watch.start
     tokens = generator.counts["tokens"]

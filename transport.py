@@ -29,7 +29,7 @@ from buffer import from_bytes, to_bytes
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
-NOTICE_SECONDS = 5.0  # of silence: people are told; the worker is replaced when `silence` is over
+NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 
 
 # ------------------------------------------------------------------------------ the worker's side
@@ -252,7 +252,7 @@ class Pool:
                 looked = now
                 for worker in list(self.workers.values()):
                     silent = now - max(worker.heard or worker.spawned, awake)
-                    if silent > NOTICE_SECONDS and worker.noticed != worker.heard:
+                    if silent > NOTICE_SECONDS[not worker.heard] and worker.noticed != worker.heard:
                         worker.noticed = worker.heard
                         self._put("silent", worker, f"is silent for {silent:.0f} s", None)
                     if silent > (self.silence if worker.heard else START_SECONDS):

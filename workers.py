@@ -34,6 +34,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
     born, span = time.monotonic(), None
     mailbox = Mailbox(model.flat.numel(), mailbox_name)
     atexit.register(mailbox.close)
+    line.beat()
 
     while True:
         message = line.receive(0.0 if generator.busy else 0.02)
@@ -67,6 +68,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other; each episode has its own time limit."""
     task = make_task(config)
+    line.beat()
     while True:
         message = line.receive(0.5)
         if message:

@@ -19,11 +19,13 @@ from buffer import (
     Group,
     Trajectory,
     from_bytes,
+    group_flaw,
     group_from_parts,
     group_to_parts,
     pack,
     staleness,
     to_bytes,
+    verdict_flaw,
 )
 
 
@@ -679,3 +681,83 @@ def test_random_bytes_are_refused():
     garbage = b"not json\n"
     with pytest.raises(ValueError):  # even with the right checksum
         from_bytes(zlib.crc32(garbage).to_bytes(4, "big") + garbage)
+
+
+# ------------------------------------------------------------------------------ what is let in
+
+
+def sound_group() -> Group:
+    """Two samples of group 5, which began at version 3; version 6 is the newest."""
+    group = Group(5, 3, {})
+    for i, versions in enumerate(([3, 4, 6], [5])):
+        group.trajectories.append(trajectory(5, versions, i))
+    for t in group.trajectories:
+        t.logprobs[t.loss_mask] = -0.5
+    return group
+
+
+def flaw_after(change) -> str | None:
+    group = sound_group()
+    header, arrays = group_to_parts(group)
+    change(header, arrays)
+    return group_flaw(header, arrays, size=2, newest=6, vocabulary=512)
+
+
+def put(name: str, place: int, value):
+    return lambda header, arrays: arrays[name].__setitem__(place, value)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (put("tokens", 0, 512), "token id 512, must be 0 to 511"),
+        (put("tokens", 3, -1), "token id -1"),
+        (put("logprobs", 2, np.nan), "log-prob nan"),
+        (put("logprobs", 2, -np.inf), "log-prob -inf"),
+        (put("logprobs", 2, 0.5), "log-prob 0.5"),
+        (put("versions", 2, 2), "version 2, must be 3 to 6"),
+        (put("versions", 2, 7), "version 7, must be 3 to 6"),
+        (put("versions", 0, 3), "version where nothing was generated 3, must be -1"),
+        (put("loss_mask", 1, True), "a loss mask that is not the policy's turns"),
+        (lambda h, a: h["trajectories"][0].update(length=6), "arrays"),
+        (lambda h, a: h["trajectories"][0].update(turns=[(2, 6)]), "a turn from 2 to 6"),
+        (lambda h, a: h["trajectories"][0].update(turns=[(-1, 2)]), "a turn from -1 to 2"),
+        (lambda h, a: h["trajectories"].pop(), "arrays"),
+        (lambda h, a: h["trajectories"][1].update(sample_index=0), "2 samples, must be 0 to 1"),
+        (lambda h, a: a.update(tokens=a["tokens"].astype(np.int64)), "arrays"),
+        (lambda h, a: a.pop("versions"), "arrays"),
+        (lambda h, a: a.update(tokens=a["tokens"][None]), "arrays"),
+    ],
+)
+def test_a_poisoned_group_is_named(change, words):
+    assert flaw_after(lambda header, arrays: None) is None
+    assert words in flaw_after(change)
+
+
+def test_a_group_of_another_size_is_named():
+    header, arrays = group_to_parts(sound_group())
+    assert group_flaw(header, arrays, 3, 6, 512) == "2 samples, must be 0 to 2 in order"
+
+
+@pytest.mark.parametrize(
+    "verdicts, words",
+    [
+        ([[1.0, [0.5, 0.5], None]], "1 verdicts on 2 samples"),
+        ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, must be finite"),
+        ([[1.0, [float("inf")], None], [0.0, [], "verifier_error"]], "reward 1.0, must be finite"),
+    ],
+)
+def test_poisoned_verdicts_are_named(verdicts, words):
+    assert verdict_flaw([[1.0, [1.0], None], [0.0, [], "verifier_timeout"]], 2) is None
+    assert verdict_flaw(verdicts, 2) == words
+
+
+def test_a_restored_group_keeps_its_deadline():
+    buffer = Buffer(1, 2)
+    buffer.restore(Group(4, 7, {}, [trajectory(4, [7, 8])]))
+    assert buffer.outstanding == {4: 7} and buffer.until(7) == 1
+    assert buffer.may_admit(8) and not buffer.may_admit(9, 7)
+    with pytest.raises(AssertionError, match="group 4 is here already"):
+        buffer.restore(Group(4, 7, {}))
+    (group,) = buffer.next_batch(9)
+    assert group.group_id == 4 and buffer.counts["trained"] == 1

@@ -2,14 +2,13 @@
 
 import dataclasses
 import os
-import signal
 
 import pytest
 import torch
+from faults import OFFSETS, checkpoint_kills, killed_at
 
 import checkpoint
 import common
-import train_sync
 from checkpoint import completed_groups, load_checkpoint, save_checkpoint
 from learner import make_generator, make_learner, make_task, new_groups, score
 from rollout import generate
@@ -65,55 +64,6 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, capsys):
         load_checkpoint(folder)
 
 
-def killed_at(offset: float | str, work) -> None:
-    """Run `work` in a child that is killed in the middle of writing a checkpoint: after a share of
-    its bytes, or at one of the steps that follow ("fsync", "replace", "unlink")."""
-    child = os.fork()
-    if child == 0:
-        die = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        if offset == "after replace":
-            real = checkpoint.Path.replace
-            checkpoint.Path.replace = lambda *a: (real(*a), die())
-        elif offset in ("replace", "unlink"):
-            setattr(checkpoint.Path, offset, die)
-        elif offset == "fsync":
-            os.fsync = die
-        else:
-            real_open = checkpoint.Path.open
-
-            class Half:
-                """A file that takes a share of the first thing that is written, and kills."""
-
-                def __init__(self, file):
-                    self.file = file
-
-                def __enter__(self):
-                    return self
-
-                def __exit__(self, *error):
-                    pass
-
-                def write(self, data):
-                    self.file.write(bytes(data)[: int(offset * len(data))])
-                    die()
-
-            def half(path, mode="r", **options):
-                if path.suffix == ".partial" and "w" in mode and "checkpoints" in path.parts:
-                    return Half(real_open(path, mode, buffering=0))
-                return real_open(path, mode, **options)
-
-            checkpoint.Path.open = half
-        try:
-            work()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (offset, status)
-
-
-OFFSETS = [0.0, 0.0001, 0.25, 0.5, 0.75, 0.999, 1.0, "fsync", "replace", "after replace", "unlink"]
-
-
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_kill_at_any_offset_leaves_a_whole_checkpoint(folder, offset):
     for step in (1, 2, 3):
@@ -125,25 +75,12 @@ def test_kill_at_any_offset_leaves_a_whole_checkpoint(folder, offset):
     assert names(folder) == [f"step{step:07d}.pt" for step in (2, 3, 4)]
 
 
+def test_a_run_killed_in_every_checkpoint_ends_bitwise_the_same(tmp_path):
+    assert checkpoint_kills(tmp_path, 1)["bitwise_equal"]
+
+
 def config_of(folder, **flags) -> common.Config:
     return dataclasses.replace(common.Config(), out=str(folder), **SMALL | flags)
-
-
-def test_a_run_killed_in_every_checkpoint_ends_bitwise_the_same(tmp_path):
-    train_sync.train(config_of(tmp_path / "whole", steps=len(OFFSETS) + 1))
-    parts = tmp_path / "parts"
-    train_sync.train(config_of(parts, steps=1))
-    for offset in OFFSETS:
-        before = load_checkpoint(parts)["version"]
-        resume = dataclasses.replace(common.Config(), resume=str(parts), steps=before + 1)
-        killed_at(offset, lambda resume=resume: train_sync.train(resume))
-    steps = len(OFFSETS) + 1
-    train_sync.train(dataclasses.replace(common.Config(), resume=str(parts), steps=steps))
-    one, other = (load_checkpoint(tmp_path / name) for name in ("whole", "parts"))
-    assert one["version"] == other["version"] == steps
-    assert torch.equal(one["weights"], other["weights"])
-    rows = common.read_lines(parts / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(steps + 1))
 
 
 def test_completed_groups_come_back_as_they_were(folder):

@@ -1,16 +1,22 @@
 """What code that judges model output may cost, and that everything is put back after each limit."""
 
+import json
 import random
+import resource
 import signal
+import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 import limits
 import reward
-from reward import make_task, verify
+from common import Config
+from learner import make_environment
+from reward import Step, encode, make_task, verify
 
 
 def test_guarded_serves_environments_too():
@@ -71,3 +77,91 @@ def test_other_threads_run_without_a_limit():
     thread.start()
     thread.join()
     assert verdicts == [(1.0, (1.0,), None)]
+
+
+def hungry_step(problem, answers):
+    bytearray(int(answers[-1]) * 2**20)
+    return Step(None, 1.0, True)
+
+
+def test_memory_is_limited_and_given_back():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    task = replace(make_task("reverse"), step=hungry_step)
+    with limits.memory_limit(256):
+        verdicts = [verify(task, {}, [text], 5.0) for text in ("1", "100000", "10", "400", "2")]
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    errors = [verdict.error and verdict.error.rstrip() for verdict in verdicts]
+    assert errors == [None, "verifier_error: MemoryError:"] * 2 + [None]
+    assert verify(task, {}, ["400"], 5.0).reward == 1.0  # without a limit
+
+
+def test_an_environment_that_wants_too_much_costs_its_own_episode():
+    config = Config(reward_memory=256.0)
+    environment = make_environment(config, replace(make_task("guess"), step=hungry_step))
+    asked = [({}, encode(text), [(0, len(encode(text)))]) for text in ("1", "99999", "2")]
+    assert environment.respond(asked) == [None, "env_error", None]
+
+
+def test_memory_is_not_limited_in_other_threads():
+    """The limit is one of the process: two threads would put back each other's."""
+    seen = []
+
+    def work():
+        with limits.memory_limit(1):
+            seen.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [resource.getrlimit(resource.RLIMIT_AS)[0]]
+
+
+def test_numbers_have_a_limit_whatever_the_environment_says():
+    assert sys.get_int_max_str_digits() == limits.DIGITS
+    verdict = verify(replace(make_task("reverse"), step=integer_step), {}, ["9" * 5000])
+    assert verdict.error.startswith("verifier_error: ValueError: Exceeds the limit")
+
+
+def integer_step(problem, answers):
+    return Step(None, float(int(answers[-1]) > 0), True)
+
+
+def hostile(chance: random.Random) -> str:
+    """A string that somebody's verifier would not survive."""
+    size = chance.choice((1, 10, 1000, 100_000, 2**20))
+    parts = (
+        lambda: f"{chance.choice('+-')}{chance.randint(0, 9)}e{chance.choice('+-')}{'9' * 12}",
+        lambda: chance.choice("([{<") * size + "1",
+        lambda: "9" * size + "/" + "7" * chance.randint(1, size),
+        lambda: "1," * size + "5",
+        lambda: "".join(chr(chance.randrange(32)) for _ in range(min(size, 1000))),
+        lambda: chance.choice(("<|end|>", "<|pad|>", "<|endoftext|>")) * min(size, 1000),
+        lambda: "\u202e\u0000\ufeff\u2212" * min(size, 1000),
+        lambda: "((a+)+)+$" * min(size, 1000) + "!",
+        lambda: "__import__('os').system('kill -9 1')",
+        lambda: "%n%s{0.__class__}" * min(size, 1000),
+        lambda: "٣" * size,
+    )
+    return "".join(chance.choice(parts)() for _ in range(chance.randint(1, 3)))
+
+
+def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
+    path = tmp_path / "d.jsonl"
+    path.write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
+    specs = ("guess", "reverse", "sum", "recall:64", f"jsonl:{path}", f"jsonl:{path}:numeric")
+    chance, config = random.Random(6), Config(reward_seconds=5.0, reward_memory=512.0)
+    for spec in specs:
+        task = make_task(spec)
+        environment = make_environment(config, task)
+        for index in range(25):
+            problem, text = task.reset(index, "train"), hostile(chance)
+            before = json.dumps(problem)
+            begin = time.perf_counter()
+            with limits.memory_limit(config.reward_memory):
+                verdict = verify(task, problem, [text], config.reward_seconds)
+            assert verdict.error is None and 0 <= verdict.reward < 0.6, (spec, text[:60])
+            tokens = encode(text[:20_000])
+            (reply,) = environment.respond([(problem, tokens, [(0, len(tokens))])])
+            assert reply is None or (isinstance(reply, list) and len(reply) <= 1), (spec, reply)
+            assert time.perf_counter() - begin < 2, (spec, text[:60])
+            assert json.dumps(problem) == before

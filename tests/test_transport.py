@@ -96,6 +96,16 @@ def judge(line, release: str):
             kept = []
 
 
+def mortal(line):
+    """The second half of a relay, which dies of group 7."""
+    while True:
+        line.beat()
+        if message := line.receive(0.1):
+            if message[0]["group_id"] == 7:
+                raise ValueError("seven")
+            line.send("scores", {"group_id": message[0]["group_id"]})
+
+
 # ---------------------------------------------------------------------------------------- helpers
 
 
@@ -232,8 +242,9 @@ def test_worker_that_never_speaks(make_pool, monkeypatch):
 
 
 @posix
-def test_silent_workers_are_noticed_and_block_nobody(make_pool):
+def test_silent_workers_are_noticed_and_block_nobody(make_pool, monkeypatch):
     """One is stopped while it waits, one in the middle of a message; a third goes on."""
+    monkeypatch.setattr(transport, "NOTICE_SECONDS", (1.2, 60.0))
     pool = make_pool({"echo": (echo, [(), (), ()])}, silence=2.0)
     pids = hello(pool, 3)
     first, second, third = pool.of("echo")
@@ -250,6 +261,8 @@ def test_silent_workers_are_noticed_and_block_nobody(make_pool):
     lost = {worker.name: (worker, reason) for _, worker, reason, _ in of_kind(got, "lost")}
     assert lost["echo-0"][0] is first and lost["echo-1"][0] is second
     assert all("was silent for" in reason for _, reason in lost.values())
+    noticed = [worker.name for _, worker, _, _ in of_kind(got, "silent")]
+    assert sorted(noticed) == ["echo-0", "echo-1"]  # before they were replaced, and once
     assert not alive(pids["echo-0"]) and not alive(pids["echo-1"])
     for worker in pool.of("echo"):
         ask(pool, worker, 2)
@@ -346,6 +359,35 @@ def test_relay_survives_the_death_of_its_target(make_pool, tmp_path):
         assert arrays["x"].tolist() == [i] * i
     assert pool.receive(0.5) == []  # each judge answers twice; once is enough
     assert not any(w.held for w in pool.of("judge"))
+
+
+def test_a_group_that_kills_two_workers_is_given_back_without_an_answer(make_pool):
+    roles = {"maker": (maker, [()]), "mortal": (mortal, [()])}
+    pool = make_pool(roles, restarts=5, relay=("maker", "group", "mortal"))
+    pool.send(pool.of("maker")[0], "make", {"ids": [6, 7, 8]})
+    got = gather(pool, lambda got: len(of_kind(got, "scores")) == 2 and of_kind(got, "unanswered"))
+    assert sorted(header["group_id"] for _, _, header, _ in of_kind(got, "scores")) == [6, 8]
+    ((_, _, header, original),) = of_kind(got, "unanswered")
+    assert header == {"group_id": 7} and len(original[1]["x"]) == 7
+    reasons = [reason for _, _, reason, _ in of_kind(got, "lost")]
+    assert reasons == ["died (exit code 1: ValueError: seven)"] * 2
+
+
+def test_a_message_with_a_flaw_costs_its_worker(make_pool, tmp_path):
+    def flaw(worker, header, arrays, held):
+        if header["kind"] == "echo":
+            return f"number {header['n']}" if header["n"] == 13 else {}[header["n"]]
+
+    pool = Pool({"echo": (echo, [()])}, tmp_path, 5, 60.0, ("", "", ""), flaw)
+    try:
+        for n, words in ((13, "number 13"), (4, "KeyError: 4")):
+            hello(pool, 1)
+            pool.send(pool.of("echo")[0], "echo", {"n": n})
+            got = gather(pool, lambda got: of_kind(got, "lost"))
+            assert got[-1][2] == f"sent a damaged message ({words})"
+            assert not of_kind(got, "echo")
+    finally:
+        pool.close()
 
 
 # ---------------------------------------------------------------------------------------- the end
