@@ -29,6 +29,7 @@ from cache import decode, make_cache, prefill, read_prefix, write_prefix
 from model import GPT
 
 MASK32 = 0xFFFFFFFF
+COUNTED = ("steps", "slot_steps", "tokens")  # what an event log tells of a span of generation
 
 
 def mix(x):

@@ -145,11 +145,12 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         totals["begin"] = totals["begin"] or time.monotonic()
         totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
         details = {"group": group.group_id, "seconds": header["seconds"], **replayable(group)}
+        details["lengths"] = [len(t.tokens) for t in group.trajectories]
         watch.event(worker.name, "score", header["began"], **details)
     elif kind == "events":
         totals["status"][worker.name] = header["status"]
         for at, what, group_id, at_version, size in header["events"]:
-            amount = {"seconds": size} if what == "generate" else {"size": size}
+            amount = size if what == "generate" else {"size": size}
             watch.event(worker.name, what, at, group=group_id, version=at_version, **amount)
     elif kind == "silent":
         watch.say(f"{worker.name} {header} (last message: {worker.said}; log: {worker.log})")
@@ -261,10 +262,11 @@ def train(config: Config) -> None:
             again = again[len(ids) :]
             left = len(buffer.outstanding) + len(again)
             details = {"version": version, "groups": ids, "in_flight": left, "of": config.steps}
-            details |= {name: metrics[name] for name in ("loss", "grad_norm")}
+            details |= {name: metrics[name] for name in ("loss", "grad_norm", "sequence_tokens")}
             watch.span("learner", "train", begin, **details)
+            begin = time.monotonic()
             mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
-            watch.event("learner", "publish", version=learner.version)
+            watch.span("learner", "publish", begin, version=learner.version)
             admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
 
             ages = [staleness(t, version) for g in batch for t in g.trajectories]

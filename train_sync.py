@@ -42,7 +42,7 @@ from learner import (
     show_episode,
 )
 from model import GPT, generated_logprobs, pack_tokens
-from rollout import Generator, generate
+from rollout import COUNTED, Generator, generate
 
 # --------------------------------------------------------------------------------------- a step
 
@@ -260,10 +260,11 @@ def train(config: Config) -> None:
 
     try:
         while learner.version < config.steps and not stop.asked:
-            begin, version = time.monotonic(), learner.version
+            begin, version, before = time.monotonic(), learner.version, dict(generator.counts)
             generator.set_weights(version, None)
             groups = generate(generator, new_groups(learner, task, config.groups_per_step))
-            generated = watch.span("rollout-0", "generate", begin, version=version)
+            done = {name: generator.counts[name] - before[name] for name in COUNTED}
+            generated = watch.span("rollout-0", "generate", begin, version=version, **done)
             begin = time.monotonic()
             for group in groups:
                 apply_verdicts(group, score(group, task, config))

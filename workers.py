@@ -20,6 +20,7 @@ from buffer import Group, group_from_parts, group_to_parts
 from checkpoint import load_checkpoint, restore
 from common import Config
 from learner import make_generator, make_learner, make_model, make_task, score
+from rollout import COUNTED
 from train_sync import learner_step
 from transport import Line
 
@@ -47,11 +48,12 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
             generator.set_weights(version, torch.from_numpy(flat))
         active = generator.step()
         if span and (not active or generator.version != span[1]):
-            seconds = time.monotonic() - span[0]
-            generator.events.append((span[0], "generate", -1, span[1], seconds))
+            done = {name: generator.counts[name] - span[2][name] for name in COUNTED}
+            done["seconds"] = time.monotonic() - span[0]
+            generator.events.append((span[0], "generate", -1, span[1], done))
             span = None
         if active:
-            span = span or (time.monotonic(), generator.version)
+            span = span or (time.monotonic(), generator.version, dict(generator.counts))
         else:
             time.sleep(0.0005)
         finished = generator.take_finished()
