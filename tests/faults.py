@@ -458,9 +458,13 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
         elif after and death["kind"] == "SIGSTOP":
             waits["stopped"].append(min(after))
     totals = ledger.totals()
-    quietly(
-        train_async.train, common.Config(replay=str(run))
-    )  # TrainingStopped if anything differs
+    replayed = True
+    try:
+        quietly(train_async.train, common.Config(replay=str(run)))
+    except common.TrainingStopped as error:  # it names what came from outside, and nothing else
+        replayed = str(error)
+        nan = any(plan[i]["kind"] == "NaN gradient" for i in struck)
+        assert nan and replayed.endswith("was nan"), replayed
     assert summary["staleness"]["max"] <= summary["staleness"]["bound"], summary["staleness"]
     assert totals["in_flight"] == 0 and totals["admitted"] == totals["trained"], totals
     return {
