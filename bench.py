@@ -3,6 +3,8 @@
     python bench.py plot RUN [RUN ...]      # redraw the pictures of runs
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
+    python bench.py async [full]            # sync against async: 5 minutes, or two hours
+    python bench.py timeline RUN [RUN ...]  # who did what, runs above each other on one axis
     python bench.py replay                  # runs of 50 steps, executed again to the same weights
     python bench.py faults                  # 300 faults on purpose: what is lost (20 minutes)
     python bench.py generator               # decode speed beside transformers (pip install it)
@@ -14,6 +16,7 @@ Left out: training itself (the trainers are run as commands, exactly as a user w
 """
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -22,6 +25,7 @@ import time
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 import common
@@ -82,6 +86,111 @@ def bench_staleness() -> None:
             row = {"max_staleness": eta, "swap": swap, **summary["staleness"]}
             result["runs"].append(row | {"groups": summary["groups"], "steps": summary["steps"]})
             save_result("staleness", result)
+
+
+SYNC = {"trainer": "train_sync.py"}
+MODES = {  # name -> how it is run; on two cores, one device is one core
+    "sync, one core": SYNC,
+    "sync, two threads": SYNC | {"threads": 2},
+    "sync, all generate, then all train": {
+        "max_staleness": 0,
+        "rollout_workers": 2,
+        "learners": 2,
+    },
+    "one step ahead": {"max_staleness": 1, "swap": "drain"},
+    "async, η = 1": {"max_staleness": 1},
+    "async, η = 2": {"max_staleness": 2},
+    "async, η = 4": {"max_staleness": 4},
+    "async, η = 8": {"max_staleness": 8},
+    "async, η = 2, drain": {"max_staleness": 2, "swap": "drain"},
+    "async, η = 2, recompute": {"max_staleness": 2, "swap": "recompute"},
+}
+TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.8)}  # held-out score to reach
+HEADLINE = [*list(MODES)[:3], "async, η = 2"]
+
+
+def bench_async(kind: str = "quick") -> None:
+    """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
+    `guess` and the heavy-tailed `sum` -> results/async.json and .png.
+
+    quick: two seeds of the best known modes, one task; full: five seeds of the headline modes and
+    three of the others. What is measured already is not measured again: delete the file to start
+    over.
+    """
+    full = kind == "full"
+    seeds = {name: (5 if name in HEADLINE else 3) if full else 2 for name in MODES}
+    names, tasks = (MODES, TARGETS) if full else (HEADLINE, ["guess"])
+    plan = [(t, name, i) for i in range(5) for t in tasks for name in names if i < seeds[name]]
+    path, machine = (
+        RESULTS / ("async.json" if full else "async-quick.json"),
+        common.describe_machine(),
+    )
+    result = json.loads(path.read_text()) if path.is_file() else {"machine": machine, "runs": []}
+    done = {(r["task"], r["mode"], r["seed"]) for r in result["runs"]}
+    with tempfile.TemporaryDirectory() as place:
+        for task, name, seed in tqdm([p for p in plan if p not in done], unit="run"):
+            flags = {"task": task, "seed": seed, "eval_every": 10, **MODES[name]}
+            folder = Path(place) / f"{task}-{list(MODES).index(name)}-{seed}"
+            summary = run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
+            row = {"task": task, "mode": name, "seed": seed} | speed_of(folder, summary, task)
+            result["runs"].append(row)
+            tqdm.write(f"{task}, {name}, seed {seed}: {row['target_s']} s to the target")
+            save_result(path.stem, result)
+        report.draw_async(result["runs"], TARGETS, RESULTS / f"{path.stem}.png")
+    print("\n".join(async_table(result["runs"])))
+
+
+def speed_of(folder: Path, summary: dict, task: str) -> dict:
+    """What a run says about speed: time to the target score, rates, and its curve."""
+    rows = common.read_lines(folder / "metrics.jsonl")
+    metric, goal = TARGETS[task]
+    held = [(r["t"], r["eval"][metric]) for r in rows if "eval" in r]
+    steps = [r for r in rows if "seconds" in r]
+    reached = next((t for t, value in held if value >= goal), None)
+    return {
+        "target_s": reached,
+        "final": held[-1][1],
+        "samples_per_s": (len(steps) - 1) * steps[0]["samples"] / (steps[-1]["t"] - steps[0]["t"]),
+        "first_step_s": steps[0]["t"],
+        "held": held,
+        "curve": [[r["t"], r["reward"]] for r in steps],
+        **{k: summary[k] for k in ("utilization", "staleness", "rollout_tokens_per_s")},
+        **{k: summary[k] for k in ("learner_tokens_per_s", "command_s", "wall_s")},
+    }
+
+
+def async_table(runs: list[dict]) -> list[str]:
+    """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
+    lines = []
+    for task in dict.fromkeys(r["task"] for r in runs):
+        metric, goal = TARGETS[task]
+        times = {
+            mode: [
+                r["target_s"] or math.inf for r in runs if (r["task"], r["mode"]) == (task, mode)
+            ]
+            for mode in MODES
+        }
+        times = {mode: values for mode, values in times.items() if values}
+        best = min((m for m in times if m.startswith("sync")), key=lambda m: np.median(times[m]))
+        lines += [
+            "",
+            f"| `{task}`: seconds to a held-out {metric} of {goal} | seconds | × best sync | "
+            "episodes/s | busy: rollout, learner | staleness | final |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for mode, seconds in times.items():
+            own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
+            busy = [np.median([r["utilization"][k] for r in own]) for k in ("rollout", "learner")]
+            cells = [
+                f"{np.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})",
+                f"{np.median(times[best]) / np.median(seconds):.2f}",
+                f"{np.median([r['samples_per_s'] for r in own]):,.0f}",
+                f"{busy[0]:.0%}, {busy[1]:.0%}",
+                f"{np.median([r['staleness']['mean'] for r in own]):.2f}",
+                between([r["final"] for r in own], ".2f"),
+            ]
+            lines.append(f"| {mode}{' (best sync)' * (mode == best)} | {' | '.join(cells)} |")
+    return lines
 
 
 def bench_replay() -> None:
@@ -251,10 +360,16 @@ def main(arguments: list[str]) -> None:
     if command == "plot" and runs:
         for run in runs:
             report.draw_run(Path(run))
+        if len(runs) > 1:
+            report.draw_comparison([Path(run) for run in runs], Path("comparison.png"))
+    elif command == "timeline" and runs:
+        report.draw_timeline([Path(run) for run in runs], Path("timeline.png"))
+    elif command == "async" and runs in ([], ["full"]):
+        bench_async(*runs)
     elif command in commands and not runs:
         commands[command]()
     else:
-        allowed = f"{', '.join(commands)} or plot RUN [RUN ...]"
+        allowed = f"{', '.join(commands)}, async [full], plot RUN ... or timeline RUN ..."
         common.fail(ValueError(f"{' '.join(arguments)!r}: must be {allowed}"))
 
 

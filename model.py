@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
     total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // PAD_BLOCK) * PAD_BLOCK
     sequence = torch.repeat_interleave(torch.arange(len(sequences)), lengths)  # [N]
     positions = torch.arange(total) - cu_seqlens[sequence]
-    tokens = torch.cat([torch.as_tensor(s, dtype=torch.int64) for s in sequences])
+    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
     pad = sequence * longest + positions
     tensors = (t.to(device) for t in (tokens, positions, pad, cu_seqlens))
     return Packed(*tensors, (len(sequences), longest))

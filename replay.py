@@ -121,6 +121,11 @@ def replay(config: Config) -> None:
     config, summary = recorded(config)
     devices, task = common.pick_devices(config), make_task(config)
     common.set_threads(config, sum(map(len, devices)))
+    if devices[0][0] != "cpu":
+        print(
+            "on a GPU, sums of gradients depend on the order of atomic additions: the episodes "
+            "before the first learner step are promised to be the same, and nothing after it"
+        )
     learner = make_learner(config, task, devices[0][0])
     steps, scores = script(run)
     trained = [scores[g] for step in steps for g in step["groups"]]

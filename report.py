@@ -59,7 +59,7 @@ def summarise(run: Path, facts: dict) -> str:
 def draw_run(run: Path) -> None:
     """reward.png and timeline.png of one run folder, from its metrics and events."""
     draw_reward(run)
-    draw_timeline(run)
+    draw_timeline([run], run / "timeline.png")
 
 
 def canvas():
@@ -106,50 +106,121 @@ def draw_reward(run: Path) -> None:
     plt.close(figure)
 
 
-def draw_timeline(run: Path, steps: int = 8) -> None:
-    """A Gantt picture of a few learner steps in the middle of a run: who did what, when, and by
-    which policy version."""
-    spans = [e for e in common.read_lines(run / "events.jsonl") if "seconds" in e]
-    trained = [e for e in spans if e["kind"] == "train"]
-    if not trained:
+def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
+    """A Gantt picture of a few learner steps in the middle of each run, on one time axis: who did
+    what, when, and by which policy version."""
+    spans = {
+        run: [e for e in common.read_lines(run / "events.jsonl") if "seconds" in e] for run in runs
+    }
+    trained = {run: [e for e in spans[run] if e["kind"] == "train"] for run in runs}
+    if not all(trained.values()):
         return
     plt = canvas()
-    first = max(0, (len(trained) - steps) // 2)
-    window = trained[first : first + steps]
-    left, right = window[0]["t"], window[-1]["t"] + window[-1]["seconds"]
-    low, high = window[0]["version"], window[-1]["version"]
-    rows = sorted({e["process"] for e in spans})
-    seen = [e for e in spans if e["t"] < right and e["t"] + e["seconds"] > left]
-    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.5 * len(rows)), layout="constrained")
-    colours = plt.get_cmap("cividis", high - low + 3)
-    norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
-    for e in seen:
-        y, start = rows.index(e["process"]), max(e["t"], left)
-        width = min(e["t"] + e["seconds"], right) - start
-        colour = colours(norm(e["version"])) if "version" in e else GREY
-        axis.barh(y, width * 1e3, left=(start - left) * 1e3, color=colour, height=0.7)
-        if e["kind"] == "train" and width > 0.04 * (right - left):
-            middle = (start - left + width / 2) * 1e3
-            white = norm(e["version"]) < colours.N / 2
-            axis.text(
-                middle,
-                y,
-                f"v{e['version']}",
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if white else "black",
-            )
-    axis.set_yticks(range(len(rows)), rows)
-    axis.invert_yaxis()
-    axis.set_xlim(0, (right - left) * 1e3)
-    axis.set_xlabel(f"time (ms) since {left:.1f} s after the start; blank = idle, grey = verifying")
-    config = json.loads((run / "config.json").read_text())
-    axis.set_title(f"{config['task']}, {config['mode']}: who works, and with which policy version")
-    scale = plt.cm.ScalarMappable(norm, colours)
-    figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
-    figure.savefig(run / "timeline.png", dpi=120)
+    rows = {run: sorted({e["process"] for e in spans[run]}) for run in runs}
+    windows = {}
+    for run, steps_of in trained.items():
+        first = max(0, (len(steps_of) - steps) // 2)
+        windows[run] = steps_of[first : first + steps]
+    first = runs[0]
+    width = max(
+        w[-1]["t"] + w[-1]["seconds"] - w[0]["t"] for w in (windows[first], *windows.values())
+    )
+    heights = [0.5 * len(rows[run]) + 0.5 for run in runs]
+    figure, axes = plt.subplots(
+        len(runs),
+        1,
+        figsize=(8, 0.9 + sum(heights)),
+        height_ratios=heights,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, run in zip(axes[:, 0], runs, strict=True):
+        left = windows[run][0]["t"]
+        low, high = windows[run][0]["version"], windows[run][-1]["version"]
+        colours = plt.get_cmap("cividis", high - low + 3)
+        norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
+        for e in spans[run]:
+            start, end = max(e["t"], left), min(e["t"] + e["seconds"], left + width)
+            if end <= start:
+                continue
+            y = rows[run].index(e["process"])
+            colour = colours(norm(e["version"])) if "version" in e else GREY
+            axis.barh(y, 1e3 * (end - start), left=1e3 * (start - left), color=colour, height=0.7)
+            if e["kind"] == "train" and end - start > 0.04 * width:
+                white = norm(e["version"]) < colours.N / 2
+                axis.text(
+                    1e3 * ((start + end) / 2 - left),
+                    y,
+                    f"v{e['version']}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if white else "black",
+                )
+        axis.set_yticks(range(len(rows[run])), rows[run])
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1e3 * width)
+        config = json.loads((run / "config.json").read_text())
+        axis.set_title(
+            f"{config['task']}, {config['mode']}: who works, and with which policy version"
+        )
+        scale = plt.cm.ScalarMappable(norm, colours)
+        figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
+    axes[-1, 0].set_xlabel("time (ms); blank = idle, grey = verifying")
+    figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_comparison(runs: list[Path], path: Path) -> None:
+    """Training reward of several runs against wall-clock time and against samples."""
+    plt = canvas()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    for run in runs:
+        rows = [r for r in common.read_lines(run / "metrics.jsonl") if "reward" in r]
+        reward = smooth([r["reward"] for r in rows])
+        axes[0].plot([r["t"] for r in rows], reward, label=run.name)
+        axes[1].plot(np.cumsum([r["samples"] for r in rows]), reward, label=run.name)
+    axes[0].set(xlabel="wall-clock time (s)", ylabel="training reward (mean of 10 steps)")
+    axes[1].set(xlabel="samples (episodes)")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    axes[1].legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def draw_async(runs: list[dict], targets: dict, path: Path) -> None:
+    """Held-out score against wall-clock time, a band over the seeds, for each task."""
+    plt = canvas()
+    tasks = list(dict.fromkeys(r["task"] for r in runs))
+    modes = list(dict.fromkeys(r["mode"] for r in runs if len(runs) < 20 or r["seed"] > 2))
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(5 * len(tasks), 3.8), squeeze=False, layout="constrained"
+    )
+    colours = dict(zip(modes, (GREY, PURPLE, ORANGE, BLUE, GREEN), strict=False))
+    for axis, task in zip(axes[0], tasks, strict=True):
+        for mode in modes:
+            own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
+            grid = np.linspace(0, max(r["held"][-1][0] for r in own), 100)
+            curves = np.array([np.interp(grid, *zip(*r["held"], strict=True)) for r in own])
+            axis.plot(grid, np.median(curves, 0), color=colours[mode], label=mode)
+            axis.fill_between(grid, curves.min(0), curves.max(0), color=colours[mode], alpha=0.15)
+        metric, goal = targets[task]
+        axis.axhline(goal, color="black", lw=0.8, ls=":")
+        axis.set(xlabel="wall-clock time (s)", ylabel=f"held-out: {metric}", title=task)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def smooth(values: list[float], width: int = 10) -> np.ndarray:
+    """The mean of each value and those before it, `width` in all."""
+    sums = np.cumsum(np.pad(values, (1, 0)))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - width)
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 # ----------------------------------------------------------------------------------- measurements

@@ -20,7 +20,7 @@ def test_the_readme_has_the_measured_numbers():
 
 def test_every_picture_in_the_readme_exists():
     pictures = [line.split("](")[1].rstrip(")") for line in README.splitlines() if "![" in line]
-    assert len(pictures) == 3
+    assert 3 <= len(pictures) <= 6
     for picture in pictures:
         assert (bench.RESULTS.parent / picture).stat().st_size > 10_000
 
