@@ -1,5 +1,6 @@
 """Shared by all tests: one thread (bitwise comparisons, two cores), and gpu tests that skip."""
 
+import os
 import signal
 
 import pytest
@@ -11,12 +12,21 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.name == "test_interpreter")  # the last to be looked at
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+def pytest_collection_finish(session):
+    """Interpreted kernels take a minute and a process of their own: beside all other tests."""
+    for item in session.items:
+        wanted = item.name == "test_interpreter" and not session.config.option.collectonly
+        if wanted and os.environ.get("TRITON_INTERPRET") != "1":  # this may be that process itself
+            session.config.interpreted = item.module.interpreted()
 
 
 @pytest.fixture(autouse=True)

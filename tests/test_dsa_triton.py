@@ -5,6 +5,7 @@ of kernels run in a process of their own (`test_interpreter`), or here on a GPU,
 a GPU every kernel is still compiled for one (sm_90) by the real compiler.
 """
 
+import atexit
 import inspect
 import os
 import re
@@ -62,16 +63,27 @@ def close(got, want, error):
     assert (got.double().cpu() - want.double().cpu()).norm() <= error * want.norm().cpu() + 1e-12
 
 
-@compiler
-def test_interpreter():
-    """All tests of kernels in this file, interpreted on the CPU, in a process of their own."""
+def interpreted() -> subprocess.Popen | None:
+    """Start the tests of kernels in this file, interpreted on the CPU, in their own process."""
     if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 cannot loop with numpy >= 2.4")
+        return None
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", __file__]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 75, done.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environment, **pipes)
+    atexit.register(process.kill)
+    return process
+
+
+@compiler
+def test_interpreter(request):
+    """They have run beside all other tests: see conftest.py."""
+    process = request.config.interpreted
+    if process is None:
+        pytest.skip("the interpreter of Triton 3.6 cannot loop with numpy >= 2.4")
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, out
+    assert int(re.search(r"(\d+) passed", out)[1]) >= 75, out
 
 
 # Attention ----------------------------------------------------------------------------------------
