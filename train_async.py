@@ -14,7 +14,6 @@ the weights that it changes.
 """
 
 import time
-from mailbox import Mailbox
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +39,7 @@ from replay import replay, replayable
 from reward import VOCAB_SIZE
 from train_sync import after_step, learner_step
 from transport import Pool, Worker, WorkersFailed
+from weight_mailbox import Mailbox
 from workers import join_learners, learner_worker, meeting_point, reward_worker, rollout_worker
 
 

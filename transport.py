@@ -1,8 +1,8 @@
 """transport.py: worker processes, a private pipe to each, one queue object over all of them.
 
 `Pool` spawns workers, watches them, restarts the dead ones and gives out their messages in order
-of arrival. Left out: what the messages mean, and weights (mailbox.py). This file moves bytes and
-knows when a process has died.
+of arrival. This file moves bytes and knows when a process has died.
+Left out: what the messages mean, and how weights travel (weight_mailbox.py).
 
 No lock and no queue is shared between workers, so `kill -9` of any of them can neither block nor
 corrupt the others: its pipe closes, the rest goes on. Each pipe has two threads of the parent, one

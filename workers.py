@@ -9,7 +9,6 @@ Left out: who gets which work, and what happens when one of them dies (train_asy
 import atexit
 import time
 from datetime import timedelta
-from mailbox import Mailbox
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from learner import make_generator, make_learner, make_model, make_task, score
 from rollout import COUNTED
 from train_sync import learner_step
 from transport import Line
+from weight_mailbox import Mailbox
 
 
 def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):

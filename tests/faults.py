@@ -31,12 +31,11 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import mailbox  # noqa: E402
-
 import checkpoint  # noqa: E402
 import common  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
+import weight_mailbox  # noqa: E402
 from buffer import to_bytes  # noqa: E402
 from ledger import audit  # noqa: E402
 from report import spread  # noqa: E402
@@ -253,7 +252,7 @@ def break_learner(folder: str) -> None:
             die()
 
     before(train_sync, "update_weights", "train", train)
-    before(mailbox.Mailbox, "publish", "publish", lambda fault, *_: hurt(fault["kind"]))
+    before(weight_mailbox.Mailbox, "publish", "publish", lambda fault, *_: hurt(fault["kind"]))
     before(checkpoint, "save_checkpoint", "checkpoint", write)
     before(common, "append_lines", "log", write)
 
@@ -408,7 +407,7 @@ def run_plan(folder: Path, plan: list[dict], seconds: float = 200.0, **flags) ->
             raise AssertionError(f"{run} hangs: {plan}") from None
         ends.append(end_of(process.returncode, err.strip().splitlines()[-1]))
         assert group_is_gone(process.pid), f"{run} leaves processes behind: {plan}"
-        left = list(mailbox.SHARED.glob(f"{mailbox.PREFIX}{process.pid}-*"))
+        left = list(weight_mailbox.SHARED.glob(f"{weight_mailbox.PREFIX}{process.pid}-*"))
         assert not left, f"{run} leaves shared memory behind: {left}"
         assert len(ends) < 12, f"{run} does not finish: {ends}"
     return judged(run, folder, flags) | {"ends": ends, "seconds": time.monotonic() - begin}

@@ -24,7 +24,7 @@ CEILINGS = {
     "learner": 200,
     "checkpoint": 90,
     "limits": 60,
-    "mailbox": 75,
+    "weight_mailbox": 75,
     "workers": 90,
     "speed": 260,
     "train_sync": 240,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from mailbox import Mailbox
 from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import pytest
 
 import transport
 from transport import Pool, WorkersFailed
+from weight_mailbox import Mailbox
 
 SHM = Path("/dev/shm")
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,18 +1,19 @@
 """The mailbox of the weights: never a mixture of two versions, and never left behind."""
 
-import mailbox as room
 import os
 import signal
 import subprocess
 import sys
 import time
-from mailbox import Mailbox
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+import weight_mailbox as room
+from weight_mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 60.0
@@ -202,7 +203,7 @@ def test_no_torn_read_from_another_process():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="flock and /dev/shm")
 def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(mailbox):
-    code = "import mailbox, time; m = mailbox.Mailbox(10); print(m.memory.name, flush=True); "
+    code = "import weight_mailbox as w, time; m = w.Mailbox(10); print(m.memory.name, flush=True); "
     process = subprocess.Popen(
         [sys.executable, "-c", code + "time.sleep(600)"],
         cwd=ROOT,

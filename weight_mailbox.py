@@ -1,4 +1,4 @@
-"""mailbox.py: the newest weights in shared memory, for any number of readers.
+"""weight_mailbox.py: the newest weights in shared memory, for any number of readers.
 
 Python's resource tracker removes the memory of a run that was killed. Who kills the tracker, too
 (`kill -9` of a whole process group), leaves it behind, and the next run sweeps it away.
