@@ -4,6 +4,7 @@
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
     python bench.py async [full]            # sync against async: 5 minutes, or two hours
+    python bench.py objectives              # eight objectives under growing staleness
     python bench.py timeline RUN [RUN ...]  # who did what, runs above each other on one axis
     python bench.py replay                  # runs of 50 steps, executed again to the same weights
     python bench.py faults                  # 300 faults on purpose: what is lost (20 minutes)
@@ -193,6 +194,29 @@ def async_table(runs: list[dict]) -> list[str]:
     return lines
 
 
+def bench_objectives(steps: int = 150) -> None:
+    """Every objective at growing staleness, and the damper on and off, on `reverse` with half the
+    usual batch -> results/objectives.json and .png."""
+    result = {"machine": common.describe_machine(), "steps": steps, "runs": []}
+    plan = [(name, eta, 0.15) for name in common.OBJECTIVES for eta in (0, 4, 16)]
+    plan += [("cispo", eta, threshold) for eta in (4, 16) for threshold in (0.0, 1e9)]
+    with tempfile.TemporaryDirectory() as place:
+        for name, eta, threshold in tqdm(plan, unit="run"):
+            flags = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
+            flags |= {"objective": name, "max_staleness": eta, "kl_threshold": threshold}
+            folder = Path(place) / f"{name}-{eta}-{threshold}"
+            summary = run_command("train_async.py", folder, **flags)
+            rows = [r for r in common.read_lines(folder / "metrics.jsonl") if "seconds" in r]
+            row = {"objective": name, "max_staleness": eta, "kl_threshold": threshold}
+            row |= {k: float(np.mean([r[k] for r in rows])) for k in ("ess", "kl_behaviour", "lr")}
+            row |= {"solved": summary["eval_after"], "reward": summary["eval"]["after"]["reward"]}
+            row |= {k: summary[k] for k in ("staleness", "reference_share")}
+            result["runs"].append(row)
+            tqdm.write(f"{name}, η = {eta}: {row['reward']:.2f}")
+            save_result("objectives", result)
+    report.draw_objectives(result["runs"], RESULTS / "objectives.png")
+
+
 def bench_replay() -> None:
     """Every bound, swap mode and number of workers: 50 steps, then the same weights again from the
     event log -> results/replay.json."""
@@ -350,6 +374,7 @@ def main(arguments: list[str]) -> None:
         "generator": speed.bench_generator,
         "decode": speed.bench_decode,
         "dsa": speed.bench_dsa,
+        "objectives": bench_objectives,
         "replay": bench_replay,
         "faults": bench_faults,
         "tasks": bench_tasks,

@@ -215,6 +215,28 @@ def draw_async(runs: list[dict], targets: dict, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_objectives(runs: list[dict], path: Path) -> None:
+    """Held-out reward and effective sample size of each objective, by staleness."""
+    plt = canvas()
+    runs = [r for r in runs if r["kl_threshold"] == 0.15]
+    names = list(dict.fromkeys(r["objective"] for r in runs))
+    bounds = sorted({r["max_staleness"] for r in runs})
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    titles = {"reward": "held-out reward", "ess": "effective sample size (share of tokens)"}
+    for axis, (key, label) in zip(axes, titles.items(), strict=True):
+        for i, (bound, colour) in enumerate(zip(bounds, (GREY, BLUE, ORANGE), strict=False)):
+            own = {r["objective"]: r[key] for r in runs if r["max_staleness"] == bound}
+            places = np.arange(len(names)) + 0.27 * (i - 1)
+            axis.barh(places, [own[n] for n in names], 0.25, color=colour, label=f"η = {bound}")
+        axis.set(xlabel=label, xlim=(0, 1.02))
+        axis.grid(axis="x", alpha=0.3)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    axes[1].legend(loc="lower left", fontsize=8)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def smooth(values: list[float], width: int = 10) -> np.ndarray:
     """The mean of each value and those before it, `width` in all."""
     sums = np.cumsum(np.pad(values, (1, 0)))

@@ -451,7 +451,8 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]
     waits = {"dead": [], "stopped": []}
     for death in deaths:
-        after = [n["t"] - death["t"] for n in noticed if n["pid"] == death["pid"]]
+        told = [n["t"] - death["t"] for n in noticed if n["pid"] == death["pid"]]
+        after = [seconds for seconds in told if seconds >= 0]  # not that it was slow before
         if after and death["kind"] in ("SIGKILL", "half"):
             waits["dead"].append(min(after))
         elif after and death["kind"] == "SIGSTOP":
