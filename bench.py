@@ -4,6 +4,7 @@
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
     python bench.py async [full]            # sync against async: 5 minutes, or two hours
+    python bench.py simulate                # calibrate and score the simulator
     python bench.py objectives              # eight objectives under growing staleness
     python bench.py timeline RUN [RUN ...]  # who did what, runs above each other on one axis
     python bench.py replay                  # runs of 50 steps, executed again to the same weights
@@ -217,6 +218,37 @@ def bench_objectives(steps: int = 150) -> None:
     report.draw_objectives(result["runs"], RESULTS / "objectives.png")
 
 
+CALIBRATION = {  # what the simulator learns its costs from ...
+    "sum-8": {"task": "sum", "groups_per_step": 8},
+    "sum-24": {"task": "sum", "groups_per_step": 24, "max_staleness": 4, "slots": 32},
+    "sum-0": {"task": "sum", "groups_per_step": 16, "max_staleness": 0},
+    "sum-sync": {"task": "sum", "groups_per_step": 8} | SYNC,
+    "guess-32": {"task": "guess", "steps": 100},
+    "guess-sync": {"task": "guess", "steps": 100} | SYNC,
+}
+HELD_OUT = {  # ... and what it has to predict
+    "sum-1": {"task": "sum", "groups_per_step": 16, "max_staleness": 1, "slots": 64},
+    "sum-drain": {"task": "sum", "groups_per_step": 8, "max_staleness": 3, "swap": "drain"},
+    "sum-recompute": {"task": "sum", "groups_per_step": 16, "swap": "recompute"},
+    "sum-two": {"task": "sum", "groups_per_step": 16, "rollout_workers": 2},
+    "sum-sync-16": {"task": "sum", "groups_per_step": 16} | SYNC,
+    "guess-1": {"task": "guess", "steps": 100, "max_staleness": 1, "slots": 64},
+    "guess-16": {"task": "guess", "steps": 100, "groups_per_step": 16, "max_staleness": 4},
+    "guess-0": {"task": "guess", "steps": 100, "groups_per_step": 24, "max_staleness": 0},
+}
+
+
+def bench_simulate() -> None:
+    """Runs to calibrate the simulator on, and others to score it on -> results/simulate*.json."""
+    with tempfile.TemporaryDirectory() as place:
+        for name, how in tqdm((CALIBRATION | HELD_OUT).items(), unit="run"):
+            flags = {"steps": 60, "eval_every": 1000, **how}
+            run_command(flags.pop("trainer", "train_async.py"), Path(place) / name, **flags)
+        for command, runs in (("calibrate", CALIBRATION), ("score", HELD_OUT)):
+            folders = [str(Path(place) / name) for name in runs]
+            subprocess.run([sys.executable, "simulate.py", command, *folders], cwd=ROOT, check=True)
+
+
 def bench_replay() -> None:
     """Every bound, swap mode and number of workers: 50 steps, then the same weights again from the
     event log -> results/replay.json."""
@@ -375,6 +407,7 @@ def main(arguments: list[str]) -> None:
         "decode": speed.bench_decode,
         "dsa": speed.bench_dsa,
         "objectives": bench_objectives,
+        "simulate": bench_simulate,
         "replay": bench_replay,
         "faults": bench_faults,
         "tasks": bench_tasks,

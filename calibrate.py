@@ -1,0 +1,216 @@
+"""calibrate.py: what the event logs of real runs say about the costs of pipeline.py.
+
+`calibrate` reads spans and pauses, and finds by least squares how long everything takes:
+
+    generate  how many steps, slots and busy slots a span had, what it began: seconds of each
+    train     how many episodes and tokens a step had, and whether the reference ran
+    the rest  means: verification, delivery, publication, evaluation, what lies between two steps
+
+The episodes of the log, group by group, are what a simulation draws its lengths from. Calibrate on
+runs with different numbers of slots and of groups a step, one of them with `--max-staleness 0`
+(there one process works at a time, so that it shows how much two slow each other down): what does
+not vary cannot be told apart. Left out: first spans and first steps, which warm up.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+from math import ceil
+from pathlib import Path
+
+import numpy as np
+
+import common
+from common import UserError
+from pipeline import Costs, Log, Pipeline, Setup, end
+
+DECODE = ("step", "step_slot", "step_context", "step_running", "episode", "refill", "prefill")
+TRAIN = ("train", "train_episode", "train_token", "reference_token")
+KEEP = 500  # groups of a task: enough to draw from
+
+
+def read_run(folder: str) -> Log:
+    """The log of a run folder; raises UserError when there is none, or none that is long enough."""
+    path = Path(folder)
+    if not ((path / "config.json").is_file() and (path / "events.jsonl").is_file()):
+        raise UserError(f"{folder}: must be a run folder (with config.json and events.jsonl)")
+    config, events = json.loads((path / "config.json").read_text()), defaultdict(list)
+    for event in common.read_lines(path / "events.jsonl"):
+        events[event["kind"]].append(event)
+    rows = [row for row in common.read_lines(path / "metrics.jsonl") if "seconds" in row]
+    names = {f.name for f in fields(Setup)}
+    setup = Setup(**{name: value for name, value in config.items() if name in names})
+    setup.eta, setup.synchronous = config["max_staleness"], config["mode"] == "sync"
+    setup.eta = 0 if setup.synchronous else setup.eta
+    setup.steps, setup.cores = len(events["train"]), config["machine"]["cores"]
+    setup.rollout_workers = len({e["process"] for e in events["generate"]})
+    if setup.steps < 2 * setup.eta + 4 or len(rows) != setup.steps:
+        raise UserError(f"{folder}: must be a whole run of {2 * setup.eta + 4} steps or more")
+    return Log(path.resolve().name, setup, dict(events), rows)
+
+
+def fit(columns: list, seconds: list[float]) -> np.ndarray:
+    """Seconds >= 0 for one unit of each column [n, columns] that best explain `seconds` [n].
+
+    Columns are scaled to one size, so that what the runs cannot tell apart (slots, when all runs
+    have as many) is shared out evenly. What comes out negative is left out.
+    """
+    matrix = np.array(columns, float)
+    scale = np.sqrt((matrix**2).mean(0))
+    costs, left = np.zeros(len(scale)), scale > 0
+    while left.any():
+        costs[:] = 0.0
+        costs[left] = np.linalg.lstsq(matrix[:, left] / scale[left], seconds, rcond=0.02)[0]
+        if (costs >= 0).all():
+            break
+        left &= costs > 0
+    return costs / np.where(scale > 0, scale, 1.0)
+
+
+def calibrate(logs: list[Log]) -> Costs:
+    """Costs that explain these logs; raises UserError when none of them says which groups it had.
+
+    Logs of synchronous runs do not: they tell only how much quicker generation is where the learner
+    lives, without messages and without another process beside it.
+    """
+    costs, pauses = Costs([log.name for log in logs]), defaultdict(list)
+    decoded, trained, cores = [], [], 0
+    alone = [log for log in logs if log.setup.synchronous]
+    for log in (log for log in logs if not log.setup.synchronous):
+        groups, cores = groups_of(log), max(cores, log.setup.cores)
+        decoded += decode_rows(log, groups)
+        trained += train_rows(log)
+        for name, seconds in pauses_of(log, groups):
+            pauses[name].append(seconds)
+        records = [[g["version"], g["size"], *g["lengths"]] for g in groups]
+        costs.groups.setdefault(log.setup.task, []).extend(records)
+        costs.evaluation[log.setup.task] = float(np.mean(pauses.pop("evaluation", 0.0)))
+    missing = {log.setup.task for log in alone} - set(costs.groups)
+    if missing or not costs.groups:
+        task = ", ".join(missing)
+        raise UserError(f"calibrate: must have a run of train_async.py, too (task {task})")
+    found = {name: np.mean(seconds) for name, seconds in pauses.items()}
+    # the most cores' worth of work that explains the seconds almost as well as any other number
+    tries = {
+        c: [explain(rows, c) for rows in (decoded, trained)]
+        for c in np.arange(8, cores * 8 + 1) / 8
+    }
+    errors = {c: sum(error for _, error in both) for c, both in tries.items()}
+    found["cores"] = max(c for c, error in errors.items() if error <= 1.01 * min(errors.values()))
+    for names, (values, _) in zip((DECODE, TRAIN), tries[found["cores"]], strict=True):
+        found |= zip(names, values, strict=True)
+    for name, value in found.items():
+        setattr(costs, name, float(value))
+    costs.all_reduce = 2 * costs.publish  # assumed: what goes out must have come in
+    for task, records in costs.groups.items():
+        costs.groups[task] = sorted(records, key=lambda r: r[0])[:: ceil(len(records) / KEEP)]
+    told = [pace(Pipeline(log.setup, costs).run()) for log in alone]
+    costs.alone = float(np.mean([pace(log) / t for log, t in zip(alone, told, strict=True)] or 1.0))
+    return costs
+
+
+def pace(log: Log) -> float:
+    """Seconds of generation for each token."""
+    spans = log.events["generate"][1:]
+    return sum(e["seconds"] for e in spans) / sum(e["slot_steps"] for e in spans)
+
+
+def explain(rows: list[tuple], cores: float) -> tuple[np.ndarray, float]:
+    """Costs of spans (seconds, processes at work, amounts), and the share that they leave open, if
+    more than `cores` processes at a time slow each other down."""
+    seconds, crowds, amounts = (np.array(part, float) for part in zip(*rows, strict=True))
+    columns = amounts * np.maximum(1.0, crowds / cores).mean(1, keepdims=True)
+    costs = fit(columns, seconds)
+    return costs, float(((seconds - columns @ costs) ** 2).sum() / (seconds**2).sum())
+
+
+def crowd(log: Log, span: dict) -> np.ndarray:
+    """How many processes work, at 16 moments of a span."""
+    spans = log.events["generate"] + log.events["train"]
+    now = span["t"] + span["seconds"] * (np.arange(16) + 0.5) / 16
+    begun, ended = (np.sort([f(e) for e in spans]) for f in (lambda e: e["t"], end))
+    return np.searchsorted(begun, now) - np.searchsorted(ended, now)
+
+
+def groups_of(log: Log) -> list[dict]:
+    """Every group: start and finish events and verdict as one record, in order of the verdicts."""
+    begun = {e["group"]: e for e in log.events["start"]}
+    ended = {e["group"]: e["t"] for e in log.events["finish"]}
+    return [
+        {**e, **begun[e["group"]], "longest": max(e["lengths"]), "end": ended[e["group"]]}
+        | {"asked": e["t"], "verdict": end(e), "seconds": e["seconds"]}
+        for e in log.events["score"]
+    ]
+
+
+def decode_rows(log: Log, groups: list[dict]) -> list[tuple]:
+    """For each span of generation: seconds, its crowd, how much it has of each cost in `DECODE`.
+
+    The log does not say how long the longest running episode is at each step: here each group's
+    longest grows evenly from the group's start to its end.
+    """
+    rows = []
+    for process in sorted({e["process"] for e in log.events["generate"]}):
+        mine = [g for g in groups if g["process"] == process]
+        names = ("t", "end", "size", "longest")
+        begin, stop, prompt, longest = (np.array([g[name] for g in mine]) for name in names)
+        swaps = [e for e in log.events.get("swap", []) if e["process"] == process]
+        spans = [e for e in log.events["generate"] if e["process"] == process]
+        for e in spans[1:]:
+            now = np.linspace(e["t"], end(e), 8)[:, None]
+            share = (now - begin) / np.maximum(stop - begin, 1e-9)
+            reached = (prompt + share * (longest - prompt)) * ((share >= 0) & (share <= 1))
+            context = float(reached.max(1, initial=0.0).mean())
+            new = (begin >= e["t"]) & (begin < end(e))
+            # groups that begin at one token boundary share a forward pass
+            apart = np.diff(np.sort(begin[new])) > 0.5 * e["seconds"] / e["steps"]
+            refills, prefill = int(new.any()) + int(apart.sum()), float(prompt[new].sum())
+            if log.setup.swap == "recompute":
+                sizes = [s["size"] for s in swaps if e["t"] <= s["t"] < end(e)]
+                refills, prefill = refills + len(sizes), prefill + sum(sizes) * rebuilt(groups)
+            slots, episodes = e["steps"] * log.setup.slots, int(new.sum()) * log.setup.group_size
+            amounts = [e["steps"], slots, slots * context, e["slot_steps"], episodes, refills]
+            rows.append((e["seconds"], crowd(log, e), [*amounts, prefill]))
+    return rows
+
+
+def rebuilt(groups: list[dict]) -> float:
+    """Tokens of an episode that a swap computes again: at a moment at which it runs, on average."""
+    prompt, length = np.array([[g["size"], n - g["size"]] for g in groups for n in g["lengths"]]).T
+    return float(length @ (prompt + length / 2) / length.sum())
+
+
+def train_rows(log: Log) -> list[tuple]:
+    """For each step but the first, which warms up: the same for `TRAIN`."""
+    rows, every = [], log.setup.reference_every
+    for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):
+        tokens = row["sequence_tokens"]
+        reference = tokens if every and row["step"] % every == 0 else 0
+        amounts = [1, row["samples"], tokens, reference]
+        rows.append((event["seconds"], crowd(log, event), amounts))
+    return rows
+
+
+def pauses_of(log: Log, groups: list[dict]) -> Iterator[tuple[str, float]]:
+    """(name of a cost, seconds) for everything that is neither generation nor a step."""
+    verdicts = np.array([g["verdict"] for g in groups])
+    done = {g["group"]: g["verdict"] for g in groups}
+    steps = list(zip(log.events["train"], log.events["publish"], log.rows, strict=True))
+    after = float(np.mean([row["t"] - end(p) for _, p, row in steps if "eval" not in row] or 0.0))
+    yield "after", after
+    for g in groups:
+        yield "score", g["seconds"]
+        yield "delivery", g["asked"] - g["end"]
+    for _, published, row in steps:
+        yield "publish", published["seconds"]
+        if "eval" in row:
+            yield "evaluation", max(0.0, row["t"] - end(published) - after)
+    waited, taken = 0.0, 0
+    for (before, _, row), (event, _, _) in zip(steps, steps[1:], strict=False):
+        last = max(done[i] for i in event["groups"])
+        waited += event["t"] - max(last, row["t"])
+        # while the learner waited it had nothing to take in but the last group
+        late = last > row["t"]
+        taken += 1 if late else ((verdicts > before["t"]) & (verdicts < event["t"])).sum()
+    yield "handle", waited / taken
