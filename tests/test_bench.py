@@ -41,6 +41,17 @@ def test_measured_runs_kept_their_promises():
         assert row["max"] <= row["bound"] == row["max_staleness"]
 
 
+def test_faults_and_replays_kept_their_promises():
+    faults, replays = bench.load_result("faults"), bench.load_result("replay")["runs"]
+    assert faults["faults"] >= 300 and faults["failures"] == []
+    assert faults["lost"] == faults["duplicated"] == 0
+    assert all(run["staleness"]["max"] <= run["staleness"]["bound"] for run in faults["runs"])
+    assert faults["checkpoint_kills"]["kills"] >= 50 and faults["checkpoint_kills"]["bitwise_equal"]
+    dead, stopped = (faults["noticed_after_s"][kind] for kind in ("dead", "stopped"))
+    assert dead["median"] <= 1 and dead["max"] <= 10 and stopped["max"] <= 10
+    assert len(replays) == 27 and all(run["same"] for run in replays)
+
+
 def test_the_recipe_kept_its_promises():
     recipe = bench.load_result("recipe")
     strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
