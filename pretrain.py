@@ -64,7 +64,7 @@ class Settings:
     matrix_lr: float = flag(0.02, "Muon", 0.0, 1.0)
     sparse_lr: float = flag(0.5, "share of both in the sparse stage", 0.0, 1.0)
     index_lr: float = flag(5e-3, "AdamW, the indexer", 0.0, 1.0)
-    problems: int = flag(512, "held-out problems of each length", 1, 100000)
+    problems: int = flag(512, "held-out problems of the longest length", 1, 100000)
 
     @property
     def lengths(self) -> list[int]:  # of the prompts
