@@ -55,9 +55,10 @@ def test_faults_and_replays_kept_their_promises():
 def test_the_recipe_kept_its_promises():
     recipe = bench.load_result("recipe")
     strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
-    assert int(strict.split()[1]) >= 8 and strict.split()[3] == "9", strict
+    assert strict == "in 9 of 9 (seed, length)"
     assert shown["never the other way round"] and shown["full within 1 point of dense at 8x"]
-    assert len(recipe["runs"]) == 3 and recipe["wall_s"] <= 900
+    assert len(recipe["runs"]) == 3  # two of them at a time
+    assert all(sum(run["seconds"].values()) <= 900 for run in recipe["runs"])
 
 
 def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
