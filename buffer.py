@@ -283,8 +283,8 @@ def group_flaw(header: dict, arrays: dict, size: int, newest: int, vocabulary: i
     """
     records = header["trajectories"]
     lengths = [record["length"] for record in records]
-    found = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
-    right = {name: (np.dtype(kind).name, (sum(lengths),)) for name, kind in ARRAYS.items()}
+    found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+    right = {name: (np.dtype(kind), (sum(lengths),)) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
     if [record["sample_index"] for record in records] != list(range(size)):
