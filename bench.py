@@ -8,7 +8,7 @@
     python bench.py objectives              # eight objectives under growing staleness
     python bench.py timeline RUN [RUN ...]  # who did what, runs above each other on one axis
     python bench.py replay                  # runs of 50 steps, executed again to the same weights
-    python bench.py faults                  # 300 faults on purpose: what is lost (20 minutes)
+    python bench.py faults                  # 300 faults on purpose: what is lost (30 minutes)
     python bench.py generator               # decode speed beside transformers (pip install it)
     python bench.py decode                  # one token at 4k to 16k context, dense and sparse
     python bench.py dsa                     # sparse attention against dense (GPU when there is one)

@@ -149,7 +149,7 @@ def fail(error: Exception) -> None:
 # ---------------------------------------------------------------------------------------- devices
 
 
-def pick_devices(config: Config, roles: str = "both") -> tuple[list[str], list[str]]:
+def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     """Devices of the learners and of the rollout workers, one entry a process.
 
     CPU: the learners and as many rollout workers as cores are left. One GPU: shared. Several

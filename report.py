@@ -121,10 +121,7 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     for run, steps_of in trained.items():
         first = max(0, (len(steps_of) - steps) // 2)
         windows[run] = steps_of[first : first + steps]
-    first = runs[0]
-    width = max(
-        w[-1]["t"] + w[-1]["seconds"] - w[0]["t"] for w in (windows[first], *windows.values())
-    )
+    width = max(w[-1]["t"] + w[-1]["seconds"] - w[0]["t"] for w in windows.values())
     heights = [0.5 * len(rows[run]) + 0.5 for run in runs]
     figure, axes = plt.subplots(
         len(runs),
@@ -137,7 +134,8 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     )
     for axis, run in zip(axes[:, 0], runs, strict=True):
         left = windows[run][0]["t"]
-        low, high = windows[run][0]["version"], windows[run][-1]["version"]
+        shown = [e["version"] for e in trained[run] if left <= e["t"] < left + width]
+        low, high = shown[0], shown[-1]
         colours = plt.get_cmap("cividis", high - low + 3)
         norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
         for e in spans[run]:
@@ -163,7 +161,7 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         axis.set_xlim(0, 1e3 * width)
         config = json.loads((run / "config.json").read_text())
         axis.set_title(
-            f"{config['task']}, {config['mode']}: who works, and with which policy version"
+            f"{run.name} ({config['task']}, {config['mode']}): who works, with which policy version"
         )
         scale = plt.cm.ScalarMappable(norm, colours)
         figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
@@ -180,9 +178,9 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
         rows = [r for r in common.read_lines(run / "metrics.jsonl") if "reward" in r]
         reward = smooth([r["reward"] for r in rows])
         axes[0].plot([r["t"] for r in rows], reward, label=run.name)
-        axes[1].plot(np.cumsum([r["samples"] for r in rows]), reward, label=run.name)
+        axes[1].plot(np.cumsum([r["samples"] for r in rows]) / 1e3, reward, label=run.name)
     axes[0].set(xlabel="wall-clock time (s)", ylabel="training reward (mean of 10 steps)")
-    axes[1].set(xlabel="samples (episodes)")
+    axes[1].set(xlabel="samples (thousand episodes)")
     for axis in axes:
         axis.grid(alpha=0.3)
     axes[1].legend(fontsize=8)

@@ -6,7 +6,7 @@ by `python bench.py faults`.
 A fault strikes once, at the first such event of group `after` or a later one (of version `after`
 in the learner). Nothing in the product knows about it: the roles' functions are wrapped before a
 pool is started, and the learner's calls are replaced in its process. As a script this file is a
-trainer with a plan: `faults.py FOLDER PLAN.json FLAGS ...`.
+trainer with a plan, that of FOLDER/faults/plan.json: `faults.py FOLDER FLAGS ...`.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class Plan:
     """The faults of one role that have not struck yet, over all processes and resumes."""
 
     def __init__(self, folder: str, role: str):
-        self.marks, self.role = Path(folder) / "faults", role
+        self.marks = Path(folder) / "faults"
         plan = json.loads((self.marks / "plan.json").read_text())
         self.faults = [(i, fault) for i, fault in enumerate(plan) if fault["role"] == role]
 
@@ -314,7 +314,7 @@ def killed_at(offset: float | str, work) -> None:
         die_in_checkpoint(offset)
         try:
             quietly(work)
-        except BaseException:
+        except BaseException:  # the assertion below says that the child was not killed
             traceback.print_exc()
         finally:
             os._exit(0)
@@ -441,11 +441,8 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     trained = [g for e in events if e["kind"] == "train" for g in e["groups"]]
     wanted = range(flags["steps"] * flags["groups_per_step"])
     times = [row["t"] for row in common.read_lines(run / "metrics.jsonl")]
-    struck = {
-        i: json.loads(p.read_text())
-        for p in (folder / "faults").glob("[0-9]*.json")
-        if (i := int(p.stem)) >= 0
-    }
+    marks = (folder / "faults").glob("[0-9]*.json")
+    struck = {int(mark.stem): json.loads(mark.read_text()) for mark in marks}
     plan = json.loads((folder / "faults" / "plan.json").read_text())
     noticed = common.read_lines(folder / "faults" / "noticed.jsonl")
     deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from faults import group_is_gone
 
 import checkpoint
 import common
@@ -177,18 +178,6 @@ def test_a_worker_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_
         train_async.train(config_of(folder, steps=100_000, restarts=0))
     thread.join(1)
     assert load_checkpoint(folder)["version"] >= 3
-
-
-def group_is_gone(group: int, seconds: float) -> bool:
-    """Whether no process of the group is left (Python's resource tracker is the last to go)."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):

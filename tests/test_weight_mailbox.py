@@ -11,27 +11,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from test_transport import PATIENCE, eventually
 
 import weight_mailbox as room
 from weight_mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60.0
 
 
 def publish_for_ever(name: str, count: int):
     mailbox = Mailbox(count, name)
     for version in range(1, 2**24):
         mailbox.publish(version, np.full(count, version, np.float32))
-
-
-def eventually(condition, seconds: float = PATIENCE) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.fixture
@@ -185,7 +176,7 @@ def test_no_torn_read_from_another_process():
     )
     writer.start()
     try:
-        assert eventually(lambda: mailbox.version > 0)
+        assert eventually(lambda: mailbox.version > 0, PATIENCE)
         seen, begin = [0], time.monotonic()
         while time.monotonic() < begin + 0.8 or (len(set(seen)) < 50 and writer.is_alive()):
             before = mailbox.version
