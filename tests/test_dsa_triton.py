@@ -90,7 +90,7 @@ def test_interpreter(request):
 
 FORWARD = [  # cu_seqlens, chunk size, Hq, Hkv, Hs, width, query block, dtype, S
     ([0, 1], 16, 1, 1, 1, 16, 1, torch.float64, 2),
-    ([0, 1, 16, 32, 49], 16, 6, 2, 2, 16, 1, torch.float32, 3),
+    ([0, 1, 16, 32, 49], 16, 3, 1, 1, 16, 1, torch.float32, 3),
     ([0, 37, 100], 16, 4, 2, 2, 32, 8, torch.float32, 3),
     ([0, 37, 100], 16, 4, 2, 1, 32, 16, torch.float32, 3),
     ([0, 0, 5, 5, 38, 39], 16, 4, 1, 1, 32, 16, torch.float64, 2),
@@ -136,8 +136,9 @@ def test_forward_and_gradients_are_those_of_masked_dense_attention(case, monkeyp
 @pytest.mark.skipif(DEVICE != "cpu", reason="float64 is for the interpreter")
 @pytest.mark.parametrize("chunk_size,query_block", [(1, 1), (16, 1), (16, 8)])
 def test_gradcheck(chunk_size, query_block):
-    tables = packed(0, 1, 18, chunk_size=chunk_size)
-    q, k, v = (x.requires_grad_() for x in random_qkv(18, 18, (2, 1), 16, torch.float64))
+    n = chunk_size + 3  # a sequence of one token, and one of more than a chunk
+    tables = packed(0, 1, n, chunk_size=chunk_size)
+    q, k, v = (x.requires_grad_() for x in random_qkv(n, n, (2, 1), 16, torch.float64))
     sel, _ = dsa.select_chunks(q, k, tables, 2, query_block=query_block)
 
     def attend(*inputs):
@@ -161,9 +162,9 @@ def test_selecting_everything_is_dense_attention(chunk_size, length):
     "chunk_size,query_block,learned", [(1, 1, False), (16, 1, True), (16, 8, False), (16, 8, True)]
 )
 def test_future_tokens_and_other_sequences_change_nothing(chunk_size, query_block, learned):
-    cu, now = [0, 3, 33, 40], 26  # the query at row 26 may see rows 3 ... 26
+    cu, now = [0, 3, 24, 26], 19  # the query at row 19 may see rows 3 ... 19
     tables = packed(*cu, chunk_size=chunk_size)
-    tensors = random_qkv(40, 40) + random_index(40, width=16, dtype=torch.float32)
+    tensors = random_qkv(26, 26) + random_index(26, width=16, dtype=torch.float32)
     tensors, same = [x.to(DEVICE) for x in tensors], slice(3, now + 1)
 
     def result(tensors, gradients):
@@ -193,11 +194,11 @@ def test_future_tokens_and_other_sequences_change_nothing(chunk_size, query_bloc
 @kernels
 @pytest.mark.parametrize("chunk_size,query_block", [(1, 1), (16, 1), (16, 8)])
 def test_packed_is_bitwise_separate(chunk_size, query_block):
-    cu = [0, 19, 19, 36, 37]
-    tensors = random_qkv(37, 37)
+    cu = [0, 11, 11, 28, 29]
+    tensors = random_qkv(29, 29)
     tables = packed(*cu, chunk_size=chunk_size)
     whole = dsa_triton.dsa_attention(*tensors, tables, 3, query_block=query_block)
-    for a, b in ((0, 19), (19, 36), (36, 37)):
+    for a, b in ((0, 11), (11, 28), (28, 29)):
         tables = packed(0, b - a, chunk_size=chunk_size)
         alone = (x[a:b].contiguous() for x in tensors)
         alone = dsa_triton.dsa_attention(*alone, tables, 3, query_block=query_block)
@@ -211,7 +212,7 @@ def test_packed_is_bitwise_separate(chunk_size, query_block):
 )
 def test_decode_is_the_last_row_of_prefill(chunk_size, learned, programs, monkeypatch):
     monkeypatch.setattr(dsa_triton, "PROGRAMS", programs)
-    lengths, capacity = [1, 0, 33, 16], 40  # the second slot is empty
+    lengths, capacity = [1, 0, 17, 16], 40  # the second slot is empty
     cache = [torch.full((4, capacity, *shape), NAN, device=DEVICE) for shape in ((2, 16),) * 2]
     cache.append(torch.full((4, capacity, 16), NAN, device=DEVICE))
     queries, want = [torch.zeros(4, 4, 16), torch.zeros(4, 3, 16), torch.zeros(4, 3)], []
@@ -260,8 +261,8 @@ def test_gradients_through_a_cache_and_a_part_of_the_queries(monkeypatch):
 
 @kernels
 def test_lists_may_have_any_strides():
-    tables, (q, k, v) = packed(0, 20, chunk_size=4), random_qkv(20, 20)
-    sel = random_selection(dsa.packed_tables(torch.tensor([0, 20]), 4), 2, 3).to(DEVICE)
+    tables, (q, k, v) = packed(0, 9, chunk_size=2), random_qkv(9, 9)
+    sel = random_selection(dsa.packed_tables(torch.tensor([0, 9]), 2), 2, 3).to(DEVICE)
     want = dsa_triton.sparse_attention(q, k, v, sel, tables)
     for turned in (sel.permute(2, 1, 0), sel.permute(1, 2, 0), sel.permute(0, 2, 1)):
         back = [turned.shape.index(n) for n in sel.shape]
@@ -309,8 +310,8 @@ TIES = [  # cu_seqlens, chunk size, top_k, longest list the kernel keeps
     ([0, 1], 16, 1, 64),
     ([0, 15, 31, 48], 4, 3, 64),
     ([0, 37, 100], 16, 2, 64),
-    ([0, 37, 37, 100], 16, 9, 64),
-    ([0, 7, 40], 1, 50, 64),
+    ([0, 21, 21, 70], 16, 9, 64),
+    ([0, 7, 31], 1, 40, 64),
     ([0, 7, 40], 1, 5, 64),
     ([0, 7, 40], 1, 5, 3),  # by dsa.py
 ]
