@@ -20,6 +20,7 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -58,6 +59,11 @@ class Trajectory:
         return self.finish not in ("stop", "length")
 
     @property
+    def generated(self) -> int:
+        """How many tokens the policy generated."""
+        return sum(stop - start for start, stop in self.turns)
+
+    @cached_property
     def oldest(self) -> int:
         """The smallest version among its generated tokens: staleness counts from here."""
         generated = self.versions[self.loss_mask]
@@ -205,16 +211,14 @@ class Buffer:
 def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
 
-    Sorted by length, so that neighbours in a micro-batch waste little padding in attention. A
-    sequence longer than the budget gets a micro-batch of its own.
+    What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
+    neighbours waste little of it. A sequence longer than the budget gets a micro-batch of its own.
     """
-    batches, room = [], 0
+    batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # stable: deterministic
-        if not batches or lengths[i] > room:
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
             batches.append([])
-            room = token_budget
         batches[-1].append(i)
-        room -= lengths[i]
     return batches
 
 

@@ -97,6 +97,27 @@ def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
     return Packed(*tensors, (len(sequences), longest))
 
 
+def shared_prefixes(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Which packed tokens are the same computation: (row [N] of each token, first [U] of each row).
+
+    Answers to one prompt begin alike, and what lies behind equal prefixes has equal hidden states:
+    of N tokens only U differ. In sorted order, a sequence shares with the one before it the longest
+    prefix that it shares with any (the prefix tree, read from left to right).
+    """
+    B, T = packed.shape
+    grid = torch.full((B * T,), -1)
+    grid[packed.pad.cpu()] = packed.tokens.cpu()
+    grid, start = grid.view(B, T).numpy(), packed.cu_seqlens[:-1].cpu().numpy()
+    order = sorted(range(B), key=lambda b: grid[b].tobytes())  # any order that keeps prefixes
+    new = grid[order] >= 0
+    new[1:] &= np.logical_or.accumulate(grid[order[1:]] != grid[order[:-1]], axis=1)
+    row = np.empty((B, T), np.int64)
+    row[order] = np.maximum.accumulate(np.where(new, new.cumsum().reshape(B, T) - 1, -1), axis=0)
+    first = (start[order][:, None] + np.arange(T))[new]
+    row, first = (torch.from_numpy(x.reshape(-1)).to(packed.pad.device) for x in (row, first))
+    return row[packed.pad], first
+
+
 def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     """Causal attention inside each packed sequence: q [N, Hq, D], k and v [N, Hkv, D] -> q's shape.
 
@@ -252,10 +273,23 @@ class GPT(nn.Module):
             x = layer(x, positions, rope, attend)
         return self.norm(x)
 
-    def forward(self, packed: Packed) -> Tensor:
-        """Hidden states [N, d] of packed sequences, each attending to itself only."""
+    def forward(self, packed: Packed, share: bool = False) -> Tensor:
+        """Hidden states [N, d] of packed sequences, each attending to itself only.
+
+        With `share`, tokens behind equal prefixes are computed once, all but their attention.
+        """
         attend = attend_packed(self.config, packed)
-        return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
+        if not share:
+            return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
+        row, first = shared_prefixes(packed)
+
+        def attend_all(q, k, v, index):  # [U, H, D] each -> [U, Hq, D]
+            index = index and [x.index_select(0, row) for x in index]
+            q, k, v = (x.index_select(0, row) for x in (q, k, v))
+            return attend(q, k, v, index).index_select(0, first)
+
+        attends = [attend_all] * self.config.layers
+        return self.body(packed.tokens[first], packed.positions[first], attends)[row]
 
     def logits(self, hidden: Tensor, alphabet: Tensor | None = None) -> Tensor:
         """Scores [N, V'] of the tokens in `alphabet` [V'] (all V when None)."""
@@ -271,7 +305,7 @@ def generated_logprobs(
     Row r is predicted by row r - 1, so no row may be the first of its sequence. Temperature and
     `alphabet` [V'] are those of the generator; other rows never reach the output matrix.
     """
-    hidden = model(packed)[rows - 1]  # [M, d]
+    hidden = model(packed, share=True)[rows - 1]  # [M, d]
     column = torch.full((model.config.vocab_size,), -1, device=alphabet.device)
     column[alphabet] = torch.arange(len(alphabet), device=alphabet.device)
     targets = column[packed.tokens[rows]]  # [M]

@@ -33,7 +33,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,9 +185,12 @@ def _draw(kind: str, seed: int, propose: Callable, index: int, split: str) -> di
 def _in_turn(kind: str, seed: int, size: int, index: int, split: str) -> int:
     """Which of `size` problems: each once per epoch, shuffled in training, in order otherwise."""
     epoch, place = divmod(index, size)
-    if split != "eval":
-        place = int(_random(kind, seed, epoch, split).permutation(size)[place])
-    return place
+    return place if split == "eval" else _epoch(kind, seed, epoch, size, split)[place]
+
+
+@lru_cache(64)
+def _epoch(kind: str, seed: int, epoch: int, size: int, split: str) -> list[int]:
+    return _random(kind, seed, epoch, split).permutation(size).tolist()
 
 
 # ---- guess: the only task with several turns; the policy should find binary search
@@ -424,12 +427,14 @@ def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> 
 
     Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.
     """
-    answers = []
-    for start, stop in turns:
-        span = np.asarray(tokens[start:stop]).tolist()
-        span = span[:-1] if span and span[-1] in task.stop else span
-        answers.append(decode_bytes(span).decode("utf-8", errors="replace"))
-    return answers
+    everything = np.asarray(tokens).tolist()
+    spans = (everything[start:stop] for start, stop in turns)
+    return [_answer(tuple(s[:-1] if s and s[-1] in task.stop else s)) for s in spans]
+
+
+@lru_cache(4096)  # the turns before the newest one are read again and again
+def _answer(tokens: tuple[int, ...]) -> str:
+    return decode_bytes(tokens).decode("utf-8", errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------

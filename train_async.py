@@ -143,7 +143,7 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
             return  # a copy from before its group was issued again
         flights.landed(group.group_id)
         totals["begin"] = totals["begin"] or time.monotonic()
-        totals["tokens"] += sum(int(t.loss_mask.sum()) for t in group.trajectories)
+        totals["tokens"] += sum(t.generated for t in group.trajectories)
         details = {"group": group.group_id, "seconds": header["seconds"], **replayable(group)}
         details["lengths"] = [len(t.tokens) for t in group.trajectories]
         watch.event(worker.name, "score", header["began"], **details)

@@ -7,6 +7,7 @@ Left out: who gets which work, and what happens when one of them dies (train_asy
 """
 
 import atexit
+import gc
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
     born, span = time.monotonic(), None
     mailbox = Mailbox(model.flat.numel(), mailbox_name)
     atexit.register(mailbox.close)
+    gc.freeze()  # as in train_sync.py
     line.beat()
 
     while True:
@@ -70,6 +72,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other; each episode has its own time limit."""
     task = make_task(config)
+    gc.freeze()
     line.beat()
     while True:
         message = line.receive(0.5)
@@ -88,6 +91,7 @@ def learner_worker(line: Line, config: Config, rank: int, device: str, run: str,
     if config.resume:
         restore(learner, load_checkpoint(Path(config.resume)), config)
     join_learners(config, rank, run)
+    gc.freeze()
     batch: list[Group] = []
     while True:
         message = line.receive(0.5)

@@ -6,6 +6,7 @@ of a fused matrix shows up as a wrong number. Bitwise claims hold on CPU with on
 
 import copy
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, PRESETS, ModelConfig, named_weights, pack_tokens
+from model import GPT, PRESETS, ModelConfig, named_weights, pack_tokens, shared_prefixes
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns
@@ -182,6 +183,45 @@ def test_pack_tokens_lays_sequences_end_to_end():
     for bad in ([], [[1], []]):
         with pytest.raises((AssertionError, RuntimeError)):
             pack_tokens(bad)
+
+
+def branching(seed=0) -> list[list[int]]:
+    """Groups of answers to a few prompts; some are equal, some are the beginning of others."""
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(3) for _ in range(chance.randint(1, 9))] for _ in range(4)]
+    answers = [p + [chance.randrange(2) for _ in range(chance.randint(0, 12))] for p in prompts * 5]
+    answers += [answers[0], answers[1][:1], [7]]
+    chance.shuffle(answers)
+    return answers
+
+
+def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
+    for seed in range(20):
+        sequences, node = branching(seed), {}
+        tree = [
+            node.setdefault(tuple(s[: t + 1]), len(node)) for s in sequences for t in range(len(s))
+        ]
+        packed = pack_tokens(sequences)
+        row, first = shared_prefixes(packed)
+        assert len(set(zip(tree, row.tolist(), strict=True))) == len(node) == len(first) < len(tree)
+        assert row[first].tolist() == list(range(len(node)))
+    alone = pack_tokens([[1, 2], [2, 1], [3]])
+    assert [x.tolist() for x in shared_prefixes(alone)] == [[0, 1, 2, 3, 4]] * 2
+
+
+@kinds
+def test_what_is_shared_is_computed_once_and_changes_nothing(kind):
+    model, packed = make(kind, dtype=torch.float64), pack_tokens(branching())
+    found, seen = {}, []
+    model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    weights = torch.randn(len(packed.tokens), SHAPE["width"], dtype=torch.float64)
+    for share in (False, True):
+        model.flat_grad.zero_()
+        hidden = model(packed, share)
+        (hidden * weights).sum().backward()
+        found[share] = hidden.detach(), model.flat_grad.clone()
+    torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
+    assert seen == [len(packed.tokens), len(shared_prefixes(packed)[1])] and seen[1] < 0.8 * seen[0]
 
 
 def test_logits_use_the_tied_embeddings():
