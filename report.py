@@ -188,27 +188,31 @@ def draw_comparison(runs: list[Path], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_async(runs: list[dict], targets: dict, path: Path) -> None:
-    """Held-out score against wall-clock time, a band over the seeds, for each task."""
+def draw_async(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
+    """Held-out score of each task against wall-clock time, and against samples: the median, and a
+    band over the seeds."""
     plt = canvas()
     tasks = list(dict.fromkeys(r["task"] for r in runs))
-    modes = list(dict.fromkeys(r["mode"] for r in runs if len(runs) < 20 or r["seed"] > 2))
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(5 * len(tasks), 3.8), squeeze=False, layout="constrained"
-    )
-    colours = dict(zip(modes, (GREY, PURPLE, ORANGE, BLUE, GREEN), strict=False))
-    for axis, task in zip(axes[0], tasks, strict=True):
-        for mode in modes:
-            own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
-            grid = np.linspace(0, max(r["held"][-1][0] for r in own), 100)
-            curves = np.array([np.interp(grid, *zip(*r["held"], strict=True)) for r in own])
-            axis.plot(grid, np.median(curves, 0), color=colours[mode], label=mode)
-            axis.fill_between(grid, curves.min(0), curves.max(0), color=colours[mode], alpha=0.15)
-        metric, goal = targets[task]
-        axis.axhline(goal, color="black", lw=0.8, ls=":")
-        axis.set(xlabel="wall-clock time (s)", ylabel=f"held-out: {metric}", title=task)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="lower right")
+    modes = [mode for mode in modes if mode in {r["mode"] for r in runs}]
+    size = (4.5 * len(tasks), 6.4)
+    figure, axes = plt.subplots(2, len(tasks), figsize=size, squeeze=False, layout="constrained")
+    colours = dict(zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False))
+    for row, (column, name) in enumerate(((0, "wall-clock time (s)"), (1, "episodes trained"))):
+        for axis, task in zip(axes[row], tasks, strict=True):
+            for mode in modes:
+                own = [
+                    np.array(r["held"]).T for r in runs if (r["task"], r["mode"]) == (task, mode)
+                ]
+                grid = np.linspace(0, min(held[column, -1] for held in own), 100)
+                curves = np.array([np.interp(grid, held[column], held[2]) for held in own])
+                axis.plot(grid, np.median(curves, 0), color=colours[mode], label=mode)
+                low, high = curves.min(0), curves.max(0)
+                axis.fill_between(grid, low, high, color=colours[mode], alpha=0.15, lw=0)
+            metric, goal = targets[task]
+            axis.axhline(goal, color="black", lw=0.8, ls=":")
+            axis.set(xlabel=name, ylabel=f"held-out: {metric}", title=task if row == 0 else None)
+            axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -107,3 +107,45 @@ def test_unknown_bench(capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["speed"])
     assert stop.value.code == 2 and "generator" in capsys.readouterr().err
+
+
+def test_the_speed_of_a_run_leaves_evaluations_out(tmp_path):
+    events, rows = [], [{"t": 0.0, "step": 0, "eval": {"solved": 0.1}}]
+    for step, at in enumerate((3.0, 4.0, 5.0, 7.0), start=1):
+        for process in ("rollout-0", "rollout-1"):
+            span = {"process": process, "kind": "generate", "t": at - 1.0, "seconds": 0.7}
+            events.append(span)
+        events.append({"process": "learner", "kind": "train", "t": at, "seconds": 0.5})
+        events.append({"process": "learner", "kind": "publish", "t": at + 0.5, "seconds": 0.1})
+        rows.append({**AGES, "t": at + 0.6, "step": step, "reward": 0.5})
+    rows[3] |= {"t": 6.6, "eval": {"solved": 0.95}}  # its evaluation takes a second
+    rows[4] |= {"eval": {"solved": 0.97}}
+    folder = run_folder(tmp_path / "run", events, rows)
+    speed = bench.speed_of(folder, {"staleness": {"mean": 1.5}, "command_s": 9.0}, "guess")
+    assert speed["target_s"] == pytest.approx(6.6 - 2.0)  # since the first episode began
+    assert (speed["target_samples"], speed["final"], speed["staleness"]) == (12, 0.97, 1.5)
+    working = (7.6 - 3.6) - (1.1 + 0.1)
+    assert speed["samples_per_s"] == pytest.approx(3 * 4 / working)
+    assert speed["busy_learner"] == pytest.approx(3 * 0.6 / working)
+    assert speed["busy_rollout"] == pytest.approx(2 * 2 * 0.7 / (2 * 4.0))
+
+
+def test_the_table_compares_with_the_best_synchronous_mode():
+    def run(mode: str, seed: int, seconds: float, rate: float) -> dict:
+        row = {"task": "guess", "mode": mode, "seed": seed, "target_s": seconds}
+        row |= {"target_samples": 1000, "final": 0.99, "samples_per_s": rate, "staleness": 1.0}
+        return row | {"busy_rollout": 0.9, "busy_learner": 0.8}
+
+    modes = {
+        "sync, one core": 30,
+        "sync, two threads": 20,
+        **dict.fromkeys(bench.SPLIT.values(), 10),
+    }
+    runs = [run(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
+    runs[-1]["target_s"] = None  # never got there
+    lines = bench.async_table(runs)
+    assert "| sync, two threads (best sync) | 21.0 (20.0 to 22.0) | 1.00 |" in "\n".join(lines)
+    assert "| async, η = 4 | 11.0 (10.0 to inf) | 1.91 |" in "\n".join(lines)
+    assert lines[-1].endswith(
+        "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."
+    )
