@@ -270,21 +270,22 @@ def bench_objectives(steps: int = 150) -> None:
 
 CALIBRATION = {  # what the simulator learns its costs from ...
     "sum-8": {"task": "sum", "groups_per_step": 8},
-    "sum-24": {"task": "sum", "groups_per_step": 24, "max_staleness": 4, "slots": 32},
-    "sum-0": {"task": "sum", "groups_per_step": 16, "max_staleness": 0},
-    "sum-sync": {"task": "sum", "groups_per_step": 8} | SYNC,
-    "guess-32": {"task": "guess", "steps": 100},
-    "guess-sync": {"task": "guess", "steps": 100} | SYNC,
+    "sum-24": {"task": "sum", "groups_per_step": 24, "max_staleness": 4, "slots": 64},
+    "sum-sync": {"task": "sum", "groups_per_step": 16} | SYNC,
+    "guess-12": {"task": "guess", "groups_per_step": 12, "slots": 64},
+    "guess-32": {"task": "guess", "max_staleness": 4},
+    "guess-sync": {"task": "guess", "groups_per_step": 24} | SYNC,
 }
 HELD_OUT = {  # ... and what it has to predict
     "sum-1": {"task": "sum", "groups_per_step": 16, "max_staleness": 1, "slots": 64},
     "sum-drain": {"task": "sum", "groups_per_step": 8, "max_staleness": 3, "swap": "drain"},
     "sum-recompute": {"task": "sum", "groups_per_step": 16, "swap": "recompute"},
-    "sum-two": {"task": "sum", "groups_per_step": 16, "rollout_workers": 2},
-    "sum-sync-16": {"task": "sum", "groups_per_step": 16} | SYNC,
-    "guess-1": {"task": "guess", "steps": 100, "max_staleness": 1, "slots": 64},
-    "guess-16": {"task": "guess", "steps": 100, "groups_per_step": 16, "max_staleness": 4},
-    "guess-0": {"task": "guess", "steps": 100, "groups_per_step": 24, "max_staleness": 0},
+    "sum-0": {"task": "sum", "groups_per_step": 16, "max_staleness": 0},
+    "sum-sync-24": {"task": "sum", "groups_per_step": 24} | SYNC,
+    "guess-1": {"task": "guess", "groups_per_step": 32, "max_staleness": 1, "slots": 64},
+    "guess-24": {"task": "guess", "groups_per_step": 24, "max_staleness": 4},
+    "guess-0": {"task": "guess", "groups_per_step": 24, "max_staleness": 0},
+    "guess-sync-16": {"task": "guess", "groups_per_step": 16} | SYNC,
 }
 
 

@@ -7,9 +7,9 @@
     the rest  means: verification, delivery, publication, evaluation, what lies between two steps
 
 The episodes of the log, group by group, are what a simulation draws its lengths from. Calibrate on
-runs with different numbers of slots and of groups a step, one of them with `--max-staleness 0`
-(there one process works at a time, so that it shows how much two slow each other down): what does
-not vary cannot be told apart. Left out: first spans and first steps, which warm up.
+runs of one task with different numbers of slots and of groups a step, with one of train_sync.py:
+what does not vary cannot be told apart. Left out: first spans and first steps, which warm up, and
+processes that share a core: each is taken to have its own.
 """
 
 import json
@@ -26,8 +26,8 @@ from common import UserError
 from pipeline import Costs, Log, Pipeline, Setup, end
 
 DECODE = ("step", "step_slot", "step_context", "step_running", "episode", "refill", "prefill")
-TRAIN = ("train", "train_episode", "train_token", "reference_token")
-KEEP = 500  # groups of a task: enough to draw from
+TRAIN = ("train", "train_episode", "train_token", "reference_token", "listen")
+KEEP = 500  # groups: enough to draw from
 
 
 def read_run(folder: str) -> Log:
@@ -43,7 +43,7 @@ def read_run(folder: str) -> Log:
     setup = Setup(**{name: value for name, value in config.items() if name in names})
     setup.eta, setup.synchronous = config["max_staleness"], config["mode"] == "sync"
     setup.eta = 0 if setup.synchronous else setup.eta
-    setup.steps, setup.cores = len(events["train"]), config["machine"]["cores"]
+    setup.steps = len(events["train"])
     setup.rollout_workers = len({e["process"] for e in events["generate"]})
     if setup.steps < 2 * setup.eta + 4 or len(rows) != setup.steps:
         raise UserError(f"{folder}: must be a whole run of {2 * setup.eta + 4} steps or more")
@@ -69,42 +69,33 @@ def fit(columns: list, seconds: list[float]) -> np.ndarray:
 
 
 def calibrate(logs: list[Log]) -> Costs:
-    """Costs that explain these logs; raises UserError when none of them says which groups it had.
+    """Costs that explain these logs of one task; raises UserError when none of them says which
+    groups it had.
 
-    Logs of synchronous runs do not: they tell only how much quicker generation is where the learner
-    lives, without messages and without another process beside it.
+    Logs of synchronous runs do not: they tell how quick a step is in which nothing arrives, and how
+    much quicker generation is where the learner lives, without messages.
     """
     costs, pauses = Costs([log.name for log in logs]), defaultdict(list)
-    decoded, trained, cores = [], [], 0
+    decoded, trained = [], []
     alone = [log for log in logs if log.setup.synchronous]
-    for log in (log for log in logs if not log.setup.synchronous):
-        groups, cores = groups_of(log), max(cores, log.setup.cores)
-        decoded += decode_rows(log, groups)
+    for log in logs:
         trained += train_rows(log)
-        for name, seconds in pauses_of(log, groups):
-            pauses[name].append(seconds)
-        records = [[g["version"], g["size"], *g["lengths"]] for g in groups]
-        costs.groups.setdefault(log.setup.task, []).extend(records)
-        costs.evaluation[log.setup.task] = float(np.mean(pauses.pop("evaluation", 0.0)))
-    missing = {log.setup.task for log in alone} - set(costs.groups)
-    if missing or not costs.groups:
-        task = ", ".join(missing)
-        raise UserError(f"calibrate: must have a run of train_async.py, too (task {task})")
-    found = {name: np.mean(seconds) for name, seconds in pauses.items()}
-    # the most cores' worth of work that explains the seconds almost as well as any other number
-    tries = {
-        c: [explain(rows, c) for rows in (decoded, trained)]
-        for c in np.arange(8, cores * 8 + 1) / 8
-    }
-    errors = {c: sum(error for _, error in both) for c, both in tries.items()}
-    found["cores"] = max(c for c, error in errors.items() if error <= 1.01 * min(errors.values()))
-    for names, (values, _) in zip((DECODE, TRAIN), tries[found["cores"]], strict=True):
-        found |= zip(names, values, strict=True)
-    for name, value in found.items():
-        setattr(costs, name, float(value))
+        if log not in alone:
+            groups = groups_of(log)
+            decoded += decode_rows(log, groups)
+            costs.groups += [[g["version"], g["size"], *g["lengths"]] for g in groups]
+            for name, seconds in pauses_of(log, groups):
+                pauses[name].append(seconds)
+    if not decoded:
+        raise UserError("calibrate: must have a run of train_async.py, too")
+    for name, seconds in pauses.items():
+        setattr(costs, name, float(np.mean(seconds)))
+    for names, rows in ((DECODE, decoded), (TRAIN, trained)):
+        seconds, amounts = zip(*rows, strict=True)
+        for name, value in zip(names, fit(amounts, seconds), strict=True):
+            setattr(costs, name, float(value))
     costs.all_reduce = 2 * costs.publish  # assumed: what goes out must have come in
-    for task, records in costs.groups.items():
-        costs.groups[task] = sorted(records, key=lambda r: r[0])[:: ceil(len(records) / KEEP)]
+    costs.groups = sorted(costs.groups, key=lambda r: r[0])[:: ceil(len(costs.groups) / KEEP)]
     told = [pace(Pipeline(log.setup, costs).run()) for log in alone]
     costs.alone = float(np.mean([pace(log) / t for log, t in zip(alone, told, strict=True)] or 1.0))
     return costs
@@ -114,23 +105,6 @@ def pace(log: Log) -> float:
     """Seconds of generation for each token."""
     spans = log.events["generate"][1:]
     return sum(e["seconds"] for e in spans) / sum(e["slot_steps"] for e in spans)
-
-
-def explain(rows: list[tuple], cores: float) -> tuple[np.ndarray, float]:
-    """Costs of spans (seconds, processes at work, amounts), and the share that they leave open, if
-    more than `cores` processes at a time slow each other down."""
-    seconds, crowds, amounts = (np.array(part, float) for part in zip(*rows, strict=True))
-    columns = amounts * np.maximum(1.0, crowds / cores).mean(1, keepdims=True)
-    costs = fit(columns, seconds)
-    return costs, float(((seconds - columns @ costs) ** 2).sum() / (seconds**2).sum())
-
-
-def crowd(log: Log, span: dict) -> np.ndarray:
-    """How many processes work, at 16 moments of a span."""
-    spans = log.events["generate"] + log.events["train"]
-    now = span["t"] + span["seconds"] * (np.arange(16) + 0.5) / 16
-    begun, ended = (np.sort([f(e) for e in spans]) for f in (lambda e: e["t"], end))
-    return np.searchsorted(begun, now) - np.searchsorted(ended, now)
 
 
 def groups_of(log: Log) -> list[dict]:
@@ -145,7 +119,7 @@ def groups_of(log: Log) -> list[dict]:
 
 
 def decode_rows(log: Log, groups: list[dict]) -> list[tuple]:
-    """For each span of generation: seconds, its crowd, how much it has of each cost in `DECODE`.
+    """For each span of generation: seconds, and how much it has of each cost in `DECODE`.
 
     The log does not say how long the longest running episode is at each step: here each group's
     longest grows evenly from the group's start to its end.
@@ -171,7 +145,7 @@ def decode_rows(log: Log, groups: list[dict]) -> list[tuple]:
                 refills, prefill = refills + len(sizes), prefill + sum(sizes) * rebuilt(groups)
             slots, episodes = e["steps"] * log.setup.slots, int(new.sum()) * log.setup.group_size
             amounts = [e["steps"], slots, slots * context, e["slot_steps"], episodes, refills]
-            rows.append((e["seconds"], crowd(log, e), [*amounts, prefill]))
+            rows.append((e["seconds"], [*amounts, prefill]))
     return rows
 
 
@@ -184,11 +158,12 @@ def rebuilt(groups: list[dict]) -> float:
 def train_rows(log: Log) -> list[tuple]:
     """For each step but the first, which warms up: the same for `TRAIN`."""
     rows, every = [], log.setup.reference_every
+    verdicts = np.array([end(e) for e in log.events["score"]])
     for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):
         tokens = row["sequence_tokens"]
         reference = tokens if every and row["step"] % every == 0 else 0
-        amounts = [1, row["samples"], tokens, reference]
-        rows.append((event["seconds"], crowd(log, event), amounts))
+        arrived = ((verdicts > event["t"]) & (verdicts < end(event))).sum()
+        rows.append((event["seconds"], [1, row["samples"], tokens, reference, arrived]))
     return rows
 
 

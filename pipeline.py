@@ -27,7 +27,7 @@ from buffer import Buffer, Group, staleness
 
 @dataclass
 class Costs:
-    """Seconds of everything that takes time, on one device, and the episodes of each task."""
+    """Seconds of everything that takes time, on one device, and the episodes of a task."""
 
     runs: list[str] = field(default_factory=list)  # what it was calibrated on
     step: float = 0.0  # a decode step, with or without anything in it
@@ -40,6 +40,7 @@ class Costs:
     delivery: float = 0.0  # a finished group until its verification begins
     score: float = 0.0  # the verification of a group
     handle: float = 0.0  # the learner takes in a group
+    listen: float = 0.0  # ... and what a step is longer for each that arrives in its course
     train: float = 0.0  # an optimizer step, whatever is in it
     train_episode: float = 0.0  # ... and each episode
     train_token: float = 0.0  # ... and each token of them, prompts included
@@ -48,10 +49,9 @@ class Costs:
     publish: float = 0.0
     after: float = 0.0  # metrics and books after a step
     alone: float = 1.0  # generation in the learner's process takes this times as long
-    cores: float = 0.0  # processes that can work at full speed at a time (0: as many as cores)
-    evaluation: dict[str, float] = field(default_factory=dict)  # task -> seconds of an evaluation
-    # task -> groups in order: version at their start, tokens of the prompt, tokens of each episode
-    groups: dict[str, list[list[int]]] = field(default_factory=dict)
+    evaluation: float = 0.0
+    # groups in order: version at their start, tokens of the prompt, tokens of each episode
+    groups: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -71,7 +71,6 @@ class Setup:
     learners: int = 1
     eval_every: int = 0  # 0: never
     reference_every: int = 0
-    cores: int = 0  # that all processes share (0: each has its own)
     synchronous: bool = False  # the same devices generate and train, in turn
 
 
@@ -111,9 +110,9 @@ class Pipeline:
         self.verifiers = [0.0] * setup.reward_workers  # when each is free
         self.agenda, self.order, self.version, self.working = [], count(), 0, False
         self.inbox: list[Group] = []  # verified, and not yet seen by the learner
+        self.arrived = 0  # groups, in the course of a step
         self.where: dict[int, Worker] = {}
-        self.records = costs.groups[setup.task]
-        self.starts = np.array([record[0] for record in self.records])
+        self.starts = np.array([record[0] for record in costs.groups])
         self.log = Log("simulated", setup, defaultdict(list), [])
 
     def run(self) -> Log:
@@ -131,14 +130,6 @@ class Pipeline:
     def note(self, process: str, kind: str, t: float, **details) -> dict:
         self.log.events[kind].append({"t": t, "process": process, "kind": kind, **details})
         return self.log.events[kind][-1]
-
-    def slowed(self) -> float:
-        """How much longer everything takes while more processes work than there are cores."""
-        if not self.setup.cores:
-            return 1.0
-        cores = min(self.costs.cores or self.setup.cores, self.setup.cores)
-        busy = sum(worker.steps > 0 for worker in self.workers) + self.working
-        return max(1.0, busy / cores)
 
     # ------------------------------------------------------------------------------- generation
 
@@ -160,10 +151,11 @@ class Pipeline:
 
     def draw(self) -> tuple[int, list[int]]:
         """A group of the logs that began at about this version: its prompt, its lengths."""
-        total, width = len(self.records), max(8, len(self.records) // 20)
+        records, total = self.costs.groups, len(self.costs.groups)
+        width = max(8, total // 20)
         near = np.searchsorted(self.starts, [self.version, self.version + 1]).mean()
         low = max(0, min(int(near) - width, total - 2 * width))
-        _, prompt, *lengths = self.records[self.random.integers(low, min(low + 2 * width, total))]
+        _, prompt, *lengths = records[self.random.integers(low, min(low + 2 * width, total))]
         if len(lengths) != self.setup.group_size:
             lengths = self.random.choice(lengths, self.setup.group_size).tolist()
         return prompt, lengths
@@ -197,8 +189,8 @@ class Pipeline:
         context = worker.at[running].max() + (worker.steps - 1) / 2
         slot = costs.step_slot + costs.step_context * context
         pace = costs.step + setup.slots * slot + costs.step_running * running.sum()
-        slowed = costs.alone if setup.synchronous else self.slowed()
-        worker.pace, worker.begin = pace * slowed, now + extra * slowed
+        alone = costs.alone if setup.synchronous else 1.0
+        worker.pace, worker.begin = pace * alone, now + extra * alone
         stop = worker.begin + worker.steps * worker.pace
         self.plan(stop, self.boundary, worker, worker.stamp)
 
@@ -262,6 +254,7 @@ class Pipeline:
 
     def arrive(self, group: Group, now: float) -> None:
         self.inbox.append(group)
+        self.arrived += 1
         self.look(now)
 
     def look(self, now: float) -> None:
@@ -272,7 +265,7 @@ class Pipeline:
         if len(self.inbox) >= enough:
             self.working, groups, self.inbox = True, self.inbox, []
             each = self.costs.score if self.setup.synchronous else self.costs.handle
-            self.plan(now + len(groups) * each * self.slowed(), self.take, groups)
+            self.plan(now + len(groups) * each, self.take, groups)
         else:
             self.train(now)
 
@@ -293,29 +286,37 @@ class Pipeline:
             self.admit(now)
         if batch is None:
             return
-        setup, costs, self.working = self.setup, self.costs, True
+        setup, costs, self.working, self.arrived = self.setup, self.costs, True, 0
         samples = [t for group in batch for t in group.trajectories]
         tokens, step = sum(t.tokens for t in samples), self.version + 1
         reference = bool(setup.reference_every) and step % setup.reference_every == 0
         work = costs.train_token + costs.reference_token * reference
         work = (len(samples) * costs.train_episode + tokens * work) / setup.learners
         seconds = costs.train + work + costs.all_reduce * (setup.learners > 1)
-        seconds *= self.slowed()
         row = {"step": step, "samples": len(samples), "sequence_tokens": tokens}
         row["staleness_mean"] = float(np.mean([staleness(t, self.version) for t in samples]))
         ids = [group.group_id for group in batch]
-        self.note("learner", "train", now, version=self.version, groups=ids, seconds=seconds)
-        self.note("learner", "publish", now + seconds, version=step, seconds=costs.publish)
-        self.plan(now + seconds + costs.publish, self.publish, row)
+        event = {"version": self.version, "groups": ids, "seconds": seconds}
+        event = self.note("learner", "train", now, **event)
+        self.plan(now + seconds, self.publish, row, event)
 
-    def publish(self, row: dict, now: float) -> None:
-        """Every worker may have the new weights; the learner goes on when its books are written."""
+    def publish(self, row: dict, event: dict, now: float) -> None:
+        """The step is over, or still takes what came in its course; then everybody may have the new
+        weights, and the learner goes on when its books are written."""
+        if self.arrived:
+            late, self.arrived = now + self.arrived * self.costs.listen, 0
+            return self.plan(late, self.publish, row, event)
+        event["seconds"] = now - event["t"]
+        self.note("learner", "publish", now, version=row["step"], seconds=self.costs.publish)
+        self.plan(now + self.costs.publish, self.spread, row)
+
+    def spread(self, row: dict, now: float) -> None:
         setup, self.version = self.setup, row["step"]
         for worker in self.workers:
             self.wake(worker, now)
         free = now + self.costs.after
         if setup.eval_every and (row["step"] % setup.eval_every == 0 or row["step"] == setup.steps):
-            row["eval"], free = {}, free + self.costs.evaluation.get(setup.task, 0.0)
+            row["eval"], free = {}, free + self.costs.evaluation
         self.log.rows.append(row | {"t": free})
         if not setup.synchronous:
             self.admit(now)

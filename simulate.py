@@ -31,14 +31,15 @@ from report import BLUE, GREEN, GREY, ORANGE, RESULTS, canvas, load_result, save
 # ------------------------------------------------------------------------------------------ score
 
 
-def score(logs: list[Log], costs: Costs) -> list[dict]:
+def score(logs: list[Log], known: dict[str, Costs]) -> list[dict]:
     """One row a run: what was measured, what the model says, and how far they are apart."""
     rows = []
     for log in logs:
         setup, found = log.setup, measure(log)
+        costs = costs_of(setup.task, known)
         if log.name in costs.runs:
             raise UserError(f"{log.name}: must be a run that the model was not calibrated on")
-        told = predict(known(setup, costs), costs)
+        told = predict(setup, costs)
         mode = "sync" if setup.synchronous else f"eta {setup.eta} {setup.swap}"
         what = f"{setup.task} {setup.groups_per_step}x{setup.group_size} {mode}"
         row = {"run": log.name, "setup": f"{what} {setup.rollout_workers}x{setup.slots} slots"}
@@ -51,11 +52,11 @@ def score(logs: list[Log], costs: Costs) -> list[dict]:
     return rows
 
 
-def known(setup: Setup, costs: Costs) -> Setup:
-    """The same setup; raises UserError when the costs know no episodes of its task."""
-    if setup.task not in costs.groups:
-        raise UserError(f"task {setup.task}: must be one of {', '.join(costs.groups)} (calibrated)")
-    return setup
+def costs_of(task: str, known: dict[str, Costs]) -> Costs:
+    """The costs of a task; raises UserError when it has none."""
+    if task not in known:
+        raise UserError(f"task {task}: must be one of {', '.join(known)} (calibrated)")
+    return known[task]
 
 
 def draw_score(rows: list[dict]) -> None:
@@ -117,11 +118,11 @@ def best_split(setup: Setup, costs: Costs, devices: int) -> dict:
     return tried[best]
 
 
-def advise(question: Question, costs: Costs) -> str:
+def advise(question: Question, known: dict[str, Costs]) -> str:
     """A table over eta, and one line: the smallest eta that gives almost all there is to gain."""
     names = ("task", "slots", "group_size", "groups_per_step", "swap", "on_stale", "reward_workers")
-    setup = known(Setup(**{name: getattr(question, name) for name in names}), costs)
-    devices = question.devices
+    setup = Setup(**{name: getattr(question, name) for name in names})
+    costs, devices = costs_of(setup.task, known), question.devices
     base, rows = synchronous(setup, costs, devices)["tokens_per_s"], []
     for eta in (0, 1, 2, 4, 8):
         row = best_split(dataclasses.replace(setup, eta=eta), costs, devices)
@@ -170,7 +171,7 @@ def language_model(billions: float, seed: int = 0) -> Costs:
         train_token=8 * weights / 4e14,
         all_reduce=2 * 2 * weights / 1e11,
         publish=1.0,
-        groups={"text": [[0, 512, *row] for row in lengths.tolist()]},
+        groups=[[0, 512, *row] for row in lengths.tolist()],
     )
 
 
@@ -187,10 +188,11 @@ def compare(setup: Setup, costs: Costs, devices: int) -> dict:
     }
 
 
-def scale(costs: Costs) -> dict:
+def scale(known: dict[str, Costs]) -> dict:
     """Speed-up from 8 to 1024 devices by two sets of costs, and beside what others published."""
     text = Setup("text", slots=256, groups_per_step=512, reward_workers=16)
-    own = Setup(next(iter(costs.groups)), groups_per_step=512, reward_workers=16)
+    task, costs = next(iter(known.items()))
+    own = Setup(task, groups_per_step=512, reward_workers=16)
     models, sizes = {b: language_model(b) for *_, b, _ in PUBLISHED}, (8, 32, 128, 512, 1024)
     plan = {(d, b) for _, _, d, b, _ in PUBLISHED} | {(d, 7.0) for d in sizes}
     found = {case: compare(text, models[case[1]], case[0]) for case in tqdm(sorted(plan))}
@@ -243,33 +245,37 @@ def table(rows: list[dict]) -> str:
     return "\n".join("  ".join(line) for line in lines)
 
 
-def load_costs() -> Costs:
+def load_costs() -> dict[str, Costs]:
     try:
         stored = load_result("simulate-costs")
     except FileNotFoundError:
         raise UserError("costs: must be measured first (simulate.py calibrate RUN)") from None
-    for task, records in stored["groups"].items():
-        stored["groups"][task] = [[int(n) for n in record.split()] for record in records]
-    return Costs(**stored)
+    for costs in stored.values():
+        costs["groups"] = [[int(n) for n in record.split()] for record in costs["groups"]]
+    return {task: Costs(**costs) for task, costs in stored.items()}
 
 
-def save_costs(costs: Costs) -> None:
-    stored = dataclasses.asdict(costs)
-    for task, records in costs.groups.items():
-        stored["groups"][task] = [" ".join(map(str, record)) for record in records]
+def save_costs(known: dict[str, Costs]) -> None:
+    stored = {task: dataclasses.asdict(costs) for task, costs in known.items()}
+    for costs in stored.values():
+        costs["groups"] = [" ".join(map(str, record)) for record in costs["groups"]]
     save_result("simulate-costs", stored)
 
 
 def main(arguments: list[str]) -> None:
     command, *rest = arguments or [""]
     if command == "calibrate" and rest:
-        costs = calibrate([read_run(run) for run in rest])
-        save_costs(costs)
-        values = {k: v for k, v in dataclasses.asdict(costs).items() if isinstance(v, float)}
-        alone, cores = values.pop("alone"), values.pop("cores")
-        print(table([{"cost": k, "microseconds": v * 1e6} for k, v in values.items()]))
-        print(f"cores {cores:.3g}: so many processes work at full speed")
-        print(f"alone {alone:.3g}: generation in the learner's process takes this times as long")
+        logs = [read_run(run) for run in rest]
+        tasks = dict.fromkeys(log.setup.task for log in logs)
+        known = {task: calibrate([g for g in logs if g.setup.task == task]) for task in tasks}
+        save_costs(known)
+        for task, costs in known.items():
+            values = {k: v for k, v in dataclasses.asdict(costs).items() if isinstance(v, float)}
+            alone = values.pop("alone")
+            print(table([{task: k, "microseconds": v * 1e6} for k, v in values.items()]))
+            print(
+                f"alone {alone:.3g}: generation in the learner's process takes this times as long"
+            )
     elif command == "score" and rest:
         rows = score([read_run(run) for run in rest], load_costs())
         save_result("simulate", {"machine": common.describe_machine(), "runs": rows})
