@@ -131,7 +131,7 @@ def bench_async(kind: str = "quick") -> None:
     done = {(r["task"], r["mode"], r["seed"]) for r in result["runs"]}
     with tempfile.TemporaryDirectory() as place:
         for task, name, seed in tqdm([p for p in plan if p not in done], unit="run"):
-            flags = {"task": task, "seed": seed, "eval_every": 10, **MODES[name]}
+            flags = {"task": task, "seed": seed, "eval_every": 20, **MODES[name]}
             folder = Path(place) / f"{task}-{list(MODES).index(name)}-{seed}"
             summary = run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
             row = {"task": task, "mode": name, "seed": seed} | speed_of(folder, summary, task)
@@ -143,8 +143,9 @@ def bench_async(kind: str = "quick") -> None:
 
 
 def speed_of(folder: Path, summary: dict, task: str) -> dict:
-    """What a run says about speed. The clock starts when the first episode does; a role is busy
-    while it decodes or trains and publishes, evaluations left out, from first to last step."""
+    """What a run says about speed. The clock starts when the first episode does, and the target is
+    reached on a straight line between two evaluations; a role is busy while it decodes or trains
+    and publishes, evaluations left out, from first to last step."""
     rows, events = (common.read_lines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
     spans = {k: [e for e in events if e["kind"] == k] for k in ("generate", "train", "publish")}
     steps, metric, goal = [r for r in rows if "seconds" in r], *TARGETS[task]
@@ -163,8 +164,7 @@ def speed_of(folder: Path, summary: dict, task: str) -> dict:
         for role, kinds in {"rollout": ["generate"], "learner": ["train", "publish"]}.items()
     }
     return {
-        "target_s": next((t for t, _, value in held if value >= goal), None),
-        "target_samples": next((n for _, n, value in held if value >= goal), None),
+        **dict(zip(("target_s", "target_samples"), crossing(held, goal), strict=True)),
         "final": held[-1][2],
         "samples_per_s": (len(steps) - 1) * steps[0]["samples"] / (seconds - sum(judged)),
         "busy_rollout": busy["rollout"] / (seconds * workers),
@@ -173,6 +173,15 @@ def speed_of(folder: Path, summary: dict, task: str) -> dict:
         "command_s": summary["command_s"],
         "held": held,
     }
+
+
+def crossing(held: list, goal: float) -> tuple:
+    """Seconds and samples at which (seconds, samples, score) reach a goal; None if they never do."""
+    for (t, n, value), (later, more, better) in zip(held, held[1:], strict=False):
+        if better >= goal:
+            share = max(0.0, (goal - value) / max(better - value, 1e-9))
+            return t + share * (later - t), n + share * (more - n)
+    return None, None
 
 
 def async_table(runs: list[dict]) -> list[str]:

@@ -122,8 +122,11 @@ def test_the_speed_of_a_run_leaves_evaluations_out(tmp_path):
     rows[4] |= {"eval": {"solved": 0.97}}
     folder = run_folder(tmp_path / "run", events, rows)
     speed = bench.speed_of(folder, {"staleness": {"mean": 1.5}, "command_s": 9.0}, "guess")
-    assert speed["target_s"] == pytest.approx(6.6 - 2.0)  # since the first episode began
-    assert (speed["target_samples"], speed["final"], speed["staleness"]) == (12, 0.97, 1.5)
+    share = (0.9 - 0.1) / (0.95 - 0.1)  # of the way between two evaluations
+    assert speed["target_s"] == pytest.approx(share * (6.6 - 2.0))  # since the first episode began
+    assert speed["target_samples"] == pytest.approx(share * 12)
+    assert (speed["final"], speed["staleness"]) == (0.97, 1.5)
+    assert bench.crossing(speed["held"], 0.99) == (None, None)
     working = (7.6 - 3.6) - (1.1 + 0.1)
     assert speed["samples_per_s"] == pytest.approx(3 * 4 / working)
     assert speed["busy_learner"] == pytest.approx(3 * 0.6 / working)
