@@ -7,6 +7,7 @@ import pytest
 
 import bench
 import common
+import compare
 import report
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -121,12 +122,12 @@ def test_the_speed_of_a_run_leaves_evaluations_out(tmp_path):
     rows[3] |= {"t": 6.6, "eval": {"solved": 0.95}}  # its evaluation takes a second
     rows[4] |= {"eval": {"solved": 0.97}}
     folder = run_folder(tmp_path / "run", events, rows)
-    speed = bench.speed_of(folder, {"staleness": {"mean": 1.5}, "command_s": 9.0}, "guess")
+    speed = compare.speed_of(folder, {"staleness": {"mean": 1.5}, "command_s": 9.0}, "guess")
     share = (0.9 - 0.1) / (0.95 - 0.1)  # of the way between two evaluations
     assert speed["target_s"] == pytest.approx(share * (6.6 - 2.0))  # since the first episode began
     assert speed["target_samples"] == pytest.approx(share * 12)
     assert (speed["final"], speed["staleness"]) == (0.97, 1.5)
-    assert bench.crossing(speed["held"], 0.99) == (None, None)
+    assert compare.crossing(speed["held"], 0.99) == (None, None)
     working = (7.6 - 3.6) - (1.1 + 0.1)
     assert speed["samples_per_s"] == pytest.approx(3 * 4 / working)
     assert speed["busy_learner"] == pytest.approx(3 * 0.6 / working)
@@ -142,11 +143,11 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     modes = {
         "sync, one core": 30,
         "sync, two threads": 20,
-        **dict.fromkeys(bench.SPLIT.values(), 10),
+        **dict.fromkeys(compare.SPLIT.values(), 10),
     }
     runs = [run(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
     runs[-1]["target_s"] = None  # never got there
-    lines = bench.async_table(runs)
+    lines = compare.async_table(runs)
     assert "| sync, two threads (best sync) | 21.0 (20.0 to 22.0) | 1.00 |" in "\n".join(lines)
     assert "| async, η = 4 | 11.0 (10.0 to inf) | 1.91 |" in "\n".join(lines)
     assert lines[-1].endswith(

@@ -1,0 +1,210 @@
+"""compare.py: synchronous against asynchronous training, measured as whole runs.
+
+`bench_async` is `python bench.py async`: every mode of MODES is run as a user would run it, several
+seeds each, to the same held-out score; its table says what each mode gains over the best
+synchronous one, and how much of that is overlap, the straggler tail and swaps in flight.
+`bench_roles` is `python bench.py roles COMMIT`: the same code before and after a change.
+
+Left out: what is measured inside one process (speed.py), and the simulator's runs (bench.py).
+"""
+
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import common
+import report
+from report import RESULTS, save_result
+
+ROOT = Path(__file__).parent
+
+
+def run_command(trainer: str, folder: Path, tree: Path = ROOT, **flags) -> dict:
+    """Run a trainer as a user does; its summary, with `command_s`: start of the process to end."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    command = [sys.executable, trainer, f"--out={folder}", *options]
+    start = time.perf_counter()
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr[-2000:]}"
+        )
+    return {**json.loads((folder / "summary.json").read_text()), "command_s": round(seconds, 1)}
+
+
+def between(values: list[float], form: str) -> str:
+    """Smallest to largest of some numbers, as text."""
+    low, high = (format(f(values), form) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+SYNC = {"trainer": "train_sync.py"}
+ALL = "sync, all generate, then all train"
+MODES = {  # name -> how it is run; on two cores, one device is one core
+    "sync, one core": SYNC,
+    "sync, two threads": SYNC | {"threads": 2},
+    ALL: {"max_staleness": 0, "rollout_workers": 2, "learners": 2},
+    "one step ahead": {"max_staleness": 1, "swap": "drain"},
+    "async, η = 1": {"max_staleness": 1},
+    "async, η = 2": {"max_staleness": 2},
+    "async, η = 4": {"max_staleness": 4},
+    "async, η = 8": {"max_staleness": 8},
+    "async, η = 4, drain": {"max_staleness": 4, "swap": "drain"},
+    "async, η = 4, recompute": {"max_staleness": 4, "swap": "recompute"},
+}
+SPLIT = {  # what each change of mode gains in episodes a second, from synchronous on
+    "overlap": "one step ahead",
+    "no straggler tail": "async, η = 4, drain",
+    "swaps in flight": "async, η = 4",
+}
+TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.8)}  # held-out score to reach
+HEADLINE = ["sync, two threads", ALL, "async, η = 2", "async, η = 4", "async, η = 8"]
+
+
+def bench_async(kind: str = "quick") -> None:
+    """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
+    `guess` and the heavy-tailed `sum` -> results/async.json and .png.
+
+    quick: two seeds of three modes, one task; full: five seeds of the headline modes and three of
+    the others. What is measured already is not measured again: delete the file to start over.
+    """
+    full = kind == "full"
+    names, tasks = (MODES, TARGETS) if full else (HEADLINE[:3], ["guess"])
+    seeds = {name: (5 if name in HEADLINE else 3) if full else 2 for name in names}
+    plan = [(t, name, i) for i in range(5) for t in tasks for name in names if i < seeds[name]]
+    path = RESULTS / ("async.json" if full else "async-quick.json")
+    new = {"machine": common.describe_machine(), "runs": []}
+    result = json.loads(path.read_text()) if path.is_file() else new
+    done = {(r["task"], r["mode"], r["seed"]) for r in result["runs"]}
+    with tempfile.TemporaryDirectory() as place:
+        for task, name, seed in tqdm([p for p in plan if p not in done], unit="run"):
+            flags = {"task": task, "seed": seed, "eval_every": 20, **MODES[name]}
+            folder = Path(place) / f"{task}-{list(MODES).index(name)}-{seed}"
+            summary = run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
+            row = {"task": task, "mode": name, "seed": seed} | speed_of(folder, summary, task)
+            result["runs"].append(row)
+            tqdm.write(f"{task}, {name}, seed {seed}: {row['target_s']} s to the target")
+            save_result(path.stem, result)
+    report.draw_async(result["runs"], HEADLINE, TARGETS, RESULTS / f"{path.stem}.png")
+    print("\n".join(async_table(result["runs"])))
+
+
+def speed_of(folder: Path, summary: dict, task: str) -> dict:
+    """What a run says about speed. The clock starts when the first episode does, and the target is
+    reached on a straight line between two evaluations; a role is busy while it decodes or trains
+    and publishes, evaluations left out, from first to last step."""
+    rows, events = (common.read_lines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
+    spans = {k: [e for e in events if e["kind"] == k] for k in ("generate", "train", "publish")}
+    steps, metric, goal = [r for r in rows if "seconds" in r], *TARGETS[task]
+    zero, begin = spans["generate"][0]["t"], steps[0]["t"]
+    trained = [e["t"] + e["seconds"] for e in spans["train"]]
+    seconds = steps[-1]["t"] - begin
+    judged = [r["t"] - end for r, end in zip(steps[1:], trained[1:], strict=True) if "eval" in r]
+    held = [
+        [max(0.0, r["t"] - zero), r["step"] * steps[0]["samples"], r["eval"][metric]]
+        for r in rows
+        if "eval" in r
+    ]
+    workers = len({e["process"] for e in spans["generate"]})
+    busy = {
+        role: sum(e["seconds"] for k in kinds for e in spans[k] if e["t"] >= begin)
+        for role, kinds in {"rollout": ["generate"], "learner": ["train", "publish"]}.items()
+    }
+    return {
+        **dict(zip(("target_s", "target_samples"), crossing(held, goal), strict=True)),
+        "final": held[-1][2],
+        "samples_per_s": (len(steps) - 1) * steps[0]["samples"] / (seconds - sum(judged)),
+        "busy_rollout": busy["rollout"] / (seconds * workers),
+        "busy_learner": busy["learner"] / (seconds - sum(judged)),
+        "staleness": summary["staleness"]["mean"],
+        "command_s": summary["command_s"],
+        "held": held,
+    }
+
+
+def crossing(held: list, goal: float) -> tuple:
+    """Seconds and samples at which (seconds, samples, score) reach a goal, or None twice."""
+    for (t, n, value), (later, more, better) in zip(held, held[1:], strict=False):
+        if better >= goal:
+            share = max(0.0, (goal - value) / max(better - value, 1e-9))
+            return t + share * (later - t), n + share * (more - n)
+    return None, None
+
+
+def async_table(runs: list[dict]) -> list[str]:
+    """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
+    lines = []
+    for task in dict.fromkeys(r["task"] for r in runs):
+        of = {m: [r for r in runs if (r["task"], r["mode"]) == (task, m)] for m in MODES}
+        of = {mode: own for mode, own in of.items() if own}
+
+        def median(mode: str, key: str, of: dict = of) -> float:
+            return float(np.median([r[key] or math.inf for r in of[mode]]))
+
+        best = min((m for m in of if m.startswith("sync")), key=lambda m: median(m, "target_s"))
+        metric, goal = TARGETS[task]
+        lines += [
+            "",
+            f"| `{task}`: to a held-out {metric} of {goal} | seconds | × best sync | samples | "
+            "episodes/s | busy: rollout, learner | staleness | final |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for mode, own in of.items():
+            seconds = [r["target_s"] or math.inf for r in own]
+            cells = [
+                f"{np.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})",
+                f"{median(best, 'target_s') / np.median(seconds):.2f}",
+                f"{median(mode, 'target_samples'):,.0f}",
+                f"{median(mode, 'samples_per_s'):,.0f}",
+                f"{median(mode, 'busy_rollout'):.0%}, {median(mode, 'busy_learner'):.0%}",
+                f"{np.median([r['staleness'] for r in own]):.2f}",
+                between([r["final"] for r in own], ".2f"),
+            ]
+            lines.append(f"| {mode}{' (best sync)' * (mode == best)} | {' | '.join(cells)} |")
+        if all(mode in of for mode in SPLIT.values()):
+            rates = [median(mode, "samples_per_s") for mode in (best, *SPLIT.values())]
+            gains = zip(SPLIT, rates, rates[1:], strict=False)
+            parts = " × ".join(f"{name} {new / old:.2f}" for name, old, new in gains)
+            what = f"{SPLIT['swaps in flight']} over {best}: {rates[-1] / rates[0]:.2f}"
+            lines += ["", f"Episodes a second, {what} = {parts}."]
+    return lines
+
+
+def bench_roles(commit: str, rounds: int = 5) -> None:
+    """Generator and learner alone, and whole runs, in this tree and in that of an older commit, in
+    turn -> results/roles.json. What is compared: tokens a second of the roles, episodes of runs."""
+    result = {"machine": common.describe_machine(), "before": commit, "tasks": {}}
+    rates, profiles = {}, {}
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run(["git", "clone", "-q", ROOT, f"{place}/old"], check=True)
+        subprocess.run(["git", "checkout", "-q", commit], cwd=f"{place}/old", check=True)
+        trees = {"before": Path(place) / "old", "after": ROOT}
+        plan = product(range(rounds), ("guess", "sum", "reverse"), trees)
+        for i, task, name in tqdm(list(plan), unit="run"):
+            command = [sys.executable, "-", task]
+            probe = (ROOT / "tests" / "probe.py").read_text()
+            how = {"cwd": trees[name], "input": probe, "text": True, "check": True}
+            found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, **how).stdout)
+            folder = Path(place) / f"{task}-{name}-{i}"
+            run_command("train_async.py", folder, trees[name], task=task, steps=60, eval_every=1000)
+            steps = [r for r in common.read_lines(folder / "metrics.jsonl") if "seconds" in r][20:]
+            episodes = sum(r["samples"] for r in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
+            values = found["tokens_per_s"] | {"asynchronous run": episodes}
+            for role, value in values.items():
+                rates.setdefault((task, role), {}).setdefault(name, []).append(value)
+            profiles[f"{task}, {name}"] = found["learner_profile"]
+    for (task, role), both in rates.items():
+        ratios = [new / old for old, new in zip(both["before"], both["after"], strict=True)]
+        row = {name: report.spread(values) for name, values in both.items()}
+        result["tasks"].setdefault(task, {})[role] = row | {"ratio": report.spread(ratios)}
+        print(f"{task}, {role}: {np.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+    save_result("roles", result | {"learner_profile": profiles})
