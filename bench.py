@@ -30,8 +30,8 @@ from tqdm import tqdm
 
 import common
 import report
-from compare import ROOT, SYNC, bench_async, bench_roles, between, run_command
-from report import RESULTS, load_result, save_result
+from compare import ROOT, SYNC, bench_async, bench_roles, run_command
+from report import RESULTS, between, load_result, save_result
 
 # -------------------------------------------------------------------------- whole training runs
 

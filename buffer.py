@@ -65,7 +65,10 @@ class Trajectory:
 
     @cached_property
     def oldest(self) -> int:
-        """The smallest version among its generated tokens: staleness counts from here."""
+        """The smallest version among its generated tokens: staleness counts from here.
+
+        Tokens do not change once the episode is complete, so they are looked through once.
+        """
         generated = self.versions[self.loss_mask]
         return int(generated.min()) if len(generated) else int(np.iinfo(np.int32).max)
 

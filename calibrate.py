@@ -80,7 +80,7 @@ def calibrate(logs: list[Log]) -> Costs:
     alone = [log for log in logs if log.setup.synchronous]
     for log in logs:
         trained += train_rows(log)
-        if log not in alone:
+        if not log.setup.synchronous:
             groups = groups_of(log)
             decoded += decode_rows(log, groups)
             costs.groups += [[g["version"], g["size"], *g["lengths"]] for g in groups]

@@ -84,7 +84,7 @@ class Config:
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0.0, 1.0)
     entropy: float = flag(0.02, "weight of the entropy bonus", 0.0, 10.0)
     grad_clip: float = flag(1.0, "largest gradient norm", 0.0)
-    token_budget: int = flag(4096, "most tokens in a micro-batch", 1)
+    token_budget: int = flag(4096, "most tokens in a micro-batch, padding included", 1)
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy", 0.0)
     reference_every: int = flag(5, "steps between reference passes (0: no reference)", 0)
     reference_refresh: int = flag(20, "steps between snapshots of the reference (0: keep first)", 0)

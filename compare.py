@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import common
 import report
-from report import RESULTS, save_result
+from report import RESULTS, between, save_result
 
 ROOT = Path(__file__).parent
 
@@ -41,11 +41,7 @@ def run_command(trainer: str, folder: Path, tree: Path = ROOT, **flags) -> dict:
     return {**json.loads((folder / "summary.json").read_text()), "command_s": round(seconds, 1)}
 
 
-def between(values: list[float], form: str) -> str:
-    """Smallest to largest of some numbers, as text."""
-    low, high = (format(f(values), form) for f in (min, max))
-    return low if low == high else f"{low} to {high}"
-
+# ---- sync against async ----
 
 SYNC = {"trainer": "train_sync.py"}
 ALL = "sync, all generate, then all train"
@@ -177,6 +173,9 @@ def async_table(runs: list[dict]) -> list[str]:
             what = f"{SPLIT['swaps in flight']} over {best}: {rates[-1] / rates[0]:.2f}"
             lines += ["", f"Episodes a second, {what} = {parts}."]
     return lines
+
+
+# ---- before and after a change ----
 
 
 def bench_roles(commit: str, rounds: int = 5) -> None:

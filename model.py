@@ -8,7 +8,8 @@ Left out: training, sampling, tokenizers; this file sees token ids and returns h
 All parameters are views into ONE flat tensor, and their gradients into another: publishing the
 weights is one copy, clipping is one norm, the optimizer is one fused vector operation.
 
-Axes: N packed tokens · B sequences or cache slots · T positions · L layers · d model width
+Axes: N packed tokens, U of them different (`shared_prefixes`)
+      B sequences or cache slots · T positions · L layers · d model width
       Hq query heads · Hkv key/value heads · D head width · F hidden width · V vocabulary
 """
 

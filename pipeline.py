@@ -301,16 +301,16 @@ class Pipeline:
         self.plan(now + seconds, self.publish, row, event)
 
     def publish(self, row: dict, event: dict, now: float) -> None:
-        """The step is over, or still takes what came in its course; then everybody may have the new
-        weights, and the learner goes on when its books are written."""
+        """The computation is over; the step ends when what arrived in its course is taken in."""
         if self.arrived:
             late, self.arrived = now + self.arrived * self.costs.listen, 0
             return self.plan(late, self.publish, row, event)
         event["seconds"] = now - event["t"]
         self.note("learner", "publish", now, version=row["step"], seconds=self.costs.publish)
-        self.plan(now + self.costs.publish, self.spread, row)
+        self.plan(now + self.costs.publish, self.adopt, row)
 
-    def spread(self, row: dict, now: float) -> None:
+    def adopt(self, row: dict, now: float) -> None:
+        """Every worker may have the new weights; the learner goes on when its books are written."""
         setup, self.version = self.setup, row["step"]
         for worker in self.workers:
             self.wake(worker, now)

@@ -250,6 +250,12 @@ def smooth(values: list[float], width: int = 10) -> np.ndarray:
 # ----------------------------------------------------------------------------------- measurements
 
 
+def between(values: list[float], form: str) -> str:
+    """Smallest to largest of some numbers, as text."""
+    low, high = (format(f(values), form) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
 def spread(values: list[float]) -> dict:
     """Median and extremes of repeated measurements."""
     return {

@@ -64,8 +64,7 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
     by `count`, the generated tokens of the step (failed episodes left out). With several learners
     each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
-    gradients. A step whose
-    loss or gradient is not finite is skipped and counted; see `check_step`.
+    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step`.
     """
     begin, device = time.monotonic(), learner.model.flat.device
     trajectories = [t for g in groups for t in g.trajectories]

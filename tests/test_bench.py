@@ -19,6 +19,13 @@ def test_the_readme_has_the_measured_numbers():
     assert measured == bench.readme_tables(), "run: python bench.py readme"
 
 
+def test_the_first_paragraph_says_how_many_seeds_found_everything():
+    solved = [row["after"]["solved"] for row in bench.load_result("tasks")["tasks"]["guess"]]
+    fewest = round(16 * min(solved))
+    assert f"all 16 numbers for {solved.count(1.0)} of {len(solved)} seeds" in README
+    assert min(solved) == 1.0 or f"\n{fewest} of them for the fifth" in README
+
+
 def test_every_picture_in_the_readme_exists():
     pictures = [line.split("](")[1].rstrip(")") for line in README.splitlines() if "![" in line]
     assert 3 <= len(pictures) <= 6
