@@ -96,7 +96,12 @@ def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
 
 def encode(text: str) -> list[int]:
     """Text to token ids; special tokens written in the text are ordinary characters."""
-    return tokenizer().encode_ordinary(text)
+    return list(_encoded(text))
+
+
+@lru_cache(256)  # the samples of a group share a prompt, and many turns an observation
+def _encoded(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer().encode_ordinary(text))
 
 
 @cache

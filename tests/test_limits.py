@@ -10,12 +10,14 @@ import time
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import limits
 import reward
+from buffer import Group, Trajectory
 from common import Config
-from learner import make_environment
+from learner import make_environment, score
 from reward import Step, encode, make_task, verify
 
 
@@ -165,3 +167,29 @@ def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
             assert reply is None or (isinstance(reply, list) and len(reply) <= 1), (spec, reply)
             assert time.perf_counter() - begin < 2, (spec, text[:60])
             assert json.dumps(problem) == before
+
+
+@pytest.mark.parametrize(
+    "said, late",
+    [(["fine"] * 3, []), (["slow"] * 4, []), (["fine", "hang", "slow", "hang"], [1, 3])],
+)
+def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
+    """Together they get one alarm; who needs more than that is asked again, alone."""
+
+    def step(problem, answers):
+        time.sleep({"fine": 0.0, "slow": 0.15, "hang": 30.0}[answers[-1]])
+        return Step(None, 1.0, True)
+
+    group, beats = Group(0, 0, {}), []
+    for i, text in enumerate(said):
+        tokens = np.array(encode(text), np.int32)
+        none, mask = np.zeros(len(tokens), np.float32), np.ones(len(tokens), bool)
+        turns = [(0, len(tokens))]
+        group.trajectories.append(Trajectory(0, i, 0, tokens, mask, none, tokens, turns))
+    task = replace(make_task("reverse"), step=step)
+    start = time.perf_counter()
+    verdicts = score(group, task, Config(reward_seconds=0.25), lambda: beats.append(1))
+    assert time.perf_counter() - start < 3
+    assert [i for i, v in enumerate(verdicts) if v.error == "verifier_timeout"] == late
+    assert [v.reward for v in verdicts] == [float(i not in late) for i in range(len(said))]
+    assert bool(beats) == ("fine" not in said or bool(late))
