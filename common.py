@@ -74,6 +74,11 @@ class Config:
     swap: str = flag(
         "keep", "running sequences at new weights", choices=("keep", "recompute", "drain")
     )
+    rollout_weights: str = flag(
+        "float32",
+        "what rollout workers round theirs to: a mismatch on purpose, the learner's stay",
+        choices=("float32", "bfloat16", "float8_e4m3fn"),
+    )
     # staleness
     max_staleness: int = flag(2, "oldest experience that may be trained, in versions", 0, 1024)
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))

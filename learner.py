@@ -171,6 +171,7 @@ def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 
         config.temperature,
         config.swap,
         worker,
+        getattr(torch, config.rollout_weights),
     )
 
 

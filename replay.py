@@ -18,12 +18,21 @@ import dataclasses
 import json
 from pathlib import Path
 
+from torch import Tensor
 from tqdm import tqdm
 
 import common
 from buffer import Group, apply_verdicts
 from common import Config, TrainingStopped, UserError
-from learner import Learner, make_generator, make_learner, make_task, resumed, score
+from learner import (
+    Learner,
+    make_generator,
+    make_learner,
+    make_model,
+    make_task,
+    resumed,
+    score,
+)
 from ledger import audit, script
 from rollout import Generator
 from train_sync import learner_step
@@ -69,10 +78,12 @@ class Part:
                 self.pairs[event["group"], i] = pairs
                 self.begin.setdefault(pairs[0][1], []).append((group, i))
 
-    def play(self, version: int) -> list[Group]:
-        """Play everything as far as this version fed it; returns the groups that are finished."""
+    def play(self, version: int, flat: Tensor | None) -> list[Group]:
+        """Play everything as far as this version fed it; returns the groups that are finished.
+
+        flat: the weights, or None when the generator's model is the learner's own."""
         by = self.generator
-        by.set_weights(version, None)  # the learner's own
+        by.set_weights(version, flat)
         by.waiting.extend(self.begin.pop(version, []))
         while True:
             for b, episode in enumerate(by.episodes):
@@ -130,14 +141,16 @@ def replay(config: Config) -> None:
     steps, scores = script(run)
     trained = [scores[g] for step in steps for g in step["groups"]]
     aside = dataclasses.replace(task, beside=False)  # environments are asked in turn
-    parts = []
+    parts, rounded = [], config.rollout_weights != "float32"
     for worker in sorted({event["worker"] for event in trained}):
         own = [event for event in trained if event["worker"] == worker]
-        generator = make_generator(config, aside, learner.model)
+        model = make_model(config, task).on(devices[0][0]) if rounded else learner.model
+        generator = make_generator(config, aside, model)
         parts.append(Part(generator, own, task))
     done: dict[int, Group] = {}
     for event in tqdm(steps, unit="step", dynamic_ncols=True):
-        finished = [group for part in parts for group in part.play(learner.version)]
+        flat = learner.model.flat if rounded else None
+        finished = [group for part in parts for group in part.play(learner.version, flat)]
         for group in sorted(finished, key=lambda g: scores[g.group_id]["line"]):
             apply_verdicts(group, score(group, task, config))
             compare(group, scores[group.group_id])

@@ -148,11 +148,12 @@ class Generator:
         temperature: float = 1.0,
         swap: str = "keep",
         worker: int = 0,
+        weights: torch.dtype = torch.float32,
     ):
         assert capacity <= model.config.context, (capacity, model.config.context)
         self.model, self.environment, self.capacity = model, environment, capacity
         self.group_size, self.seed, self.temperature = group_size, seed, temperature
-        self.swap, self.worker, self.version = swap, worker, 0
+        self.swap, self.worker, self.weights, self.version = swap, worker, weights, 0
         device = model.flat.device
         self.cache = make_cache(model, slots, capacity)
         self.letters = environment.alphabet.astype(np.int32)
@@ -222,7 +223,7 @@ class Generator:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
         if flat is not None:
-            self.model.flat.copy_(flat)
+            self.model.flat.copy_(flat.to(self.weights))  # rounded, then float32 again
         self.version, self.new_weights, self.head = version, None, self._output_matrix()
         self.counts["swaps"] += 1
         for b in occupied:

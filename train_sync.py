@@ -254,6 +254,9 @@ def train(config: Config) -> None:
     config = resumed(config)
     if config.learners > 1:
         raise common.UserError(f"--learners {config.learners}: must be 1 in train_sync.py")
+    if config.rollout_weights != "float32":  # generator and learner share one model here
+        named = f"--rollout-weights {config.rollout_weights}"
+        raise common.UserError(f"{named}: must be float32 in train_sync.py")
     (device, *_), _ = common.pick_devices(config)
     common.set_threads(config, 1)
     config, task, run, learner, watch, _ = open_training(config, "sync", device)

@@ -430,6 +430,23 @@ def test_no_group_begins_under_weights_older_than_its_start(swap):
         by.set_weights(1, model.flat)
 
 
+@pytest.mark.parametrize("kind, digits", [("bfloat16", 8), ("float8_e4m3fn", 4)])
+def test_rounded_weights_are_what_generates(kind, digits):
+    """A mismatch on purpose: tokens and log-probs are those of the rounded weights."""
+    model, exact = make(), make()
+    by = Generator(model, environment(), 8, CONTEXT, 2, weights=getattr(torch, kind))
+    by.set_weights(1, exact.flat)
+    by.submit(group_of(0, start=1))
+    (group,) = generate(by, [])
+    assert torch.equal(model.flat, exact.flat.to(getattr(torch, kind)).float())
+    error = (model.flat - exact.flat).abs() / exact.flat.abs().clamp_min(0.02)
+    assert 0 < error.max() <= 2.0**-digits
+    wanted = play([group_of(0)], model, environment(), size=2)
+    for t in group.trajectories:
+        same = wanted[0, t.sample_index]
+        assert np.array_equal(t.tokens, same.tokens) and np.array_equal(t.logprobs, same.logprobs)
+
+
 def test_siblings_that_begin_after_a_swap_do_not_inherit_old_keys():
     model, env = make(), environment(stop=(), turn_tokens=6)
     new = moved(model)

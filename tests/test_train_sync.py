@@ -133,6 +133,9 @@ def test_slow_environments_cost_only_their_own_episodes():
 def test_one_learner_only():
     with pytest.raises(common.UserError, match="--learners 2: must be 1 in train_sync.py"):
         train_sync.train(config_of(learners=2))
+    message = "--rollout-weights bfloat16: must be float32 in train_sync.py"
+    with pytest.raises(common.UserError, match=message):
+        train_sync.train(config_of(rollout_weights="bfloat16"))
 
 
 def test_the_learning_rate_falls_to_its_end(tmp_path):
