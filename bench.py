@@ -30,8 +30,9 @@ from tqdm import tqdm
 
 import common
 import report
+import tables
 from compare import ROOT, SYNC, bench_async, bench_roles, run_command
-from report import RESULTS, between, load_result, save_result
+from report import RESULTS, save_result
 
 # -------------------------------------------------------------------------- whole training runs
 
@@ -74,24 +75,27 @@ def bench_staleness() -> None:
 
 
 def bench_objectives(steps: int = 150) -> None:
-    """Every objective at growing staleness, and the damper on and off, on `reverse` with half the
-    usual batch -> results/objectives.json and .png."""
+    """Every objective at growing staleness and with rollout weights rounded on purpose, and the
+    damper on and off, on `reverse` with half the usual batch -> results/objectives.json, .png."""
     result = {"machine": common.describe_machine(), "steps": steps, "runs": []}
-    plan = [(name, eta, 0.15) for name in common.OBJECTIVES for eta in (0, 4, 16)]
-    plan += [("cispo", eta, threshold) for eta in (4, 16) for threshold in (0.0, 1e9)]
+    plan = [(name, eta, 0.15, "float32") for name in common.OBJECTIVES for eta in (0, 4, 16)]
+    plan += [(name, 4, 0.15, "float8_e4m3fn") for name in common.OBJECTIVES]
+    plan += [("cispo", eta, off, "float32") for eta in (4, 16) for off in (0.0, 1e9)]
     with tempfile.TemporaryDirectory() as place:
-        for name, eta, threshold in tqdm(plan, unit="run"):
+        for name, eta, threshold, weights in tqdm(plan, unit="run"):
             flags = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
-            flags |= {"objective": name, "max_staleness": eta, "kl_threshold": threshold}
-            folder = Path(place) / f"{name}-{eta}-{threshold}"
+            how = {"objective": name, "max_staleness": eta, "kl_threshold": threshold}
+            how["rollout_weights"] = weights
+            flags, folder = flags | how, Path(place) / f"{name}-{eta}-{threshold}-{weights}"
             summary = run_command("train_async.py", folder, **flags)
             rows = [r for r in common.read_lines(folder / "metrics.jsonl") if "seconds" in r]
-            row = {"objective": name, "max_staleness": eta, "kl_threshold": threshold}
-            row |= {k: float(np.mean([r[k] for r in rows])) for k in ("ess", "kl_behaviour", "lr")}
+            row = how | {
+                k: float(np.mean([r[k] for r in rows])) for k in ("ess", "kl_behaviour", "lr")
+            }
             row |= {"solved": summary["eval_after"], "reward": summary["eval"]["after"]["reward"]}
             row |= {k: summary[k] for k in ("staleness", "reference_share")}
             result["runs"].append(row)
-            tqdm.write(f"{name}, η = {eta}: {row['reward']:.2f}")
+            tqdm.write(f"{name}, η = {eta}, {weights}: {row['reward']:.2f}")
             save_result("objectives", result)
     report.draw_objectives(result["runs"], RESULTS / "objectives.png")
 
@@ -162,121 +166,7 @@ def bench_faults(faults: int = 300) -> None:
         result["checkpoint_kills"] = checkpoint_kills(Path(place) / "kills", rounds=5)
         for so_far in campaign(Path(place), faults):
             save_result("faults", result | so_far)
-    print("\n".join(fault_table()))
-
-
-def readme_tables() -> str:
-    """The measured part of the README, from results/*.json; a test compares the two."""
-    tasks, speed, bounds = (load_result(name) for name in ("tasks", "generator", "staleness"))
-    machine = tasks["machine"]
-    lines = [
-        f"Machine: {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, "
-        f"torch {machine['torch']}. `solved`: the number was found within 6 guesses; in the other "
-        "tasks, a held-out problem was answered without a single mistake. Answers are greedy.",
-        "",
-        "| `train_async.py`, default flags | solved before | solved after | turns | seconds |",
-        "|---|---|---|---|---|",
-    ]
-    for task, rows in tasks["tasks"].items():
-        runs = f"`--task {task}`, {len(rows)} seeds, {rows[0]['steps']} steps"
-        columns = [
-            between([r["before"]["solved"] for r in rows], ".0%"),
-            between([r["after"]["solved"] for r in rows], ".1%"),
-            between([r["after"]["turns"] for r in rows], ".2f"),
-            between([r["command_s"] for r in rows], ".0f"),
-        ]
-        lines.append(f"| {runs} | {' | '.join(columns)} |")
-    worst = {
-        eta: max(r["max"] for r in bounds["runs"] if r["max_staleness"] == eta)
-        for eta in sorted({r["max_staleness"] for r in bounds["runs"]})
-    }
-    lost = sum(r["groups"]["admitted"] - r["groups"]["trained"] for r in bounds["runs"])
-    oldest = ", ".join(f"{worst[eta]} (bound {eta})" for eta in worst)
-    lines += [
-        "",
-        f"Oldest token ever trained, in versions, over all three swap modes: {oldest}; "
-        f"{lost} of {sum(r['groups']['admitted'] for r in bounds['runs'])} groups lost or dropped.",
-        "",
-        f"| decode on one CPU thread, {speed['parameters'] / 1e6:.2f}M parameters, "
-        f"{speed['slots']} slots | tokens/s | transformers {speed['transformers']} | ratio |",
-        "|---|---|---|---|",
-    ]
-    for name, row in speed["workloads"].items():
-        ours, theirs = (row["tokens_per_s"][who]["median"] for who in ("nanoglm", "transformers"))
-        ratio = row["ratio"]
-        lines.append(
-            f"| {name} | {ours:,.0f} | {theirs:,.0f} | "
-            f"**{ratio['median']:.2f}×** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
-        )
-    return "\n".join(lines + fault_table() + sparse_tables())
-
-
-def fault_table() -> list[str]:
-    """The measured part of the README on faults and replay."""
-    result, runs = load_result("faults"), load_result("replay")["runs"]
-    dead, stopped = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
-    kills, same = result["checkpoint_kills"], sum(run["same"] for run in runs)
-    hangs = sum("hangs" in failure["said"] for failure in result["failures"])
-    ends = result["ends"]
-    cells = {
-        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
-        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
-        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
-        "runs killed or stopped with an error by name, and resumed": (
-            f"{ends.get('killed', 0)}, {sum(ends.values()) - ends['finished'] - ends['killed']}"
-        ),
-        "groups made again": result["requeued"],
-        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
-        "until a stopped worker is named (s)": (
-            f"{stopped['median']:.1f}, at most {stopped['max']:.1f}"
-        ),
-        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
-        "kills in the middle of a checkpoint": kills["kills"],
-        "… resumed each time, weights at the end as without": "yes"
-        if kills["bitwise_equal"]
-        else "NO",
-        "runs of 50 steps replayed to the same weights": f"{same} of {len(runs)}",
-    }
-    rows = [f"| {name} | {value} |" for name, value in cells.items()]
-    return ["", "| `python bench.py faults` and `replay` | |", "|---|---|", *rows]
-
-
-def sparse_tables() -> list[str]:
-    """The measured part of the README on sparse attention: the recipe, and decoding."""
-    recipe, speed = load_result("recipe"), load_result("decode-cpu")
-    rows, settings = speed["rows"], recipe["settings"]
-    attended, minutes = settings["chunk_size"] * settings["top_k"], recipe["wall_s"] / 60
-    heads = "".join(f" {r['length']:,} |" for r in rows)
-    lines = [
-        f"\n`python recipe.py --seeds {settings['seeds']}` ({minutes:.0f} minutes): every variant "
-        f"but the first attends to {attended} keys. From 4× on, random < warm-up only < full "
-        f"{recipe['shown']['random < warm-up only < full']}.\n\n{recipe['table']}\n",
-        f"| decode, tokens/s on one CPU thread, {speed['slots']} slots, context of |" + heads,
-        "|---" * (len(rows) + 1) + "|",
-    ]
-    for name in rows[0]["tokens_per_s"]:
-        cells = []
-        for row in rows:
-            ratio = "" if name == "dense" else f" ({row['over_dense'][name]['median']:.1f}×)"
-            cells.append(f"{row['tokens_per_s'][name]['median']:,.0f}{ratio}")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    peaks = ", ".join(f"{r['prefill_peak_mib']:.0f} MiB at {r['length']:,}" for r in rows)
-    lines += ["", f"Peak memory of a sparse prefill of one sequence: {peaks}."]
-    runs = load_result("simulate")["runs"]
-    right = sum(run["within"] for run in runs)
-    text = f"`python bench.py simulate`: of {len(runs)} runs that the simulator was not calibrated "
-    text += (
-        f"on, {right} have tokens a second, idle share and staleness within 10% of what it says."
-    )
-    return [*lines, "", text]
-
-
-def write_readme() -> None:
-    """Put the measured tables between the README's markers."""
-    readme = ROOT / "README.md"
-    head, _, rest = readme.read_text().partition("<!-- measured -->\n")
-    _, _, tail = rest.partition("<!-- end -->\n")
-    readme.write_text(f"{head}<!-- measured -->\n{readme_tables()}\n<!-- end -->\n{tail}")
+    print("\n".join(tables.fault_table()))
 
 
 def main(arguments: list[str]) -> None:
@@ -292,7 +182,7 @@ def main(arguments: list[str]) -> None:
         "faults": bench_faults,
         "tasks": bench_tasks,
         "staleness": bench_staleness,
-        "readme": write_readme,
+        "readme": tables.write_readme,
     }
     command, *runs = arguments or [""]
     if command == "plot" and runs:

@@ -142,38 +142,50 @@ def crossing(held: list, goal: float) -> tuple:
     return None, None
 
 
+def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
+    """(the best synchronous mode, {mode: medians over its seeds}); inf: the score was not reached.
+
+    Beside the medians: `seconds` and `finals` of every seed, `gain` = time to the score of the best
+    synchronous mode over that of this one.
+    """
+    found: dict[str, dict] = {}
+    for mode in MODES:
+        own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
+        if own:
+            keys = [k for k in own[0] if k not in ("task", "mode", "seed", "held")]
+            values = {k: [math.inf if r[k] is None else r[k] for r in own] for k in keys}
+            found[mode] = {k: float(np.median(v)) for k, v in values.items()}
+            found[mode] |= {"seconds": values["target_s"], "finals": values["final"]}
+    best = min((m for m in found if m.startswith("sync")), key=lambda m: found[m]["target_s"])
+    for row in found.values():
+        row["gain"] = found[best]["target_s"] / row["target_s"]
+    return best, found
+
+
 def async_table(runs: list[dict]) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
     lines = []
     for task in dict.fromkeys(r["task"] for r in runs):
-        of = {m: [r for r in runs if (r["task"], r["mode"]) == (task, m)] for m in MODES}
-        of = {mode: own for mode, own in of.items() if own}
-
-        def median(mode: str, key: str, of: dict = of) -> float:
-            return float(np.median([r[key] or math.inf for r in of[mode]]))
-
-        best = min((m for m in of if m.startswith("sync")), key=lambda m: median(m, "target_s"))
-        metric, goal = TARGETS[task]
+        (best, found), (metric, goal) = medians(runs, task), TARGETS[task]
         lines += [
             "",
             f"| `{task}`: to a held-out {metric} of {goal} | seconds | × best sync | samples | "
             "episodes/s | busy: rollout, learner | staleness | final |",
             "|---|---|---|---|---|---|---|---|",
         ]
-        for mode, own in of.items():
-            seconds = [r["target_s"] or math.inf for r in own]
+        for mode, row in found.items():
             cells = [
-                f"{np.median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f})",
-                f"{median(best, 'target_s') / np.median(seconds):.2f}",
-                f"{median(mode, 'target_samples'):,.0f}",
-                f"{median(mode, 'samples_per_s'):,.0f}",
-                f"{median(mode, 'busy_rollout'):.0%}, {median(mode, 'busy_learner'):.0%}",
-                f"{np.median([r['staleness'] for r in own]):.2f}",
-                between([r["final"] for r in own], ".2f"),
+                f"{row['target_s']:.1f} ({min(row['seconds']):.1f} to {max(row['seconds']):.1f})",
+                f"{row['gain']:.2f}",
+                f"{row['target_samples']:,.0f}",
+                f"{row['samples_per_s']:,.0f}",
+                f"{row['busy_rollout']:.0%}, {row['busy_learner']:.0%}",
+                f"{row['staleness']:.2f}",
+                between(row["finals"], ".2f"),
             ]
             lines.append(f"| {mode}{' (best sync)' * (mode == best)} | {' | '.join(cells)} |")
-        if all(mode in of for mode in SPLIT.values()):
-            rates = [median(mode, "samples_per_s") for mode in (best, *SPLIT.values())]
+        if all(mode in found for mode in SPLIT.values()):
+            rates = [found[mode]["samples_per_s"] for mode in (best, *SPLIT.values())]
             gains = zip(SPLIT, rates, rates[1:], strict=False)
             parts = " × ".join(f"{name} {new / old:.2f}" for name, old, new in gains)
             what = f"{SPLIT['swaps in flight']} over {best}: {rates[-1] / rates[0]:.2f}"

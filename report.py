@@ -220,16 +220,21 @@ def draw_async(runs: list[dict], modes: list[str], targets: dict, path: Path) ->
 def draw_objectives(runs: list[dict], path: Path) -> None:
     """Held-out reward and effective sample size of each objective, by staleness."""
     plt = canvas()
+    cases = {
+        f"η = {r['max_staleness']}" + ", 8-bit rollouts" * (r["rollout_weights"] != "float32"): r
+        for r in runs
+    }
     runs = [r for r in runs if r["kl_threshold"] == 0.15]
     names = list(dict.fromkeys(r["objective"] for r in runs))
-    bounds = sorted({r["max_staleness"] for r in runs})
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    colours = (GREY, BLUE, ORANGE, GREEN)
     titles = {"reward": "held-out reward", "ess": "effective sample size (share of tokens)"}
     for axis, (key, label) in zip(axes, titles.items(), strict=True):
-        for i, (bound, colour) in enumerate(zip(bounds, (GREY, BLUE, ORANGE), strict=False)):
-            own = {r["objective"]: r[key] for r in runs if r["max_staleness"] == bound}
-            places = np.arange(len(names)) + 0.27 * (i - 1)
-            axis.barh(places, [own[n] for n in names], 0.25, color=colour, label=f"η = {bound}")
+        for i, (case, one) in enumerate(cases.items()):
+            like = [(k, one[k]) for k in ("max_staleness", "rollout_weights")]
+            own = {r["objective"]: r[key] for r in runs if all(r[k] == v for k, v in like)}
+            places = np.arange(len(names)) + 0.21 * (i - 1.5)
+            axis.barh(places, [own[n] for n in names], 0.2, color=colours[i], label=case)
         axis.set(xlabel=label, xlim=(0, 1.02))
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(names)), names)

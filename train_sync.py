@@ -252,11 +252,10 @@ def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
     stop, busy = common.Stop(), {"rollout": 0.0, "learner": 0.0}
     config = resumed(config)
-    if config.learners > 1:
-        raise common.UserError(f"--learners {config.learners}: must be 1 in train_sync.py")
-    if config.rollout_weights != "float32":  # generator and learner share one model here
-        named = f"--rollout-weights {config.rollout_weights}"
-        raise common.UserError(f"{named}: must be float32 in train_sync.py")
+    for name, only in {"learners": 1, "rollout_weights": "float32"}.items():
+        if (value := getattr(config, name)) != only:  # one process, one model
+            flag = f"--{name.replace('_', '-')} {value}"
+            raise common.UserError(f"{flag}: must be {only} in train_sync.py")
     (device, *_), _ = common.pick_devices(config)
     common.set_threads(config, 1)
     config, task, run, learner, watch, _ = open_training(config, "sync", device)

@@ -1,0 +1,213 @@
+"""tables.py: what the README says was measured, written from results/*.json.
+
+Run: `python bench.py readme`; a test compares the README with `readme_tables`. Left out: measuring
+(bench.py, compare.py, speed.py) and pictures (report.py).
+"""
+
+from compare import SPLIT, async_table, medians
+from report import RESULTS, between, load_result
+
+README = RESULTS.parent / "README.md"
+
+
+def readme_tables() -> str:
+    """The measured part of the README, from results/*.json; a test compares the two."""
+    tasks, speed, bounds = (load_result(name) for name in ("tasks", "generator", "staleness"))
+    machine = tasks["machine"]
+    lines = [
+        f"Machine: {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, "
+        f"torch {machine['torch']}. `solved`: the number was found within 6 guesses; in the other "
+        "tasks, a held-out problem was answered without a single mistake. Answers are greedy.",
+        "",
+        "| `train_async.py`, default flags | solved before | solved after | turns | seconds |",
+        "|---|---|---|---|---|",
+    ]
+    for task, rows in tasks["tasks"].items():
+        runs = f"`--task {task}`, {len(rows)} seeds, {rows[0]['steps']} steps"
+        columns = [
+            between([r["before"]["solved"] for r in rows], ".0%"),
+            between([r["after"]["solved"] for r in rows], ".1%"),
+            between([r["after"]["turns"] for r in rows], ".2f"),
+            between([r["command_s"] for r in rows], ".0f"),
+        ]
+        lines.append(f"| {runs} | {' | '.join(columns)} |")
+    worst = {
+        eta: max(r["max"] for r in bounds["runs"] if r["max_staleness"] == eta)
+        for eta in sorted({r["max_staleness"] for r in bounds["runs"]})
+    }
+    lost = sum(r["groups"]["admitted"] - r["groups"]["trained"] for r in bounds["runs"])
+    oldest = ", ".join(f"{worst[eta]} (bound {eta})" for eta in worst)
+    lines += [
+        "",
+        f"Oldest token ever trained, in versions, over all three swap modes: {oldest}; "
+        f"{lost} of {sum(r['groups']['admitted'] for r in bounds['runs'])} groups lost or dropped.",
+        "",
+        f"| decode on one CPU thread, {speed['parameters'] / 1e6:.2f}M parameters, "
+        f"{speed['slots']} slots | tokens/s | transformers {speed['transformers']} | ratio |",
+        "|---|---|---|---|",
+    ]
+    for name, row in speed["workloads"].items():
+        ours, theirs = (row["tokens_per_s"][who]["median"] for who in ("nanoglm", "transformers"))
+        ratio = row["ratio"]
+        lines.append(
+            f"| {name} | {ours:,.0f} | {theirs:,.0f} | "
+            f"**{ratio['median']:.2f}×** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
+        )
+    return "\n".join(claims() + lines + fault_table() + sparse_tables() + races())
+
+
+def races() -> list[str]:
+    """The measured part of the README on asynchronous against synchronous training."""
+    return async_table(load_result("async")["runs"])
+
+
+def claims() -> list[str]:
+    """The table "claim, published, measured here, how"; every number is read from results/."""
+    runs, scale = load_result("async")["runs"], load_result("scale")["published"]
+    both = {task: medians(runs, task) for task in ("guess", "sum")}
+    faster, rates, busy = [], [], []
+    for task, (best, found) in both.items():
+        quickest = max((m for m in found if m.startswith("async")), key=lambda m: found[m]["gain"])
+        row, base = found[quickest], found[best]
+        seconds = between(row["seconds"], ".0f"), between(base["seconds"], ".0f")
+        faster.append(
+            f"`{task}` {row['gain']:.2f}× at {quickest.removeprefix('async, ')} ({seconds[0]} s "
+            f"against {seconds[1]} s, {len(row['seconds'])} seeds)"
+        )
+        rate = found[SPLIT["swaps in flight"]]["samples_per_s"] / base["samples_per_s"]
+        rates.append(f"`{task}` {rate:.2f}× the episodes a second")
+        shares = [
+            f"{max(r['busy_rollout'], r['busy_learner']):.0%}"
+            for r in (found["sync, one core"], found[SPLIT["swaps in flight"]])
+        ]
+        busy.append(f"`{task}` {' → '.join(shares)}")
+    swaps = [
+        found[SPLIT["swaps in flight"]]["samples_per_s"]
+        / found[SPLIT["no straggler tail"]]["samples_per_s"]
+        for _, found in both.values()
+    ]
+    predicted = "; ".join(
+        f"{r['what']}: {r['published']}, here {r['speed_up']}x ({r['utilisation']})" for r in scale
+    )
+    decode, recipe = load_result("decode-cpu")["rows"][-1], load_result("recipe")["shown"]
+    ratios = [row["median"] for row in decode["over_dense"].values()]
+    bounds = load_result("staleness")["runs"]
+    worst = max(r["max"] - r["bound"] for r in bounds)
+    noticed = load_result("simulate")["runs"]
+    rows = [
+        (
+            "asynchronous training is faster to the same score",
+            "AReaL 2.77× and 2.27× (2505.24298), "
+            "PipelineRL about 2× (2509.19128), ROLL Flash 2.24× (2510.11345), on 128 GPUs and more",
+            f"two CPU cores, over the best synchronous run: {'; '.join(faster)}; at η = 4, "
+            f"{', '.join(rates)}",
+            "`python bench.py async full`",
+        ),
+        (
+            "it keeps machines busy",
+            "52% → 87%",
+            f"the busier role, one core each: {', '.join(busy)}",
+            "the same",
+        ),
+        (
+            "swapping weights in flight helps",
+            "12 to 17% more throughput (AReaL)",
+            f"episodes a second over draining: {', '.join(f'{s:.2f}×' for s in swaps)}",
+            "the same",
+        ),
+        (
+            "staleness is bounded",
+            "accepted + running ≤ (η + version + 1)·batch (AReaL)",
+            f"oldest token over the bound in {len(bounds)} runs: {worst:+d} versions",
+            "`python bench.py staleness`",
+        ),
+        (
+            "a model predicts it",
+            predicted,
+            f"of {len(noticed)} runs that it was not calibrated on, "
+            f"{sum(r['within'] for r in noticed)} within 10%",
+            "`python bench.py simulate`, `python simulate.py scale`",
+        ),
+        (
+            "sparse attention pays at long context",
+            "1.6× at 8k to 20.7× at 128k (NSA kernels, H100)",
+            f"decoding at {decode['length']:,} tokens on one CPU thread: {min(ratios):.1f}× to "
+            f"{max(ratios):.1f}×",
+            "`python bench.py decode`",
+        ),
+        (
+            "an indexer must be trained, in stages",
+            "dense, indexer warm-up, sparse (DeepSeek-V3.2)",
+            f"random < warm-up only < full {recipe['random < warm-up only < full']}",
+            "`python recipe.py --seeds 3`",
+        ),
+    ]
+    head = ["| claim | published | measured here | how |", "|---|---|---|---|"]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def fault_table() -> list[str]:
+    """The measured part of the README on faults and replay."""
+    result, runs = load_result("faults"), load_result("replay")["runs"]
+    dead, stopped = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
+    kills, same = result["checkpoint_kills"], sum(run["same"] for run in runs)
+    hangs = sum("hangs" in failure["said"] for failure in result["failures"])
+    ends = result["ends"]
+    cells = {
+        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
+        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
+        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
+        "runs killed or stopped with an error by name, and resumed": (
+            f"{ends.get('killed', 0)}, {sum(ends.values()) - ends['finished'] - ends['killed']}"
+        ),
+        "groups made again": result["requeued"],
+        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
+        "until a stopped worker is named (s)": (
+            f"{stopped['median']:.1f}, at most {stopped['max']:.1f}"
+        ),
+        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
+        "kills in the middle of a checkpoint": kills["kills"],
+        "… resumed each time, weights at the end as without": "yes"
+        if kills["bitwise_equal"]
+        else "NO",
+        "runs of 50 steps replayed to the same weights": f"{same} of {len(runs)}",
+    }
+    rows = [f"| {name} | {value} |" for name, value in cells.items()]
+    return ["", "| `python bench.py faults` and `replay` | |", "|---|---|", *rows]
+
+
+def sparse_tables() -> list[str]:
+    """The measured part of the README on sparse attention: the recipe, and decoding."""
+    recipe, speed = load_result("recipe"), load_result("decode-cpu")
+    rows, settings = speed["rows"], recipe["settings"]
+    attended, minutes = settings["chunk_size"] * settings["top_k"], recipe["wall_s"] / 60
+    heads = "".join(f" {r['length']:,} |" for r in rows)
+    lines = [
+        f"\n`python recipe.py --seeds {settings['seeds']}` ({minutes:.0f} minutes): every variant "
+        f"but the first attends to {attended} keys. From 4× on, random < warm-up only < full "
+        f"{recipe['shown']['random < warm-up only < full']}.\n\n{recipe['table']}\n",
+        f"| decode, tokens/s on one CPU thread, {speed['slots']} slots, context of |" + heads,
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    for name in rows[0]["tokens_per_s"]:
+        cells = []
+        for row in rows:
+            ratio = "" if name == "dense" else f" ({row['over_dense'][name]['median']:.1f}×)"
+            cells.append(f"{row['tokens_per_s'][name]['median']:,.0f}{ratio}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    peaks = ", ".join(f"{r['prefill_peak_mib']:.0f} MiB at {r['length']:,}" for r in rows)
+    lines += ["", f"Peak memory of a sparse prefill of one sequence: {peaks}."]
+    runs = load_result("simulate")["runs"]
+    right = sum(run["within"] for run in runs)
+    text = f"`python bench.py simulate`: of {len(runs)} runs that the simulator was not calibrated "
+    text += (
+        f"on, {right} have tokens a second, idle share and staleness within 10% of what it says."
+    )
+    return [*lines, "", text]
+
+
+def write_readme() -> None:
+    """Put the measured tables between the README's markers."""
+    head, _, rest = README.read_text().partition("<!-- measured -->\n")
+    _, _, tail = rest.partition("<!-- end -->\n")
+    README.write_text(f"{head}<!-- measured -->\n{readme_tables()}\n<!-- end -->\n{tail}")
