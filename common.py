@@ -120,8 +120,9 @@ def check(config: Config) -> Config:
             if not (math.isfinite(value) and low <= value <= high):
                 at_most = f" and at most {high}" if high < math.inf else ""
                 raise UserError(f"{name} {value}: must be at least {low}{at_most}")
-    if config.chunk_size & (config.chunk_size - 1):
-        raise UserError(f"--chunk-size {config.chunk_size}: must be a power of two, 1 to 512")
+    chunk_size = getattr(config, "chunk_size", 1)
+    if chunk_size & (chunk_size - 1):
+        raise UserError(f"--chunk-size {chunk_size}: must be a power of two, 1 to 512")
     if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
         least = 2 * config.reward_seconds
         raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")

@@ -307,7 +307,8 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
-    """(pi / mu) k3 [N]: unbiased for KL(pi || pi_ref) from samples of mu, and so is its gradient.
+    """(pi / mu) k3 [N]: given what precedes a token, unbiased from samples of mu for the KL of that
+    token's distribution, and so is its gradient; that mu sampled the prefix stays uncorrected.
 
     DeepSeek-V3.2 (arXiv 2512.02556), "Unbiased KL Estimate". The ratio is NOT detached: its
     gradient is the part that k3 alone misses.

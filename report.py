@@ -244,6 +244,29 @@ def draw_objectives(runs: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_panels(name: str, title: str, panels: list[tuple[dict, dict]], size=(7, 3.8)) -> None:
+    """results/NAME.png: panels of (curves {label: (style, x, y)}, settings of the axis), two a row.
+
+    A style is a colour and dashes ("#0072B2--"). The legend stands in the place that the last row
+    leaves free, or else in the first panel.
+    """
+    plt = canvas()
+    shape = (-(-len(panels) // 2), min(2, len(panels)))
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
+        for label, (style, x, y) in curves.items():
+            axis.plot(x, y, style[7:] or "-", color=style[:7], label=label, lw=2)
+        axis.set(**settings)
+        axis.grid(alpha=0.3)
+    legend = axes.flat[len(panels) % axes.size]
+    legend.legend(*axes.flat[0].get_legend_handles_labels(), loc="best")
+    if len(panels) < axes.size:
+        legend.axis("off")
+    figure.suptitle(title)
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+    plt.close(figure)
+
+
 def smooth(values: list[float], width: int = 10) -> np.ndarray:
     """The mean of each value and those before it, `width` in all."""
     sums = np.cumsum(np.pad(values, (1, 0)))

@@ -252,10 +252,9 @@ def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
     stop, busy = common.Stop(), {"rollout": 0.0, "learner": 0.0}
     config = resumed(config)
-    for name, only in {"learners": 1, "rollout_weights": "float32"}.items():
-        if (value := getattr(config, name)) != only:  # one process, one model
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise common.UserError(f"{flag}: must be {only} in train_sync.py")
+    for flag, only in {"learners": 1, "rollout-weights": "float32"}.items():
+        if (value := getattr(config, flag.replace("-", "_"))) != only:  # one process, one model
+            raise common.UserError(f"--{flag} {value}: must be {only} in train_sync.py")
     (device, *_), _ = common.pick_devices(config)
     common.set_threads(config, 1)
     config, task, run, learner, watch, _ = open_training(config, "sync", device)

@@ -9,6 +9,7 @@ import bench
 import common
 import compare
 import report
+import tables
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -16,11 +17,11 @@ README = (Path(__file__).parent.parent / "README.md").read_text()
 def test_the_readme_has_the_measured_numbers():
     _, _, rest = README.partition("<!-- measured -->\n")
     measured, _, _ = rest.partition("\n<!-- end -->")
-    assert measured == bench.readme_tables(), "run: python bench.py readme"
+    assert measured == tables.readme_tables(), "run: python bench.py readme"
 
 
 def test_the_first_paragraph_says_how_many_seeds_found_everything():
-    solved = [row["after"]["solved"] for row in bench.load_result("tasks")["tasks"]["guess"]]
+    solved = [row["after"]["solved"] for row in report.load_result("tasks")["tasks"]["guess"]]
     fewest = round(16 * min(solved))
     assert f"all 16 numbers for {solved.count(1.0)} of {len(solved)} seeds" in README
     assert min(solved) == 1.0 or f"\n{fewest} of them for the fifth" in README
@@ -40,17 +41,17 @@ def test_every_file_in_the_reading_order_exists():
 
 
 def test_measured_runs_kept_their_promises():
-    tasks = bench.load_result("tasks")["tasks"]
+    tasks = report.load_result("tasks")["tasks"]
     for rows in tasks.values():
         for row in rows:
             assert row["staleness"]["max"] <= row["staleness"]["bound"]
             assert row["groups"]["admitted"] == row["groups"]["trained"]
-    for row in bench.load_result("staleness")["runs"]:
+    for row in report.load_result("staleness")["runs"]:
         assert row["max"] <= row["bound"] == row["max_staleness"]
 
 
 def test_faults_and_replays_kept_their_promises():
-    faults, replays = bench.load_result("faults"), bench.load_result("replay")["runs"]
+    faults, replays = report.load_result("faults"), report.load_result("replay")["runs"]
     assert faults["faults"] >= 300 and faults["failures"] == []
     assert faults["lost"] == faults["duplicated"] == 0
     assert all(run["staleness"]["max"] <= run["staleness"]["bound"] for run in faults["runs"])
@@ -61,7 +62,7 @@ def test_faults_and_replays_kept_their_promises():
 
 
 def test_the_recipe_kept_its_promises():
-    recipe = bench.load_result("recipe")
+    recipe = report.load_result("recipe")
     strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
     assert strict == "in 9 of 9 (seed, length)"
     assert shown["never the other way round"] and shown["full within 1 point of dense at 8x"]
