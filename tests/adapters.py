@@ -1,0 +1,196 @@
+"""Which function an exercise's test looks at: the project's own, or the one of the module in IMPL.
+
+`IMPL=exercises.mine pytest -m ex06` judges exercises/mine.py. Without IMPL the same tests guard the
+project: where an exercise is one of its functions, that function itself is tested; where it is a
+part of something larger, the few lines below call that part with the exercise's arguments.
+"""
+
+import dataclasses
+import importlib
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import dsa
+import losses
+import rollout
+import train_async
+from buffer import Buffer, Group, Trajectory
+from buffer import staleness as staleness_of
+from checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
+from common import Config
+from losses import group_advantages, token_mean  # noqa: F401
+from model import dense_packed, pack_tokens
+
+NAMES = {
+    "ex01": "causal_attention",
+    "ex02": "index_scores",
+    "ex03": "select",
+    "ex04": "sparse_attention",
+    "ex05": "group_advantages",
+    "ex06": "token_mean",
+    "ex07": "tis",
+    "ex08": "double_sided",
+    "ex09": "damp",
+    "ex10": "draw",
+    "ex11": "staleness",
+    "ex12": "may_admit",
+    "ex13": "next_batch",
+    "ex14": "resume",
+    "ex15": "swap_weights",
+    "ex16": "save_checkpoint",
+    "ex17": "row_dots",
+    "ex18": "sparse_tile",
+}
+
+
+def get(exercise: str):
+    """The function to test: IMPL's, or the project's when IMPL is not set."""
+    name = os.environ.get("IMPL")
+    return project(exercise) if not name else learners(name, exercise)
+
+
+def learners(name: str, exercise: str):
+    """An exercise's function in the module `name`; a missing one fails with what to do."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in (name, name.split(".")[0]):
+            raise  # the module is there, and what it imports is not
+        pytest.fail(f"IMPL={name}: no such module; cp exercises/stubs.py exercises/mine.py")
+    if not hasattr(module, NAMES[exercise]):
+        pytest.fail(f"IMPL={name}: has no function {NAMES[exercise]}, see exercises/stubs.py")
+    return getattr(module, NAMES[exercise])
+
+
+def project(exercise: str):
+    """The project's own solution of an exercise."""
+    return globals()[NAMES[exercise]]
+
+
+def causal_attention(q, k, v, lengths):
+    """model.py: attention of a packed forward pass; the tokens themselves play no part."""
+    return dense_packed(q, k, v, pack_tokens([[0] * n for n in lengths]))
+
+
+def index_scores(q_index, k_index, weights):
+    """dsa.py: one packed sequence, chunks of one key."""
+    tables = dsa.packed_tables(torch.tensor([0, len(q_index)]), chunk_size=1)
+    return dsa.index_scores(q_index, k_index, weights, tables)[:, 0]
+
+
+def select(scores, past, top_k):
+    """dsa.py: `top_chunks`, one sequence, one head; of its tables it reads `past` and `first`."""
+    width = scores.shape[1]
+    chunk, zero = torch.arange(width), torch.zeros_like(past)
+    tables = dsa.Tables(1, width, width, False, chunk, chunk, chunk * 0 + 1, past, zero, past)
+    return dsa.top_chunks(scores[:, None], tables, top_k)[0][:, 0]
+
+
+def sparse_attention(q, k, v, selected, chunk_size):
+    """dsa.py: one packed sequence, one selection for all heads."""
+    tables = dsa.packed_tables(torch.tensor([0, len(q)]), chunk_size)
+    return dsa.sparse_attention(q, k, v, selected[:, None], tables)
+
+
+def tis(logprobs, proximal, behaviour, advantages, mask, count, low, high, cap):
+    """losses.py: the loss of the objective, without its statistics."""
+    settings = losses.Settings(eps_low=low, eps_high=high, tis_cap=cap)
+    whole = torch.zeros_like(mask, dtype=torch.int64)
+    return losses.tis(logprobs, proximal, behaviour, advantages, mask, whole, count, settings)[0]
+
+
+def double_sided(logprobs, behaviour, advantages, mask, count, low, high):
+    """losses.py: the loss of the objective, without its statistics."""
+    settings = losses.Settings(double_low=low, double_high=high)
+    whole = torch.zeros_like(mask, dtype=torch.int64)
+    return losses.double_sided(logprobs, None, behaviour, advantages, mask, whole, count, settings)[
+        0
+    ]
+
+
+def damp(window, kl):
+    """losses.py: `observe` and the two scales."""
+    damper = losses.observe(dataclasses.replace(losses.Damper(), window=tuple(window)), kl)
+    return list(damper.window), losses.lr_scale(damper), losses.reference_scale(damper)
+
+
+def draw(logits, keys, positions, temperature):
+    """rollout.py: `uniforms`, then `sample`."""
+    uniform = torch.from_numpy(rollout.uniforms(keys, positions))
+    return rollout.sample(logits, uniform, temperature)
+
+
+def staleness(versions, loss_mask, version):
+    """buffer.py: the staleness of a trajectory of which nothing else matters."""
+    tokens, logprobs = np.zeros_like(versions), np.zeros(len(versions), np.float32)
+    return staleness_of(Trajectory(0, 0, 0, tokens, loss_mask, logprobs, versions, []), version)
+
+
+def may_admit(starts, version, start, groups_per_step, max_staleness):
+    """buffer.py: a buffer with these groups outstanding."""
+    buffer = Buffer(groups_per_step, max_staleness)
+    buffer.outstanding = dict(enumerate(starts))
+    return buffer.may_admit(version, start)
+
+
+def next_batch(completed, running, version, groups_per_step, max_staleness):
+    """buffer.py: a buffer with these groups complete, and the others without a name."""
+    buffer = Buffer(groups_per_step, max_staleness)
+    buffer.completed = {i: Group(i, start, {}) for i, start in completed}
+    unnamed = {-1 - i: start for i, start in enumerate(running)}
+    buffer.outstanding = dict(completed) | unnamed
+    buffer.counts["admitted"] = len(buffer.outstanding)
+    batch = buffer.next_batch(version)
+    return None if batch is None else [group.group_id for group in batch]
+
+
+def resume(in_flight, completed, next_group, version, groups_per_step, max_staleness):
+    """As `train` in train_async.py begins: `restore`, and `admit` for all that is left."""
+    buffer = Buffer(groups_per_step, max_staleness)
+    for group_id, start in completed.items():
+        buffer.restore(Group(group_id, start, {}))
+    again = [group_id for group_id in in_flight if group_id not in buffer.completed]
+    learner = SimpleNamespace(version=version, next_group=next_group)
+    config = Config(groups_per_step=groups_per_step, steps=version + 10**6)
+    task = SimpleNamespace(reset=lambda index, split: {})
+    flights = SimpleNamespace(issue=lambda group: "a worker")
+    watch = SimpleNamespace(event=lambda *args, **details: None)
+    train_async.admit(learner, buffer, flights, again, config, task, watch)
+    return buffer.outstanding, again, learner.next_group
+
+
+def swap_weights(model, cache, flat, tokens, fed, running):
+    """rollout.py: a generator in the middle of these episodes adopts the weights."""
+    letters = np.arange(model.config.vocab_size)
+    environment = rollout.Environment(None, None, letters, frozenset(), turn_tokens=1)
+    generator = rollout.Generator(model, environment, *tokens.shape, group_size=1, swap="recompute")
+    generator.cache, generator.tokens, generator.fed = cache, tokens, fed
+    episode = rollout.Episode(Group(0, 0, {}), sample_index=0, seed=0, started=0.0)
+    generator.episodes = [episode if busy else None for busy in running]
+    generator.set_weights(1, flat)
+    generator._adopt()
+
+
+def row_dots(x, y):
+    """dsa_triton.py: the kernel `_delta`, launched as the backward pass does."""
+    import dsa_triton
+
+    result = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    grid = (-(-len(x) // 64),)
+    dsa_triton._launch(dsa_triton._delta, grid, x, y, result, len(x), D=x.shape[1], BM=64)
+    return result
+
+
+def sparse_tile(q, k, v, chunks, chunk_size, position):
+    """dsa_triton.py: attention of one cached slot, whose query heads share one key head."""
+    import dsa_triton
+
+    lengths = torch.tensor([position + 1], device=q.device)
+    tables = dsa.cache_tables(lengths, len(k), chunk_size)
+    return dsa_triton.sparse_attention(q[None], k[:, None], v[:, None], chunks[None, None], tables)[
+        0
+    ]

@@ -1,0 +1,90 @@
+"""The exercises' tests have teeth: every stub and every typical wrong solution fails its test.
+
+A stub fails with exactly its NotImplementedError; a wrong solution (mutations.py) with an
+AssertionError that names the mistake. Those of kernels run interpreted, in a process of their own.
+"""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import adapters
+import mutations
+import pytest
+from test_exercises import CHECKS
+
+from exercises import stubs
+
+ROOT = Path(__file__).parent.parent
+KERNELS = ("ex17", "ex18")
+EXERCISES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in adapters.NAMES]
+WRONG = [
+    pytest.param(name, wrong, hint, marks=getattr(pytest.mark, name), id=f"{name} {wrong.__name__}")
+    for name, wrong, hint in mutations.WRONG
+]
+
+
+def check(name: str, implementation, tmp_path: Path) -> None:
+    """Run an exercise's check; those of kernels skip where none can run."""
+    needs_folder = len(inspect.signature(CHECKS[name]).parameters) > 1
+    CHECKS[name](implementation, *[tmp_path] * needs_folder)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_stub_fails_with_its_own_error(name, tmp_path):
+    stub = getattr(stubs, adapters.NAMES[name])
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        check(name, stub, tmp_path)
+
+
+@pytest.mark.parametrize("name, wrong, hint", WRONG)
+def test_a_typical_wrong_solution_is_caught_by_name(name, wrong, hint, tmp_path):
+    with pytest.raises(AssertionError, match=re.escape(hint)):
+        check(name, wrong, tmp_path)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_the_stub_has_the_signature_of_the_projects_function(name):
+    stub, own = getattr(stubs, adapters.NAMES[name]), adapters.project(name)
+    described = [
+        {p.name: p.default for p in inspect.signature(function).parameters.values()}
+        for function in (stub, own)
+    ]
+    assert described[0] == described[1] and list(described[0]) == list(described[1])
+
+
+def test_every_exercise_has_a_wrong_solution_a_stub_and_a_place_in_the_readme():
+    text = (ROOT / "exercises/README.md").read_text()
+    assert {name for name, _, _ in mutations.WRONG} == set(adapters.NAMES)
+    defined = [name for name, _ in inspect.getmembers(stubs, inspect.isfunction)]
+    assert sorted(defined) == sorted(adapters.NAMES.values())
+    for name, function in adapters.NAMES.items():
+        assert re.search(rf"^## {name} .*`{function}`", text, re.MULTILINE), name
+        assert re.search(rf"^\| {name} \|", text, re.MULTILINE), f"{name} is not in the ladder"
+
+
+@pytest.mark.ex17
+@pytest.mark.ex18
+def test_kernels_interpreted():
+    """Both kernel exercises, their stubs and their wrong solutions, in one child process."""
+    import torch
+
+    if os.environ.get("TRITON_INTERPRET") == "1" or torch.cuda.is_available():
+        pytest.skip("the kernel exercises run in this very process")
+    pytest.importorskip("triton", reason="Triton is not installed")
+    here = Path(__file__).parent
+    files = [str(here / "test_exercises.py"), str(here / "test_stubs.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-rs", "-m", "ex17 or ex18", *files]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "the interpreter of Triton 3.6" in done.stdout:
+        pytest.skip("the interpreter of Triton 3.6 cannot loop with numpy >= 2.4")
+    passed = int(re.search(r"(\d+) passed", done.stdout)[1])
+    wrong = sum(name in KERNELS for name, _, _ in mutations.WRONG)
+    assert passed == 3 * len(KERNELS) + wrong, done.stdout
