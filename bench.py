@@ -78,9 +78,9 @@ def bench_objectives(steps: int = 150) -> None:
     """Every objective at growing staleness and with rollout weights rounded on purpose, and the
     damper on and off, on `reverse` with half the usual batch -> results/objectives.json, .png."""
     result = {"machine": common.describe_machine(), "steps": steps, "runs": []}
-    plan = [(name, eta, 0.15, "float32") for name in common.OBJECTIVES for eta in (0, 4, 16)]
-    plan += [(name, 4, 0.15, "float8_e4m3fn") for name in common.OBJECTIVES]
-    plan += [("cispo", eta, off, "float32") for eta in (4, 16) for off in (0.0, 1e9)]
+    plan = [(name, eta, 1.0, "float32") for name in common.OBJECTIVES for eta in (0, 4, 16)]
+    plan += [(name, 4, 1.0, "float8_e4m3fn") for name in common.OBJECTIVES]
+    plan += [("cispo", eta, at, "float32") for eta in (4, 16) for at in (0.0, 0.15, 1e9)]
     with tempfile.TemporaryDirectory() as place:
         for name, eta, threshold, weights in tqdm(plan, unit="run"):
             flags = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}

@@ -350,7 +350,8 @@ def diagnostics(
     """What one micro-batch contributes to the step's diagnostics, for `merge_diagnostics`.
 
     Tensors [N]; `sums` is what the objective returned. -> detached scalars: sums over tokens, but
-    `ratio_max` and `ratio_min`. KL to mu is k3 of samples of mu, so it estimates KL(mu || pi).
+    `ratio_max` and `ratio_min`. KL to mu is k3 of samples of mu, so it estimates KL(mu || pi); KL
+    to the reference is weighted with pi / mu: on stale samples k3 alone is far too large.
     """
     ratio = log_ratio(logprobs, behaviour, mask).double().exp()  # [N], double: sums of squares
     result = {
@@ -363,7 +364,9 @@ def diagnostics(
         "ratio_min": ratio.masked_fill(~mask, math.inf).min(),
     }
     if reference is not None:
-        result["kl_reference"] = _masked(k3(logprobs, reference), mask).double().sum()
+        result["kl_reference"] = (
+            _masked(unbiased_k3(logprobs, reference, behaviour), mask).double().sum()
+        )
     return result | sums
 
 

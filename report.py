@@ -224,9 +224,9 @@ def draw_objectives(runs: list[dict], path: Path) -> None:
         f"η = {r['max_staleness']}" + ", 8-bit rollouts" * (r["rollout_weights"] != "float32"): r
         for r in runs
     }
-    runs = [r for r in runs if r["kl_threshold"] == 0.15]
+    runs = [r for r in runs if r["kl_threshold"] == 1.0]
     names = list(dict.fromkeys(r["objective"] for r in runs))
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(7, 4.6), sharey=True, layout="constrained")
     colours = (GREY, BLUE, ORANGE, GREEN)
     titles = {"reward": "held-out reward", "ess": "effective sample size (share of tokens)"}
     for axis, (key, label) in zip(axes, titles.items(), strict=True):
@@ -239,7 +239,7 @@ def draw_objectives(runs: list[dict], path: Path) -> None:
         axis.grid(axis="x", alpha=0.3)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
-    axes[1].legend(loc="lower left", fontsize=8)
+    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

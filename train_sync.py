@@ -103,8 +103,9 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
                     learner.reference, batch, learner.alphabet, config.temperature
                 )
             reference_seconds += time.monotonic() - start
-            weight = config.reference_weight * losses.reference_scale(learner.damper)
-            loss = loss + weight * losses.token_mean(losses.k3(logprobs, reference), mask, count)
+            # weighted with pi / mu: the samples may be stale
+            kl = losses.token_mean(losses.unbiased_k3(logprobs, reference, behaviour), mask, count)
+            loss = loss + config.reference_weight * losses.reference_scale(learner.damper) * kl
         loss.backward()
         total_loss += float(loss.detach())
         parts.append(

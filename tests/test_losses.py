@@ -644,8 +644,9 @@ def test_merged_diagnostics_against_loops_over_the_whole_step():
         "ratio_min": min(ratios),
         "ess": sum(ratios) ** 2 / sum(x * x for x in ratios) / n,
         "kl_behaviour": sum(x - 1 - math.log(x) for x in ratios) / n,
-        "kl_reference": statistics.mean(
-            math.exp(reference[t] - logprobs[t]) - 1 - (reference[t] - logprobs[t]) for t in tokens
+        "kl_reference": statistics.mean(  # weighted with pi / mu: the samples are those of mu
+            ratio * (math.exp(reference[t] - logprobs[t]) - 1 - (reference[t] - logprobs[t]))
+            for t, ratio in zip(tokens, ratios, strict=True)
         ),
         "entropy": statistics.mean(abs(behaviour[t]) for t in tokens),
         "clipped": clipped / n,

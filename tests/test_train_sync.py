@@ -213,7 +213,7 @@ def test_reference_follows_the_policy_and_feeds_the_damper():
 def test_damper_lowers_the_learning_rate():
     config = config_of(task="reverse", reference_every=1, lr=0.01)
     learner, groups, _ = batch_of(config)
-    learner.damper = dataclasses.replace(learner.damper, window=(0.4,) * 10)
+    learner.damper = dataclasses.replace(learner.damper, window=(4.0,) * 10)
     metrics = train_sync.learner_step(learner, groups, config)
     assert metrics["lr"] == pytest.approx(0.6 * config.lr)
     assert metrics["reference_weight"] > config.reference_weight
