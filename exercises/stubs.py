@@ -11,6 +11,7 @@ that it needs to know is said here.
 from pathlib import Path
 
 import numpy as np
+import torch  # noqa: F401 (most exercises need it)
 from torch import Tensor
 
 
@@ -29,7 +30,7 @@ def index_scores(q_index: Tensor, k_index: Tensor, weights: Tensor) -> Tensor:
     """Scores of the lightning indexer, for one sequence of N tokens.
 
     q_index float32 [N, J, E] (J small heads), k_index [N, E] (one key head, shared by all of
-    them), weights [N, J] of either sign (already scaled) -> [N, N]:
+    them), weights [N, J] of either sign (any scaling is in the weights already) -> [N, N]:
     I[t, s] = sum over j of weights[t, j] * ReLU(q_index[t, j] . k_index[s])   for s < t,
     and -inf for s >= t: the future is no candidate, and the own token is selected without a score.
     """
@@ -136,8 +137,8 @@ def damp(window: list[float], kl: float) -> tuple[list[float], float, float]:
 
     window: the KL values so far, newest last, at most 1000. The new window is a new list with kl
     at its end and the 1000 newest values. While the mean of the new window is above 0.15
-    (strictly), the scales are 0.6 and 2.0, otherwise 1.0 and 1.0. A thousand values of exactly
-    0.15 have a mean that is not above 0.15, whatever rounding says.
+    (strictly), the scales are 0.6 and 2.0, otherwise 1.0 and 1.0. The mean of any
+    number of values of exactly 0.15 is not above 0.15, whatever rounding says.
     Raises AssertionError when kl is not finite.
     """
     raise NotImplementedError("ex09: the KL-window damper")
@@ -250,12 +251,12 @@ def swap_weights(model, cache, flat: Tensor, tokens: np.ndarray, fed: np.ndarray
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
     """Write a checkpoint that is either whole or not there, whenever the process is killed.
 
-    The file is folder / "checkpoints" / "step0000012.pt" for step 12 (the folder exists): the
+    The file is folder / "checkpoints" / "step0000012.pt" for step 12 (that folder exists): the
     bytes that torch.save(state, ...) writes, followed by their sha256 digest (32 bytes). Other
     names in that folder may exist while it is written, but nothing that is called step*.pt. What
     was written is flushed to the disk (`os.fsync`) before it gets its name. An unfinished file
-    that an earlier kill has left behind is no obstacle. Then all but the `keep` newest
-    step*.pt are deleted. Returns the path.
+    that an earlier kill has left behind is no obstacle. Then all step*.pt but the `keep`
+    with the highest numbers are deleted. Returns the path.
     """
     raise NotImplementedError("ex16: an atomic checkpoint")
 
