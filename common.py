@@ -93,7 +93,9 @@ class Config:
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy", 0.0)
     reference_every: int = flag(5, "steps between reference passes (0: no reference)", 0)
     reference_refresh: int = flag(20, "steps between snapshots of the reference (0: keep first)", 0)
-    kl_threshold: float = flag(1.0, "mean KL above which the damper acts (GLM-5: 0.15)", 0.0)
+    kl_threshold: float = flag(
+        1.0, "mean KL above which the damper acts (told of GLM-5: 0.15)", 0.0
+    )
     # watching
     eval_every: int = flag(20, "steps between held-out evaluations", 1)
     samples_every: int = flag(100, "steps between printed episodes", 1)

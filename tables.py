@@ -53,8 +53,47 @@ def readme_tables() -> str:
             f"| {name} | {ours:,.0f} | {theirs:,.0f} | "
             f"**{ratio['median']:.2f}×** ({ratio['min']:.2f} to {ratio['max']:.2f}) |"
         )
-    sections = [claims(), lines, fault_table(), sparse_tables(), races()]
+    sections = [claims(), lines, fault_table(), sparse_tables(), races(), objective_table()]
     return "\n".join(line for section in sections for line in section)
+
+
+def objective_table() -> list[str]:
+    """The measured part of the README on objectives under staleness, and on the damper."""
+    result = load_result("objectives")
+    runs = [r for r in result["runs"] if r["kl_threshold"] == 1.0]
+    cases = list(dict.fromkeys((r["max_staleness"], r["rollout_weights"]) for r in runs))
+    heads = [f"η = {eta}" + ", 8-bit rollouts" * (kind != "float32") for eta, kind in cases]
+    lines = [
+        "",
+        f"| `reverse`, half batches, {result['steps']} steps: held-out reward (effective sample "
+        f"size) | {' | '.join(heads)} |",
+        "|---" * (len(cases) + 1) + "|",
+    ]
+    for name in dict.fromkeys(r["objective"] for r in runs):
+        own = {
+            (r["max_staleness"], r["rollout_weights"]): r for r in runs if r["objective"] == name
+        }
+        cells = [f"{own[case]['reward']:.2f} ({own[case]['ess']:.2f})" for case in cases]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    named = {0.0: "always", 0.15: "above 0.15", 1.0: "above 1.0", 1e9: "never"}
+    arms = {
+        eta: ", ".join(
+            f"{text} {r['reward']:.2f}"
+            for at, text in named.items()
+            for r in result["runs"]
+            if (r["objective"], r["max_staleness"], r["rollout_weights"], r["kl_threshold"])
+            == ("cispo", eta, "float32", at)
+        )
+        for eta in (4, 16)
+    }
+    shares = [r["reference_share"] for r in result["runs"]]
+    text = "; ".join(f"η = {eta}: {values}" for eta, values in arms.items())
+    return [
+        *lines,
+        "",
+        f"When the KL damper acts, and the reward of `cispo` then: {text}. The reference pass that "
+        f"it reads takes {between(shares, '.0%')} of a learner's step.",
+    ]
 
 
 def races() -> list[str]:
