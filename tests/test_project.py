@@ -37,11 +37,11 @@ CEILINGS = {
     "simulate": 225,
     "compare": 175,
     "bench": 160,
-    "tables": 195,
+    "tables": 235,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6070, 17.0
+TOTAL, TOKENS_PER_LINE = 6120, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
