@@ -63,8 +63,8 @@ SPLIT = {  # what each change of mode gains in episodes a second, from synchrono
     "swaps in flight": "async, η = 4",
 }
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.4)}  # held-out score to reach
-# What differs from the defaults, in every mode alike. Half the batch and half the slots: `sum`
-# learns more from an episode so, and less work is in flight. Its evaluations take 0.4 s each.
+# What differs from the defaults, in every mode alike. For `sum` half the batch and half the slots,
+# so that less work is in flight, and rare evaluations, which take 0.4 s each.
 FLAGS = {
     "guess": {"eval_every": 20, "steps": 250},
     "sum": {"eval_every": 30, "groups_per_step": 16, "slots": 64, "steps": 300, "lr": 1.2e-3},

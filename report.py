@@ -240,7 +240,7 @@ def draw_objectives(runs: list[dict], path: Path) -> None:
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle("TIS, CISPO and IcePop learn from old data; the clips of PPO and GSPO do not")
+    figure.suptitle("What staleness costs each objective")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

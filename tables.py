@@ -137,7 +137,7 @@ def claims() -> list[str]:
     ratios = [row["median"] for row in decode["over_dense"].values()]
     bounds = load_result("staleness")["runs"]
     worst = max(r["max"] - r["bound"] for r in bounds)
-    noticed = load_result("simulate")["runs"]
+    held_out = load_result("simulate")["runs"]
     rows = [
         (
             "asynchronous training is faster to the same score",
@@ -149,7 +149,7 @@ def claims() -> list[str]:
         ),
         (
             "it keeps machines busy",
-            "52% → 87%",
+            "52% → 87% (a secondary source)",
             f"the busier role, one core each: {', '.join(busy)}",
             "the same",
         ),
@@ -168,8 +168,8 @@ def claims() -> list[str]:
         (
             "a model predicts it",
             predicted,
-            f"of {len(noticed)} runs that it was not calibrated on, "
-            f"{sum(r['within'] for r in noticed)} within 10%",
+            f"of {len(held_out)} runs that it was not calibrated on, "
+            f"{sum(r['within'] for r in held_out)} within 10%",
             "`python bench.py simulate`, `python simulate.py scale`",
         ),
         (

@@ -142,12 +142,37 @@ def test_the_speed_of_a_run_leaves_evaluations_out(tmp_path):
     assert speed["busy_rollout"] == pytest.approx(2 * 2 * 0.7 / (2 * 4.0))
 
 
-def test_the_table_compares_with_the_best_synchronous_mode():
-    def run(mode: str, seed: int, seconds: float, rate: float) -> dict:
-        row = {"task": "guess", "mode": mode, "seed": seed, "target_s": seconds}
-        row |= {"target_samples": 1000, "final": 0.99, "samples_per_s": rate, "staleness": 1.0}
-        return row | {"busy_rollout": 0.9, "busy_learner": 0.8}
+def run(mode: str, seed: int, seconds: float, rate: float) -> dict:
+    row = {"task": "guess", "mode": mode, "seed": seed, "target_s": seconds}
+    row |= {"target_samples": 1000, "final": 0.99, "samples_per_s": rate, "staleness": 1.0}
+    return row | {"busy_rollout": 0.9, "busy_learner": 0.8}
 
+
+def test_claims_quote_the_results(monkeypatch, tmp_path):
+    rates = {"sync, one core": 50, "sync, two threads": 80}
+    rates |= {"async, η = 4, drain": 90, "async, η = 4": 120}
+    runs = [
+        run(mode, i, 1000 / rate + i, rate) | {"task": task}
+        for task in ("guess", "sum")
+        for mode, rate in rates.items()
+        for i in range(3)
+    ]
+    real, made_up = report.load_result, {"async": {"runs": runs}}
+    monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or real(name))
+    for name in ("async", "scale"):
+        (tmp_path / f"{name}.json").touch()
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    text = "\n".join(tables.claims())
+    assert "`guess` 1.45× at η = 4 (8 to 10 s against 12 to 14 s, 3 seeds)" in text
+    assert "`sum` 1.50× the episodes a second" in text and "1.33×, 1.33×" in text
+    predicted = real("scale")["published"][0]
+    assert f"{predicted['published']}, here {predicted['speed_up']}x" in text
+    assert len({line.count("|") for line in text.splitlines() if line}) == 1  # whole rows
+    (tmp_path / "async.json").unlink()
+    assert tables.claims() == []  # what was not measured yet is not claimed
+
+
+def test_the_table_compares_with_the_best_synchronous_mode():
     modes = {
         "sync, one core": 30,
         "sync, two threads": 20,
