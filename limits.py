@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 if sys.platform == "linux":
     import resource
@@ -64,7 +63,8 @@ def memory_limit(mebibytes: float):
     if not (main and sys.platform == "linux"):
         yield
         return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    with open("/proc/self/statm", "rb", buffering=0) as file:  # every token boundary: keep it quick
+        pages = int(file.read().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + int(mebibytes * 2**20)
     if hard != resource.RLIM_INFINITY:

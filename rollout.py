@@ -332,10 +332,10 @@ class Generator:
 
     def _end_turns(self, ended: list[int]) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
-        requests = {}
-        for b in ended:
-            episode, known = self.episodes[b], int(self.known[b])
-            episode.turns.append((int(self.turn_start[b]), known))
+        requests, starts, ends = {}, self.turn_start[ended].tolist(), self.known[ended].tolist()
+        for b, start, known in zip(ended, starts, ends, strict=True):
+            episode = self.episodes[b]
+            episode.turns.append((start, known))
             if len(episode.turns) >= self.environment.max_turns:
                 cut = self.environment.stop and not self.stop[self.tokens[b, known - 1]]
                 self._finish(b, "length" if cut else "stop")

@@ -137,9 +137,9 @@ def poison(kind: str, header: dict, arrays: dict | None) -> tuple:
     )
     first = arrays["loss_mask"].nonzero()[0][0] if arrays else 0
     if kind == "length":
-        header["trajectories"][0]["length"] += 1
+        header["lengths"][0] += 1
     elif kind == "turn":
-        header["trajectories"][0]["turns"][0][1] += 1
+        header["columns"]["turns"][0][0][1] += 1
     elif kind == "start":
         header["start"] -= 1
     elif kind == "token":

@@ -6,6 +6,7 @@ than its start + eta. Staleness is read from the tokens.
 """
 
 import dataclasses
+import json
 import random
 import zlib
 from dataclasses import dataclass, field, fields
@@ -703,6 +704,7 @@ def sound_group() -> Group:
 def flaw_after(change) -> str | None:
     group = sound_group()
     header, arrays = group_to_parts(group)
+    header = json.loads(json.dumps(header))  # as it arrives
     change(header, arrays)
     return group_flaw(header, arrays, size=2, newest=6, vocabulary=512)
 
@@ -723,11 +725,12 @@ def put(name: str, place: int, value):
         (put("versions", 2, 7), "version 7, must be 3 to 6"),
         (put("versions", 0, 3), "version where nothing was generated 3, must be -1"),
         (put("loss_mask", 1, True), "a loss mask that is not the policy's turns"),
-        (lambda h, a: h["trajectories"][0].update(length=6), "arrays"),
-        (lambda h, a: h["trajectories"][0].update(turns=[(2, 6)]), "a turn from 2 to 6"),
-        (lambda h, a: h["trajectories"][0].update(turns=[(-1, 2)]), "a turn from -1 to 2"),
-        (lambda h, a: h["trajectories"].pop(), "arrays"),
-        (lambda h, a: h["trajectories"][1].update(sample_index=0), "2 samples, must be 0 to 1"),
+        (lambda h, a: h.update(lengths=[6, 3]), "arrays"),
+        (lambda h, a: h["columns"]["turns"].__setitem__(0, [(2, 6)]), "a turn from 2 to 6"),
+        (lambda h, a: h["columns"]["turns"].__setitem__(0, [(-1, 2)]), "a turn from -1 to 2"),
+        (lambda h, a: h["columns"]["turns"].pop(), "1 values of turns, must be 2"),
+        (lambda h, a: h["lengths"].pop(), "arrays"),
+        (lambda h, a: h["columns"].update(sample_index=[0, 0]), "samples [0, 0], must be 0 to 1"),
         (lambda h, a: a.update(tokens=a["tokens"].astype(np.int64)), "arrays"),
         (lambda h, a: a.pop("versions"), "arrays"),
         (lambda h, a: a.update(tokens=a["tokens"][None]), "arrays"),
@@ -740,7 +743,7 @@ def test_a_poisoned_group_is_named(change, words):
 
 def test_a_group_of_another_size_is_named():
     header, arrays = group_to_parts(sound_group())
-    assert group_flaw(header, arrays, 3, 6, 512) == "2 samples, must be 0 to 2 in order"
+    assert group_flaw(header, arrays, 3, 6, 512) == "samples (0, 1), must be 0 to 2 in order"
 
 
 @pytest.mark.parametrize(
