@@ -66,10 +66,10 @@ TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.4)}  # held-out score t
 # What differs from the defaults, in every mode alike. For `sum` half the batch and half the slots,
 # so that less work is in flight, and rare evaluations, which take 0.4 s each.
 FLAGS = {
-    "guess": {"eval_every": 20, "steps": 250},
+    "guess": {"eval_every": 20, "steps": 200},
     "sum": {"eval_every": 30, "groups_per_step": 16, "slots": 64, "steps": 300, "lr": 1.2e-3},
 }
-HEADLINE = ["sync, two threads", "async, η = 1", "async, η = 2"]
+HEADLINE = ["sync, one core", "sync, two threads", "async, η = 2"]
 
 
 def bench_async(kind: str = "quick") -> None:

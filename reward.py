@@ -432,14 +432,14 @@ def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> 
 
     Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.
     """
-    everything = np.asarray(tokens).tolist()
-    spans = (everything[start:stop] for start, stop in turns)
-    return [_answer(tuple(s[:-1] if s and s[-1] in task.stop else s)) for s in spans]
+    everything, end = np.asarray(tokens).tolist(), task.stop
+    return [_answer(tuple(everything[start:stop]), end) for start, stop in turns]
 
 
 @lru_cache(4096)  # the turns before the newest one are read again and again
-def _answer(tokens: tuple[int, ...]) -> str:
-    return decode_bytes(tokens).decode("utf-8", errors="replace")
+def _answer(tokens: tuple[int, ...], stop: frozenset[int]) -> str:
+    said = tokens[:-1] if tokens and tokens[-1] in stop else tokens
+    return decode_bytes(said).decode("utf-8", errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------
