@@ -192,15 +192,16 @@ def main(arguments: list[str]) -> None:
             report.draw_comparison([Path(run) for run in runs], Path("comparison.png"))
     elif command == "timeline" and runs:
         report.draw_timeline([Path(run) for run in runs], Path("timeline.png"))
-    elif command == "roles" and len(runs) == 1:
-        bench_roles(*runs)
+    elif command == "roles" and len(runs) in (1, 2) and all(n.isdigit() for n in runs[1:]):
+        bench_roles(runs[0], *map(int, runs[1:]))
     elif command == "async" and runs in ([], ["full"]):
         bench_async(*runs)
     elif command in commands and not runs:
         commands[command]()
     else:
         allowed = (
-            f"{', '.join(commands)}, async [full], roles COMMIT, plot RUN ... or timeline RUN ..."
+            f"{', '.join(commands)}, async [full], roles COMMIT [ROUNDS], plot RUN ... "
+            "or timeline RUN ..."
         )
         common.fail(ValueError(f"{' '.join(arguments)!r}: must be {allowed}"))
 

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 from tqdm import tqdm
@@ -69,18 +70,18 @@ FLAGS = {
     "guess": {"eval_every": 20, "steps": 200},
     "sum": {"eval_every": 30, "groups_per_step": 16, "slots": 64, "steps": 300, "lr": 1.2e-3},
 }
-HEADLINE = ["sync, one core", "sync, two threads", "async, η = 2"]
+HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
 
 
 def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of three modes, one task; full: five seeds of the headline modes and three of
+    quick: two seeds of two modes, one task; full: five seeds of the headline modes and three of
     the others. What is measured already is not measured again: delete the file to start over.
     """
     full = kind == "full"
-    names, tasks = (MODES, TARGETS) if full else (HEADLINE[:3], ["guess"])
+    names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
     seeds = {name: (5 if name in HEADLINE else 3) if full else 2 for name in names}
     plan = [(t, name, i) for i in range(5) for t in tasks for name in names if i < seeds[name]]
     path = RESULTS / ("async.json" if full else "async-quick.json")
@@ -145,21 +146,36 @@ def crossing(held: list, goal: float) -> tuple:
 def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     """(the best synchronous mode, {mode: medians over its seeds}); inf: the score was not reached.
 
-    Beside the medians: `seconds` and `finals` of every seed, `gain` = time to the score of the best
-    synchronous mode over that of this one.
+    Beside the medians: `seeds`, its run of each seed, and `gains` and `gain`, time to the score of
+    the best synchronous mode over that of this one, seed by seed and their median.
     """
     found: dict[str, dict] = {}
     for mode in MODES:
         own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
+        own = [{k: math.inf if v is None else v for k, v in r.items()} for r in own]
         if own:
             keys = [k for k in own[0] if k not in ("task", "mode", "seed", "held")]
-            values = {k: [math.inf if r[k] is None else r[k] for r in own] for k in keys}
-            found[mode] = {k: float(np.median(v)) for k, v in values.items()}
-            found[mode] |= {"seconds": values["target_s"], "finals": values["final"]}
+            found[mode] = {k: float(np.median([r[k] for r in own])) for k in keys}
+            found[mode]["seeds"] = {r["seed"]: r for r in own}
     best = min((m for m in found if m.startswith("sync")), key=lambda m: found[m]["target_s"])
-    for row in found.values():
-        row["gain"] = found[best]["target_s"] / row["target_s"]
+    for mode, row in found.items():
+        row["gains"] = paired(found, "target_s", best, mode)
+        row["gain"] = float(np.median(row["gains"]))
     return best, found
+
+
+def paired(found: dict, key: str, mode: str, other: str) -> list[float]:
+    """A figure of one mode over that of another, seed by seed. Runs of a seed follow each other, so
+    a machine that is slower for a while is slower for both."""
+    ours, theirs = found[mode]["seeds"], found[other]["seeds"]
+    pairs = [(ours[seed][key], theirs[seed][key]) for seed in ours if seed in theirs]
+    return [x / y if min(x, y) < math.inf else 1.0 for x, y in pairs]  # neither has reached it
+
+
+def rate_gain(found: dict, mode: str, other: str) -> float:
+    """Episodes a second over those of another mode: the geometric mean over the seeds, so that
+    gains of several changes multiply to that of all."""
+    return geometric_mean(paired(found, "samples_per_s", mode, other))
 
 
 def async_table(runs: list[dict]) -> list[str]:
@@ -174,22 +190,24 @@ def async_table(runs: list[dict]) -> list[str]:
             "|---|---|---|---|---|---|---|---|",
         ]
         for mode, row in found.items():
+            seconds, finals = ([r[k] for r in row["seeds"].values()] for k in ("target_s", "final"))
             cells = [
-                f"{row['target_s']:.1f} ({min(row['seconds']):.1f} to {max(row['seconds']):.1f})",
-                f"{row['gain']:.2f}",
+                f"{row['target_s']:.1f} ({min(seconds):.1f} to {max(seconds):.1f})",
+                f"{row['gain']:.2f} ({min(row['gains']):.2f} to {max(row['gains']):.2f})",
                 f"{row['target_samples']:,.0f}",
                 f"{row['samples_per_s']:,.0f}",
                 f"{row['busy_rollout']:.0%}, {row['busy_learner']:.0%}",
                 f"{row['staleness']:.2f}",
-                between(row["finals"], ".2f"),
+                f"{row['final']:.2f} ({between(finals, '.2f')})",
             ]
-            lines.append(f"| {mode}{' (best sync)' * (mode == best)} | {' | '.join(cells)} |")
+            name = f"{mode}{' (best sync)' * (mode == best)}, {len(seconds)} seeds"
+            lines.append(f"| {name} | {' | '.join(cells)} |")
         if all(mode in found for mode in SPLIT.values()):
-            rates = [found[mode]["samples_per_s"] for mode in (best, *SPLIT.values())]
-            gains = zip(SPLIT, rates, rates[1:], strict=False)
-            parts = " × ".join(f"{name} {new / old:.2f}" for name, old, new in gains)
-            what = f"{SPLIT['swaps in flight']} over {best}: {rates[-1] / rates[0]:.2f}"
-            lines += ["", f"Episodes a second, {what} = {parts}."]
+            steps = [best, *SPLIT.values()]
+            gains = [rate_gain(found, new, old) for old, new in pairwise(steps)]
+            parts = " × ".join(f"{n} {gain:.2f}" for n, gain in zip(SPLIT, gains, strict=True))
+            whole = f"{steps[-1]} over {best}: {rate_gain(found, steps[-1], best):.2f}"
+            lines += ["", f"Episodes a second, {whole} = {parts}."]
     return lines
 
 

@@ -197,20 +197,21 @@ def draw_async(runs: list[dict], modes: list[str], targets: dict, path: Path) ->
     size = (4.5 * len(tasks), 6.4)
     figure, axes = plt.subplots(2, len(tasks), figsize=size, squeeze=False, layout="constrained")
     colours = dict(zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False))
-    for row, (column, name) in enumerate(((0, "wall-clock time (s)"), (1, "episodes trained"))):
-        for axis, task in zip(axes[row], tasks, strict=True):
+    clocks = (1, "wall-clock time (s)"), (1000, "episodes trained (thousands)")
+    for column, (unit, name) in enumerate(clocks):
+        for axis, task in zip(axes[column], tasks, strict=True):
             for mode in modes:
                 own = [
                     np.array(r["held"]).T for r in runs if (r["task"], r["mode"]) == (task, mode)
                 ]
                 grid = np.linspace(0, min(held[column, -1] for held in own), 100)
                 curves = np.array([np.interp(grid, held[column], held[2]) for held in own])
-                axis.plot(grid, np.median(curves, 0), color=colours[mode], label=mode)
+                axis.plot(grid / unit, np.median(curves, 0), color=colours[mode], label=mode)
                 low, high = curves.min(0), curves.max(0)
-                axis.fill_between(grid, low, high, color=colours[mode], alpha=0.15, lw=0)
+                axis.fill_between(grid / unit, low, high, color=colours[mode], alpha=0.15, lw=0)
             metric, goal = targets[task]
             axis.axhline(goal, color="black", lw=0.8, ls=":")
-            axis.set(xlabel=name, ylabel=f"held-out: {metric}", title=task if row == 0 else None)
+            axis.set(xlabel=name, ylabel=f"held-out: {metric}", title=task if column == 0 else None)
             axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=120)

@@ -190,6 +190,8 @@ def sparse_tile(q, k, v, chunks, chunk_size, position):
     import dsa_triton
 
     lengths = torch.tensor([position + 1], device=q.device)
+    # the project refuses chunks of the future, the exercise hides them
+    chunks = torch.where(chunks * chunk_size > position, -1, chunks)
     tables = dsa.cache_tables(lengths, len(k), chunk_size)
     return dsa_triton.sparse_attention(q[None], k[:, None], v[:, None], chunks[None, None], tables)[
         0

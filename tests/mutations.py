@@ -3,6 +3,7 @@
 import hashlib
 import io
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,12 @@ def scores_the_future(q_index, k_index, weights):
     return torch.einsum("tjs,tj->ts", hits, weights)
 
 
+@wrong("ex02", "must have the dtype of q")
+def answers_in_double(q_index, k_index, weights):
+    hits = torch.einsum("tje,se->tjs", q_index, k_index).relu()
+    return scored(torch.einsum("tjs,tj->ts", hits, weights), -1).double()
+
+
 # ---- ex03 ----
 
 
@@ -197,6 +204,14 @@ def sorted_by_id(scores, past, top_k):
     found = ranked(scores, past, top_k, lambda x: x.sort(stable=True, descending=True).indices)
     rest = found[:, 1:].masked_fill(found[:, 1:] < 0, 1 << 30).sort().values
     return torch.cat([found[:, :1], torch.where(rest == 1 << 30, -1, rest)], 1)
+
+
+@wrong("ex03", "differ in the last bit")
+def breaks_ties_with_the_id(scores, past, top_k):
+    def order(x):
+        return (x - 1e-6 * torch.arange(x.shape[1])).sort(stable=True, descending=True).indices
+
+    return ranked(scores, past, top_k, order)
 
 
 # ---- ex04 ----
@@ -292,6 +307,34 @@ def multiplies_by_valid(rewards, kind, valid=None):
     return advantages(rewards * valid, kind, torch.ones_like(valid), dead=equal_rewards)
 
 
+@wrong("ex05", "n stands where m belongs")
+def std_over_everybody(rewards, kind, valid=None):
+    valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
+    values, dead = advantages(rewards, kind, valid, dead=equal_rewards)
+    size, everybody = valid.sum(1, keepdim=True), rewards.shape[1]
+    if kind == "grpo":  # but for 1e-6 beside the std
+        values = values * ((everybody - 1) / (size - 1).clamp(min=1)).sqrt()
+    return values, dead
+
+
+@wrong("ex05", "no tolerance")
+def dead_within_a_tolerance(rewards, kind, valid=None):
+    def nearly_equal(rewards, valid):
+        top = rewards.masked_fill(~valid, -math.inf).amax(1)
+        low = rewards.masked_fill(~valid, math.inf).amin(1)
+        return (top - low < 1e-5) | (valid.sum(1) < 2)
+
+    return advantages(rewards, kind, valid, dead=nearly_equal)
+
+
+@wrong("ex05", "without a valid answer is dead")
+def nobody_is_alive(rewards, kind, valid=None):
+    def equal(rewards, valid):
+        return equal_rewards(rewards, valid) & (valid.sum(1) > 0)
+
+    return advantages(rewards, kind, valid, dead=equal)
+
+
 # ---- ex07 ----
 
 
@@ -324,6 +367,11 @@ def correction_missing(pi, prox, mu, a, mask, count, low, high, cap):
 @wrong("ex07", "corrects twice")
 def ratio_to_the_behaviour(pi, prox, mu, a, mask, count, low, high, cap):
     return corrected(pi, prox, mu, a, mask, count, low, high, lambda w: w.clamp(max=cap), "mu")
+
+
+@wrong("ex07", "this is PPO with pi / mu")
+def plain_ppo(pi, prox, mu, a, mask, count, low, high, cap):
+    return corrected(pi, prox, mu, a, mask, count, low, high, torch.ones_like, "mu")
 
 
 @wrong("ex07", "is pessimistic")
@@ -382,6 +430,14 @@ def keeps_the_edges(pi, mu, a, mask, count, low, high):
     return two_sided(pi, mu, a, mask, count, kept)
 
 
+@wrong("ex08", "the gradient is right, the value is not")
+def differentiates_the_ratio(pi, mu, a, mask, count, low, high):
+    pi, mu, a = (x[mask] for x in (pi, mu, a))
+    ratio = (pi - mu).clamp(-20, 20).exp()
+    kept = torch.where((ratio > 1 - low) & (ratio < 1 + high), ratio, 0.0)
+    return -(kept * a).sum() / count
+
+
 @wrong("ex08", "exp overflows")
 def overflows(pi, mu, a, mask, count, low, high):
     pi, mu, a = (x[mask] for x in (pi, mu, a))
@@ -412,6 +468,17 @@ def sums_with_rounding(window, kl):
         return total / len(window) > 0.15
 
     return damped(window, kl, above)
+
+
+@wrong("ex09", "a mean of exactly 0.15 is not above")
+def at_the_threshold(window, kl):
+    return damped(window, kl, lambda window: math.fsum(window) / len(window) >= 0.15)
+
+
+@wrong("ex09", "comes first")
+def swaps_the_scales(window, kl):
+    window, *scales = damped(window, kl, lambda window: math.fsum(window) / len(window) > 0.15)
+    return window, *scales[::-1]
 
 
 @wrong("ex09", "not 1000 slots")
@@ -492,6 +559,18 @@ def tells_other_logprobs(logits, keys, positions, temperature):
     return inverse(logits, mixed, temperature, told=1.0)
 
 
+@wrong("ex10", "a key has 62 bits")
+def half_of_the_key(logits, keys, positions, temperature):
+    mixed = scrambled((scrambled(keys & 0xFFFFFFFF) * 2**62).astype(np.int64) + positions)
+    return inverse(logits, mixed, temperature)
+
+
+@wrong("ex10", "too few bits")
+def noise_of_a_byte(logits, keys, positions, temperature):
+    mixed = scrambled((scrambled(keys) * 2**62).astype(np.int64) + positions)
+    return inverse(logits, (np.floor(mixed * 256) + 0.5) / 256, temperature)
+
+
 # ---- ex12 ----
 
 
@@ -556,6 +635,17 @@ def by_id(completed, running, version, groups_per_step, max_staleness):
 def one_step_too_careful(completed, running, version, groups_per_step, max_staleness):
     def fits(behind, version, size, eta):
         return on_time(behind, version + 1, size, eta)
+
+    orders = [completed, sorted(completed, key=lambda entry: entry[1])]
+    args = (completed, running, version, groups_per_step, max_staleness, orders)
+    return first_that_fits(*args, fits)
+
+
+@wrong("ex13", "would miss its deadline")
+def forgets_the_newest(completed, running, version, groups_per_step, max_staleness):
+    def fits(behind, version, size, eta):
+        spans = range(version - eta, version)
+        return all(sum(x <= s for x in behind) <= (s + eta - version) * size for s in spans)
 
     orders = [completed, sorted(completed, key=lambda entry: entry[1])]
     args = (completed, running, version, groups_per_step, max_staleness, orders)
@@ -675,6 +765,14 @@ def renamed(path: Path, data: bytes):
     path.with_suffix(".new").replace(path)
 
 
+def synced(path: Path, data: bytes):
+    with path.with_suffix(".new").open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    path.with_suffix(".new").replace(path)
+
+
 @wrong("ex16", "the newest checkpoint is torn")
 def writes_in_place(folder, step, state, keep=3):
     return written(folder, step, state, keep, straight)
@@ -683,6 +781,27 @@ def writes_in_place(folder, step, state, keep=3):
 @wrong("ex16", "renamed before it was flushed")
 def never_flushes(folder, step, state, keep=3):
     return written(folder, step, state, keep, renamed)
+
+
+@wrong("ex16", "file.flush() first")
+def flushes_half(folder, step, state, keep=3):
+    def write(path, data):
+        with path.with_suffix(".new").open("wb") as file:
+            file.write(data[:-32])
+            file.write(data[-32:])  # stays in Python's buffer
+            os.fsync(file.fileno())
+        path.with_suffix(".new").replace(path)
+
+    return written(folder, step, state, keep, write)
+
+
+@wrong("ex16", "those of the highest steps")
+def keeps_the_last_written(folder, step, state, keep=3):
+    path = written(folder, step, state, 10**6, synced)
+    by_time = sorted(path.parent.glob("step*.pt"), key=lambda p: p.stat().st_mtime_ns)
+    for old in by_time[:-keep]:
+        old.unlink()
+    return path
 
 
 @wrong("ex16", "deleted before the new one was whole")
@@ -754,6 +873,11 @@ def without_a_maximum(q, k, v, chunks, chunk_size, position):
 @wrong("ex18", "must shrink what was summed before")
 def forgets_to_shrink(q, k, v, chunks, chunk_size, position):
     return walk(q, k, v, chunks, chunk_size, position, shrink=False)
+
+
+@wrong("ex18", "the maximum is -inf")
+def starts_at_minus_infinity(q, k, v, chunks, chunk_size, position):
+    return walk(q, k, v, chunks, chunk_size, position)  # right, until nothing of a tile is visible
 
 
 @wrong("ex18", "-1 means no chunk")

@@ -35,13 +35,13 @@ CEILINGS = {
     "pipeline": 280,
     "calibrate": 155,
     "simulate": 225,
-    "compare": 175,
+    "compare": 182,
     "bench": 160,
     "tables": 235,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6120, 17.0
+TOTAL, TOKENS_PER_LINE = 6125, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
