@@ -256,7 +256,7 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
     names in that folder may exist while it is written, but nothing that is called step*.pt. What
     was written is flushed to the disk (`os.fsync`) before it gets its name. An unfinished file
     that an earlier kill has left behind is no obstacle. Then all step*.pt but the `keep`
-    with the highest numbers are deleted. Returns the path.
+    with the highest numbers are deleted (keep is at least 1). Returns the path.
     """
     raise NotImplementedError("ex16: an atomic checkpoint")
 

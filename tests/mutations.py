@@ -327,6 +327,16 @@ def dead_within_a_tolerance(rewards, kind, valid=None):
     return advantages(rewards, kind, valid, dead=nearly_equal)
 
 
+@wrong("ex05", "decided whether its group is dead")
+def smallest_of_all(rewards, kind, valid=None):
+    def equal(clean, valid):
+        return (clean.masked_fill(~valid, -math.inf).amax(1) == rewards.amin(1)) | (
+            valid.sum(1) < 2
+        )
+
+    return advantages(rewards, kind, valid, dead=equal)
+
+
 @wrong("ex05", "without a valid answer is dead")
 def nobody_is_alive(rewards, kind, valid=None):
     def equal(rewards, valid):
@@ -565,6 +575,12 @@ def half_of_the_key(logits, keys, positions, temperature):
     return inverse(logits, mixed, temperature)
 
 
+@wrong("ex10", "only every 16th can come")
+def noise_of_twelve_bits(logits, keys, positions, temperature):
+    mixed = scrambled((scrambled(keys) * 2**62).astype(np.int64) + positions)
+    return inverse(logits, (np.floor(mixed * 4096) + 0.5) / 4096, temperature)
+
+
 @wrong("ex10", "too few bits")
 def noise_of_a_byte(logits, keys, positions, temperature):
     mixed = scrambled((scrambled(keys) * 2**62).astype(np.int64) + positions)
@@ -639,6 +655,12 @@ def one_step_too_careful(completed, running, version, groups_per_step, max_stale
     orders = [completed, sorted(completed, key=lambda entry: entry[1])]
     args = (completed, running, version, groups_per_step, max_staleness, orders)
     return first_that_fits(*args, fits)
+
+
+@wrong("ex13", "of equal starts the one that completed first")
+def oldest_by_id(completed, running, version, groups_per_step, max_staleness):
+    orders = [completed, sorted(completed, key=lambda entry: entry[::-1])]
+    return first_that_fits(completed, running, version, groups_per_step, max_staleness, orders)
 
 
 @wrong("ex13", "would miss its deadline")
@@ -783,7 +805,7 @@ def never_flushes(folder, step, state, keep=3):
     return written(folder, step, state, keep, renamed)
 
 
-@wrong("ex16", "file.flush() first")
+@wrong("ex16", "then file.flush()")
 def flushes_half(folder, step, state, keep=3):
     def write(path, data):
         with path.with_suffix(".new").open("wb") as file:
@@ -842,10 +864,23 @@ def sums_in_half(x, y):
     return (x * y).sum(1).float()
 
 
-def walk(q, k, v, chunks, size, position, shrink=True, safe=True, scale=None, future=False):
+def walk(
+    q,
+    k,
+    v,
+    chunks,
+    size,
+    position,
+    shrink=True,
+    safe=True,
+    scale=None,
+    future=False,
+    first=-math.inf,
+):
     """Chunk by chunk with a running maximum, and the mistakes that ask for it."""
     scale = q.shape[1] ** -0.5 if scale is None else scale
-    top = torch.full((len(q), 1), -math.inf if safe else 0.0, device=q.device)
+    begin = first if safe else 0.0
+    top = torch.full((len(q), 1), begin, device=q.device)
     total, out = torch.zeros_like(top), torch.zeros_like(q)
     for chunk in chunks[chunks >= 0].tolist():
         rows = torch.arange(chunk * size, chunk * size + size, device=q.device)
@@ -868,6 +903,17 @@ def sees_the_future(q, k, v, chunks, chunk_size, position):
 @wrong("ex18", "subtract the running maximum")
 def without_a_maximum(q, k, v, chunks, chunk_size, position):
     return walk(q, k, v, chunks, chunk_size, position, safe=False)
+
+
+@wrong("ex18", "the running maximum begins at -inf")
+def maximum_of_at_least_zero(q, k, v, chunks, chunk_size, position):
+    chunks = torch.where(chunks * chunk_size > position, -1, chunks)
+    return walk(q, k, v, chunks, chunk_size, position, first=0.0)
+
+
+@wrong("ex18", "the key at `position` itself is visible")
+def hides_the_query(q, k, v, chunks, chunk_size, position):
+    return walk(q, k, v, chunks, chunk_size, position - 1)
 
 
 @wrong("ex18", "must shrink what was summed before")

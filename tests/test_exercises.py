@@ -325,15 +325,18 @@ def check_ex05(group_advantages):
     assert not dead.any() and (got != 0).all(), "rewards that are nearly equal differ: no tolerance"
     # dead groups: one valid answer, or equal rewards, whatever rounding makes of their mean
     rewards = torch.tensor(
-        [[0.1] * 7, [0.7] * 7, [5.0] + [NAN] * 6, [0.3] * 6 + [9.0], [1 / 3] * 7, [NAN] * 7]
+        [[0.1] * 7, [0.7] * 7, [5.0] + [NAN] * 6, [0.3] * 6 + [9.0], [0.3] * 6 + [-9.0], [NAN] * 7]
     )
     valid = torch.ones(6, 7, dtype=torch.bool)
-    valid[2, 1:], valid[3, 6], valid[5] = False, False, False
+    valid[2, 1:], valid[3:5, 6], valid[5] = False, False, False
     for kind in ("grpo", "mean", "rloo"):
         got, dead = group_advantages(rewards, kind, valid)
         assert not got.isnan().any(), "a dead group must get 0, not 0 / 0"
         equal = "equal rewards are a dead group: compare them exactly, a computed std is rarely 0"
         assert dead[5], "a group without a valid answer is dead"
+        others = "the reward of an answer that is not valid decided whether its group is dead"
+        assert dead[0] and dead[1], f"{equal}; dead is {dead.tolist()}"
+        assert dead[3] and dead[4], others
         assert dead.all(), f"{equal}; dead is {dead.tolist()}"
         assert (got == 0).all(), f"a dead group must teach exactly nothing, got {got.tolist()}"
 
@@ -668,6 +671,11 @@ def check_ex10(draw):
     bits = f"a token of probability 0.0015 came {found} times in {n}, not about {0.0015 * n:.0f}"
     assert abs(found - 0.0015 * n) < 5 * (0.0015 * n) ** 0.5, f"{bits}: your noise has too few bits"
 
+    flat, k, p = torch.zeros(64, 2**16), many[:64] + 5000, ones[:64]
+    places = len(set((draw(flat, k, p, 1.0)[0] % 16).tolist()))
+    grid = "of 65,536 equal tokens only every 16th can come: your noise has too few bits"
+    assert places > 4, grid
+
     # what the learner is told
     chosen, logprobs = draw(logits, keys, positions, 2.0)
     rows = torch.arange(300)
@@ -819,6 +827,8 @@ def check_ex13(next_batch):
     slow = next_batch([(9, 5)], [4], 5, 1, 1)
     waits = "a group that is still running and due now needs this place: wait, do not starve it"
     assert slow is None, f"{waits}; got {slow}"
+    equal = next_batch([(7, 5), (9, 3), (4, 3)], [], 5, 1, 3)
+    assert equal == [9], f"of equal starts the one that completed first: [9], got {equal}"
     for seed in range(150):
         Schedule(adapters.project("ex12"), next_batch, seed).run()
     chance = random.Random(2)
@@ -1062,9 +1072,8 @@ def check_ex16(save_checkpoint, folder):
         s for what, f, s in events[: events.index(renames[-1])] if (what, f) == ("fsync", file)
     ]
     assert synced, flushed
-    empty = (
-        f"os.fsync saw {synced[-1]} of {size} bytes: file.flush() first, Python has a buffer, too"
-    )
+    empty = f"os.fsync saw {synced[-1]} of {size} bytes: write all, digest and all; "
+    empty += "then file.flush(), for Python has a buffer, too; then os.fsync"
     assert synced[-1] == size, empty
     assert names() == [f"step000000{step}.pt" for step in (3, 4, 5)], f"{newest}: {names()}"
     save_checkpoint(folder, 3, state(3))  # again, after a resume: now it is the last one written
@@ -1142,10 +1151,13 @@ def check_ex18(sparse_tile):
 
     cases = [(16, 3, [0], 40, 1.0), (32, 5, [4, 1, -1, 2], 70, 1.0), (16, 4, [3, 0, 1], 63, 60.0)]
     cases += [(16, 3, [-1, 2, 0], 40, 1.0), (16, 4, [3, 1], 20, 1.0)]  # nothing visible at first
+    cases += [(16, 3, [1, 0], 40, -60.0)]  # all scores are far below zero
     for width, chunks, listed, position, size in cases:
         q = (normal(16, width, seed=1) * size).to(device)
         # a chunk of junk on both sides: who reads chunk -1 finds it, and does not crash
         around = [normal(chunks * 16 + 32, width, seed=seed).to(device) for seed in (2, 3)]
+        if size < 0:
+            q, around[0] = torch.full_like(q, 12.0), around[0] * 0.1 - 5.0
         if size > 1:  # the first chunk scores high: what was summed before must shrink
             around[0][16:32] += 3 * q[:1] / size
         k, v = (x[16:-16] for x in around)
@@ -1156,9 +1168,14 @@ def check_ex18(sparse_tile):
         nan = "NaN or infinity: subtract the running maximum before exp"
         if listed[0] < 0 or listed[0] * 16 > position:
             nan = "NaN: before the first visible key the maximum is -inf, and -inf - (-inf) is NaN"
+        elif size < 0:
+            nan = "NaN: all scores may be far below zero, so the running maximum begins at -inf"
         assert torch.isfinite(got).all(), nan
         mistakes = {
             "a query sees keys behind its position": attention(q, k, v, every),
+            "the key at `position` itself is visible": attention(
+                q, k, v, [m for m in rows if m < position]
+            ),
             "-1 means no chunk, and is not chunk 0": attention(
                 q, k, v, rows + list(range(16)) * listed.count(-1)
             ),
