@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from buffer import Group, Trajectory
@@ -237,8 +238,11 @@ class Generator:
                 prefill(self.model, self.cache, slots, sequences)
 
     def _output_matrix(self) -> Tensor:
-        """The tied output matrix [d, V], as far as this task can emit it."""
-        return self.model.embed_tokens.weight.detach()[self.alphabet].t().contiguous()
+        """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
+        up to 16]. With 11 columns a library sums some rows of a product in another order (MKL on
+        AVX2), and an episode would depend on its slot."""
+        rows = self.model.embed_tokens.weight.detach()[self.alphabet]
+        return F.pad(rows, (0, 0, 0, -len(rows) % 16)).t().contiguous()
 
     # ------------------------------------------------------------------------------------ slots
 
@@ -305,7 +309,7 @@ class Generator:
         positions = torch.from_numpy(fed).to(device)
         longest = int(fed[self.running].max())
         hidden = decode(self.model, self.cache, tokens, positions, longest)
-        logits = hidden @ self.head
+        logits = (hidden @ self.head)[:, : len(self.letters)]
         # noise belongs to the position of the token that is sampled
         uniform = torch.from_numpy(uniforms(self.keys, fed + 1)).to(device)
         chosen, logprobs = sample(logits, uniform, self.temperature)

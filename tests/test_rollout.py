@@ -767,3 +767,12 @@ def test_on_a_gpu_the_logprobs_are_still_the_learners(kind):
             wanted = t.logprobs[t.loss_mask]
             np.testing.assert_allclose(found.cpu().numpy(), wanted, rtol=0, atol=1e-4)
             assert dataclasses.is_dataclass(t)
+
+
+def test_the_product_with_the_output_matrix_is_the_same_in_every_row():
+    model, env = make(), dataclasses.replace(environment(), alphabet=np.arange(11))
+    generator = Generator(model, env, 9, CONTEXT, 1)
+    assert generator.head.shape[1] == 16 and (generator.head[:, 11:] == 0).all()
+    hidden = torch.randn(9, model.config.width, generator=torch.Generator().manual_seed(0))
+    order = torch.tensor([3, 8, 0, 5, 1, 7, 2, 6, 4])
+    assert (hidden[order] @ generator.head).equal((hidden @ generator.head)[order])
