@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, islice
 from operator import attrgetter
 
 import numpy as np
@@ -59,17 +60,15 @@ class Trajectory:
         """True when the environment or the verifier failed: no reward can be read from it."""
         return self.finish not in ("stop", "length")
 
-    @property
+    # Neither changes once the episode is complete, so its tokens are looked through once.
+    @cached_property
     def generated(self) -> int:
         """How many tokens the policy generated."""
-        return sum(stop - start for start, stop in self.turns)
+        return sum([stop - start for start, stop in self.turns])
 
     @cached_property
     def oldest(self) -> int:
-        """The smallest version among its generated tokens: staleness counts from here.
-
-        Tokens do not change once the episode is complete, so they are looked through once.
-        """
+        """The smallest version among its generated tokens: staleness counts from here."""
         generated = self.versions[self.loss_mask]
         return int(generated.min()) if len(generated) else int(np.iinfo(np.int32).max)
 
@@ -254,12 +253,13 @@ def from_bytes(message: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     return header, arrays
 
 
-FIELDS = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]
+APART = {*ARRAYS, "group_id", "turns"}  # travel as arrays, or once for the whole group
+FIELDS = [f.name for f in dataclasses.fields(Trajectory) if f.name not in APART]
 fields_of = attrgetter(*FIELDS)
 
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
-    """A group as JSON-able fields and arrays of all its tokens laid end to end.
+    """A group as JSON-able fields and arrays of all its tokens, and turns, laid end to end.
 
     Fields travel as columns, {name: [value of each trajectory]}: JSON that repeats no name takes
     half the time, and the interpreter that reads it has a learner to run.
@@ -268,24 +268,28 @@ def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     columns = zip(*map(fields_of, episodes), strict=True) if episodes else [()] * len(FIELDS)
     header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
     header |= {"columns": dict(zip(FIELDS, columns, strict=True))}
+    header |= {"lengths": [len(t.tokens) for t in episodes]}
+    header |= {"turns": [len(t.turns) for t in episodes]}
     arrays = {
         name: np.concatenate([getattr(t, name) for t in episodes] or [np.empty(0, kind)])
         for name, kind in ARRAYS.items()
     }
-    return {**header, "lengths": [len(t.tokens) for t in episodes]}, arrays
+    bounds = chain.from_iterable(chain.from_iterable(t.turns for t in episodes))
+    return header, arrays | {"turns": np.fromiter(bounds, np.int32).reshape(-1, 2)}
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
-    group, start = Group(header["group_id"], header["start"], header["problem"]), 0
+    group = Group(header["group_id"], header["start"], header["problem"])
+    turns, start, turn = list(map(tuple, arrays["turns"].tolist())), 0, 0
     columns = [header["columns"][name] for name in FIELDS]
-    for length, *values in zip(header["lengths"], *columns, strict=True):
-        pieces = (arrays[name][start : start + length] for name in ARRAYS)
-        # by position, which is quicker: the arrays stand behind the first three fields
-        episode = Trajectory(*values[:3], *pieces, *values[3:])
-        episode.turns = [tuple(turn) for turn in episode.turns]
-        group.trajectories.append(episode)
-        start += length
+    rows = zip(header["lengths"], header["turns"], *columns, strict=True)
+    for length, count, sample_index, seed, *values in rows:  # by position, which is quicker
+        pieces = [arrays[name][start : start + length] for name in ARRAYS]
+        own = turns[turn : turn + count]
+        key = (group.group_id, sample_index, seed)
+        group.trajectories.append(Trajectory(*key, *pieces, own, *values))
+        start, turn = start + length, turn + count
     return group
 
 
@@ -296,9 +300,13 @@ def group_flaw(header: dict, arrays: dict, size: int, newest: int, vocabulary: i
     the newest version that was published. Raises KeyError, TypeError or ValueError when fields are
     missing or of another kind.
     """
-    columns, lengths = header["columns"], header["lengths"]
+    columns, lengths, counts = header["columns"], header["lengths"], header["turns"]
+    for name, numbers in {"lengths": lengths, "turns": counts}.items():
+        if len(numbers) != size or any(type(n) is not int or n < 0 for n in numbers):
+            return f"{name} {numbers}, must be {size} integers from 0 up"
     found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     right = {name: (np.dtype(kind), (sum(lengths),)) for name, kind in ARRAYS.items()}
+    right["turns"] = (np.dtype(np.int32), (sum(counts), 2))
     if found != right:
         return f"arrays {found}, must be {right}"
     if list(columns["sample_index"]) != list(range(size)):
@@ -306,14 +314,14 @@ def group_flaw(header: dict, arrays: dict, size: int, newest: int, vocabulary: i
     if wrong := [name for name in FIELDS if len(columns[name]) != size]:
         return f"{len(columns[wrong[0]])} values of {wrong[0]}, must be {size}"
     tokens, mask, logprobs, versions = (arrays[name] for name in ARRAYS)
-    turns, start = np.zeros_like(mask), 0
-    for spans, length in zip(columns["turns"], lengths, strict=True):
-        for first, last in spans:
+    turns, generated, start = iter(arrays["turns"].tolist()), bytearray(len(mask)), 0
+    for length, count in zip(lengths, counts, strict=True):
+        for first, last in islice(turns, count):
             if not 0 <= first <= last <= length:
                 return f"a turn from {first} to {last} in an episode of {length} tokens"
-            turns[start + first : start + last] = True
+            generated[start + first : start + last] = b"\1" * (last - first)
         start += length
-    if not np.array_equal(turns, mask):
+    if generated != mask.tobytes():
         return "a loss mask that is not the policy's turns"
     checks = (
         ("token id", tokens, 0, vocabulary - 1),

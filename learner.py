@@ -187,16 +187,17 @@ def score(group: Group, task: reward.Task, config: Config, after=lambda: None) -
 
     `after` is called before each verdict that has a limit to itself.
     """
-    texts = [reward.split_answers(task, t.tokens, t.turns) for t in group.trajectories]
-    verdicts, seconds = [], config.reward_seconds
+    texts = [tuple(reward.split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
+    verdicts, seconds, known = [], config.reward_seconds, {}
     with limits.memory_limit(config.reward_memory):
         # One alarm for all of them, which is quicker: most groups need far less than one limit.
         with contextlib.suppress(limits.OutOfTime), limits.time_limit(seconds):
             for answers in texts:
-                verdict = reward.verify(task, group.problem, answers, None)
-                if verdict.error == "verifier_timeout":
+                if answers not in known:  # a verifier is a function: the same has the same verdict
+                    known[answers] = reward.verify(task, group.problem, answers, None)
+                if known[answers].error == "verifier_timeout":
                     break
-                verdicts.append(verdict)
+                verdicts.append(known[answers])
         for answers in texts[len(verdicts) :]:  # out of time: the rest one by one
             after()
             verdicts.append(reward.verify(task, group.problem, answers, seconds))

@@ -81,8 +81,7 @@ class Flights:
     def issue(self, group: Group) -> str:
         """Send a group to the rollout worker with the fewest; returns the worker's name."""
         workers = self.pool.of("rollout")
-        load = [sum(w is worker for w in self.where.values()) for worker in workers]
-        worker = workers[int(np.argmin(load))]
+        worker = min(workers, key=lambda one: sum(w is one for w in self.where.values()))
         self.groups[group.group_id], self.where[group.group_id] = group, worker
         order = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
         self.pool.send(worker, "order", order)
@@ -147,7 +146,7 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         details = {"group": group.group_id, "seconds": header["seconds"], **replayable(group)}
         details["lengths"] = [len(t.tokens) for t in group.trajectories]
         watch.event(worker.name, "score", header["began"], **details)
-    elif kind == "events":
+    elif kind == "group":  # on its way to a reward worker; what has happened came with it
         totals["status"][worker.name] = header["status"]
         for at, what, group_id, at_version, size in header["events"]:
             amount = size if what == "generate" else {"size": size}

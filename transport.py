@@ -144,8 +144,9 @@ def listen(worker: Worker, inbox: SimpleQueue) -> None:
 
 def last_words(worker: Worker, code: int) -> str:
     """The last line of a worker's log, which names the exception it died of (exit code 1)."""
-    lines = Path(worker.log).read_text(errors="replace").split("\n") if code == 1 else []
-    lines = [line for line in lines if line.strip()]
+    log = Path(worker.log)  # there is none yet if it died before it could begin
+    text = log.read_text(errors="replace") if code == 1 and log.is_file() else ""
+    lines = [line for line in text.split("\n") if line.strip()]
     return f": {lines[-1][:200]}" if lines else ""
 
 
@@ -155,8 +156,8 @@ class Pool:
     roles: name -> (function(line, *arguments), [arguments of each worker]).
     relay: (from role, kind, to role): messages of that kind go straight to the least busy worker
     of the other role and are held until it answers with the same group id; should it die, another
-    one gets them. The answer comes out of `receive` together with the original, or without one
-    ("unanswered") when two workers have died of it.
+    one gets them. Their headers come out of `receive` at once, the answer together with the
+    original, or without one ("unanswered") when two workers have died of it.
     flaw(worker, header, arrays, original): what is wrong with a message, or None; a worker that
     sends nonsense is replaced.
     """
@@ -283,6 +284,7 @@ class Pool:
             worker.status = header
         elif worker.role == self.relay_from and header["kind"] == self.relay_kind:
             self.relayed.add(header["group_id"])
+            self._put(header["kind"], worker, header, None)
             self._relay(header["group_id"], (data, header, arrays))
         elif worker.role != self.relay_to or "group_id" not in header:
             self._put(header["kind"], worker, header, arrays)

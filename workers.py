@@ -60,11 +60,11 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
             time.sleep(0.0005)
         finished = generator.take_finished()
         status = {**generator.counts, "alive": time.monotonic() - born}
-        if finished:  # what happened goes first: nobody hears of a group that never began
-            line.send("events", {"events": generator.events, "status": status})
+        for group in finished:  # with the first one goes what has happened since the last
+            header, arrays = group_to_parts(group)
+            news = {"events": generator.events, "status": status}
+            line.send("group", header | news, arrays)
             generator.events = []
-        for group in finished:
-            line.send("group", *group_to_parts(group))
         if not finished:
             line.beat({"status": status})
 

@@ -725,11 +725,17 @@ def put(name: str, place: int, value):
         (put("versions", 2, 7), "version 7, must be 3 to 6"),
         (put("versions", 0, 3), "version where nothing was generated 3, must be -1"),
         (put("loss_mask", 1, True), "a loss mask that is not the policy's turns"),
+        (put("turns", (0, 1), 6), "a turn from 2 to 6 in an episode of 5 tokens"),
+        (put("turns", (0, 0), -1), "a turn from -1 to"),
+        (put("turns", (0, 1), 1), "a turn from 2 to 1"),
+        (put("turns", (0, 1), 2), "a loss mask that is not the policy's turns"),
         (lambda h, a: h.update(lengths=[6, 3]), "arrays"),
-        (lambda h, a: h["columns"]["turns"].__setitem__(0, [(2, 6)]), "a turn from 2 to 6"),
-        (lambda h, a: h["columns"]["turns"].__setitem__(0, [(-1, 2)]), "a turn from -1 to 2"),
-        (lambda h, a: h["columns"]["turns"].pop(), "1 values of turns, must be 2"),
-        (lambda h, a: h["lengths"].pop(), "arrays"),
+        (lambda h, a: h.update(lengths=[11, -3]), "lengths [11, -3], must be 2 integers from 0"),
+        (lambda h, a: h.update(lengths=[5.0, 3.0]), "lengths [5.0, 3.0], must be 2 integers"),
+        (lambda h, a: h["lengths"].pop(), "lengths [5], must be 2 integers"),
+        (lambda h, a: h.update(turns=[2, 1]), "arrays"),
+        (lambda h, a: h["turns"].pop(), "turns [1], must be 2 integers"),
+        (lambda h, a: h["columns"]["seed"].pop(), "1 values of seed, must be 2"),
         (lambda h, a: h["columns"].update(sample_index=[0, 0]), "samples [0, 0], must be 0 to 1"),
         (lambda h, a: a.update(tokens=a["tokens"].astype(np.int64)), "arrays"),
         (lambda h, a: a.pop("versions"), "arrays"),
@@ -743,7 +749,7 @@ def test_a_poisoned_group_is_named(change, words):
 
 def test_a_group_of_another_size_is_named():
     header, arrays = group_to_parts(sound_group())
-    assert group_flaw(header, arrays, 3, 6, 512) == "samples (0, 1), must be 0 to 2 in order"
+    assert group_flaw(header, arrays, 3, 6, 512) == "lengths [5, 3], must be 3 integers from 0 up"
 
 
 @pytest.mark.parametrize(

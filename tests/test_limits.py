@@ -177,12 +177,12 @@ def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
     """Together they get one alarm; who needs more than that is asked again, alone."""
 
     def step(problem, answers):
-        time.sleep({"fine": 0.0, "slow": 0.15, "hang": 30.0}[answers[-1]])
+        time.sleep({"fine": 0.0, "slow": 0.15, "hang": 30.0}[answers[-1].split()[0]])
         return Step(None, 1.0, True)
 
     group, beats = Group(0, 0, {}), []
     for i, text in enumerate(said):
-        tokens = np.array(encode(text), np.int32)
+        tokens = np.array(encode(f"{text} {i}"), np.int32)
         none, mask = np.zeros(len(tokens), np.float32), np.ones(len(tokens), bool)
         turns = [(0, len(tokens))]
         group.trajectories.append(Trajectory(0, i, 0, tokens, mask, none, tokens, turns))
@@ -193,3 +193,25 @@ def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
     assert [i for i, v in enumerate(verdicts) if v.error == "verifier_timeout"] == late
     assert [v.reward for v in verdicts] == [float(i not in late) for i in range(len(said))]
     assert bool(beats) == ("fine" not in said or bool(late))
+
+
+def test_equal_answers_are_verified_once():
+    """A policy that has learned says the same again and again, and a verifier is a function."""
+    asked = []
+
+    def step(problem, answers):
+        asked.append(answers[-1])
+        if answers[-1] == "2":
+            raise ValueError("no")
+        return Step(None, float(answers[-1]), True)
+
+    group, none = Group(0, 0, {}), np.zeros(1, np.float32)
+    for i, text in enumerate("121321"):
+        tokens = np.array(encode(text), np.int32)
+        episode = Trajectory(0, i, 0, tokens, np.ones(1, bool), none, tokens, [(0, 1)])
+        group.trajectories.append(episode)
+    verdicts = score(group, replace(make_task("reverse"), step=step), Config())
+    assert asked == ["1", "2", "3"]
+    assert [v.reward for v in verdicts] == [1.0, 0.0, 1.0, 3.0, 0.0, 1.0]
+    failed = "verifier_error: ValueError: no"
+    assert [v.error for v in verdicts] == [None, failed, None, None, failed, None]

@@ -80,7 +80,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
                 if newer and (by.version < 0 or choose.random() < 0.3):
                     by.set_weights(learner.version, learner.model.flat.clone())
                 by.step()
-            tell("events", worker, {"events": by.events, "status": by.counts}, None)
+            tell("group", worker, {"events": by.events, "status": by.counts}, None)
             by.events = []
             for group in by.take_finished():
                 verdicts = [

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import transport
-from transport import Pool, WorkersFailed
+from transport import Pool, WorkersFailed, last_words
 from weight_mailbox import Mailbox
 
 SHM = Path("/dev/shm")
@@ -226,6 +226,14 @@ def test_restart_budget(make_pool):
     pool.send(pool.of("short")[0], "echo", {"n": 1})  # the caller may not know yet
 
 
+def test_a_worker_that_dies_before_it_has_a_log_is_reported_too(tmp_path):
+    """In an import of its main module, say: the thread that reports it must not fail, too."""
+    worker = SimpleNamespace(log=str(tmp_path / "echo-0.log"))
+    assert last_words(worker, 1) == ""
+    Path(worker.log).write_text("somewhere\nValueError: seven\n\n")
+    assert last_words(worker, 1) == ": ValueError: seven" and last_words(worker, -9) == ""
+
+
 def test_returning_is_dying(make_pool):
     pool = make_pool({"echo": (echo, [()])}, restarts=0)
     hello(pool, 1)
@@ -342,7 +350,10 @@ def test_relay_survives_the_death_of_its_target(make_pool, tmp_path):
     pool.send(pool.of("maker")[0], "make", {"ids": [1, 2, 3, 4, 5, 6]})
     assert eventually(lambda: len(pool.relayed) == 6, PATIENCE)
     assert eventually(lambda: len(victim.held) == len(other.held) == 3)  # the least busy gets it
-    assert pool.receive(0.2) == []  # what is relayed does not come out before its answer
+    heads = pool.receive(0.2)  # what is relayed comes out with its answer; now only who sent what
+    assert [(m[0], m[2]["group_id"], m[3]) for m in heads] == [
+        ("group", i + 1, None) for i in range(6)
+    ]
 
     os.kill(pids["judge-0"], signal.SIGKILL)
     got = gather(pool, lambda got: of_kind(got, "lost") and of_kind(got, "hello"))
