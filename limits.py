@@ -7,10 +7,12 @@ does. Left out: code that never returns from one call into C. Its worker falls s
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 
 if sys.platform == "linux":
     import resource
@@ -63,8 +65,7 @@ def memory_limit(mebibytes: float):
     if not (main and sys.platform == "linux"):
         yield
         return
-    with open("/proc/self/statm", "rb", buffering=0) as file:  # every token boundary: keep it quick
-        pages = int(file.read().split()[0])
+    pages = int(os.pread(_sizes(os.getpid()), 64, 0).split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + int(mebibytes * 2**20)
     if hard != resource.RLIM_INFINITY:
@@ -74,6 +75,12 @@ def memory_limit(mebibytes: float):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@cache
+def _sizes(process: int) -> int:
+    """The open file of a process's sizes: read at every token boundary, so it is opened once."""
+    return os.open(f"/proc/{process}/statm", os.O_RDONLY)
 
 
 def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple:
