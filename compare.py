@@ -148,8 +148,8 @@ def crossing(held: list, goal: float) -> tuple:
 def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     """(the best synchronous mode, {mode: medians over its seeds}); inf: the score was not reached.
 
-    Beside the medians: `seeds`, its run of each seed, and `gains` and `gain`, time to the score of
-    the best synchronous mode over that of this one, seed by seed and their median.
+    Beside the medians: `seeds`, its run of each seed; `gain`, median time to the score of the best
+    synchronous mode over that of this one, and `gains`, between which it lies.
     """
     found: dict[str, dict] = {}
     for mode in MODES:
@@ -161,23 +161,29 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
             found[mode]["seeds"] = {r["seed"]: r for r in own}
     best = min((m for m in found if m.startswith("sync")), key=lambda m: found[m]["target_s"])
     for mode, row in found.items():
-        row["gains"] = paired(found, "target_s", best, mode)
-        row["gain"] = float(np.median(row["gains"]))
+        times = [[r["target_s"] for r in found[m]["seeds"].values()] for m in (best, mode)]
+        row["gain"], *row["gains"] = ratio_of_medians(*times)
     return best, found
 
 
-def paired(found: dict, key: str, mode: str, other: str) -> list[float]:
-    """A figure of one mode over that of another, seed by seed. Runs of a seed follow each other, so
-    a machine that is slower for a while is slower for both."""
-    ours, theirs = found[mode]["seeds"], found[other]["seeds"]
-    pairs = [(ours[seed][key], theirs[seed][key]) for seed in ours if seed in theirs]
-    return [x / y if min(x, y) < math.inf else 1.0 for x, y in pairs]  # neither has reached it
+def ratio_of_medians(ours: list[float], theirs: list[float], rounds: int = 2000) -> list[float]:
+    """The ratio (1 where neither has reached the score), and between which values it lies in 90% of
+    the cases when as many runs are drawn from the measured ones (bootstrap; Efron 1979)."""
+    random = np.random.default_rng(0)
+    drawn = [[x, *random.choice(x, (rounds, len(x)))] for x in (ours, theirs)]
+    above, below = (np.median(rows, axis=1) for rows in drawn)
+    reached = np.isfinite(np.minimum(above, below))
+    ratios = np.divide(above, below, out=np.ones(rounds + 1), where=reached)
+    return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
 
 
 def rate_gain(found: dict, mode: str, other: str) -> float:
-    """Episodes a second over those of another mode: the geometric mean over the seeds, so that
-    gains of several changes multiply to that of all."""
-    return geometric_mean(paired(found, "samples_per_s", mode, other))
+    """Episodes a second over those of another mode, seed by seed: runs of a seed follow each other,
+    so a machine that is slower for a while is slower for both. The geometric mean over the seeds,
+    so that gains of several changes multiply to that of all."""
+    ours, theirs = found[mode]["seeds"], found[other]["seeds"]
+    both = [seed for seed in ours if seed in theirs]
+    return geometric_mean(ours[i]["samples_per_s"] / theirs[i]["samples_per_s"] for i in both)
 
 
 def async_table(runs: list[dict]) -> list[str]:
@@ -195,7 +201,7 @@ def async_table(runs: list[dict]) -> list[str]:
             seconds, finals = ([r[k] for r in row["seeds"].values()] for k in ("target_s", "final"))
             cells = [
                 f"{row['target_s']:.1f} ({min(seconds):.1f} to {max(seconds):.1f})",
-                f"{row['gain']:.2f} ({min(row['gains']):.2f} to {max(row['gains']):.2f})",
+                f"{row['gain']:.2f} ({between(row['gains'], '.2f')})",
                 f"{row['target_samples']:,.0f}",
                 f"{row['samples_per_s']:,.0f}",
                 f"{row['busy_rollout']:.0%}, {row['busy_learner']:.0%}",

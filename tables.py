@@ -102,11 +102,11 @@ def races() -> list[str]:
         return []
     result = load_result("async")
     machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
-    text = f"`python bench.py async full`, on {machine}; every mode is compared with the best "
+    text = f"`python bench.py async full`, on {machine}: medians over the seeds, from lowest to "
     text += (
-        "synchronous one seed by seed: medians, from the lowest to the highest; a run that ended "
+        "highest; × best sync is the ratio of two median times, and where it lies in 90% of 2,000 "
     )
-    text += "below the score has taken infinitely long, and has 0 of the best synchronous speed."
+    text += "resamplings. A run that ended below the score has taken infinitely long."
     return ["", text, *async_table(result["runs"])]
 
 
@@ -125,8 +125,8 @@ def claims() -> list[str]:
         seconds = [f"{x['target_s']:.1f} s" for x in (row, base)]
         spread = between(row["gains"], ".2f")
         faster.append(
-            f"`{task}` {row['gain']:.2f}× at {quickest.removeprefix('async, ')} ({spread} over "
-            f"{seeds} seeds; medians {seconds[0]} against {seconds[1]})"
+            f"`{task}` {row['gain']:.2f}× at {quickest.removeprefix('async, ')} (90% interval "
+            f"{spread}; medians of {seeds} seeds, {seconds[0]} against {seconds[1]})"
         )
         rates.append(f"`{task}` {rate_gain(found, whole, best):.2f}×")
         shares = [f"{min(r['busy_rollout'], r['busy_learner']):.0%}" for r in (base, found[whole])]

@@ -88,7 +88,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
             version, flat = mailbox.read()
             generator.set_weights(version, torch.from_numpy(flat))
         generator.step()
-        tell("events", {"events": generator.events, "status": generator.counts})
+        tell("group", {"events": generator.events, "status": generator.counts})
         generator.events = []
         for group in generator.take_finished():
             seen.messages[group.group_id] = message = to_bytes(*group_to_parts(group))

@@ -1,6 +1,7 @@
 """The README says what results/*.json say, and pictures are drawn from a run folder alone."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -163,14 +164,25 @@ def test_claims_quote_the_results(monkeypatch, tmp_path):
         (tmp_path / f"{name}.json").touch()
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = "\n".join(tables.claims())
-    gain = "`guess` 1.45× at η = 4 (1.40 to 1.50 over 3 seeds; medians 9.3 s against 13.5 s)"
-    assert gain in text
+    gain = "`guess` 1.45× at η = 4 (90% interval 1.21 to 1.74; medians of 3 seeds, 9.3 s against"
+    assert f"{gain} 13.5 s)" in text
     assert "`sum` 1.50×" in text and "1.33×, 1.33×" in text
     predicted = real("scale")["published"][0]
     assert f"{predicted['published']}, here {predicted['speed_up']}x" in text
     assert len({line.count("|") for line in text.splitlines() if line}) == 1  # whole rows
     (tmp_path / "async.json").unlink()
     assert tables.claims() == []  # what was not measured yet is not claimed
+
+
+def test_the_ratio_of_medians_and_between_which_it_lies():
+    assert compare.ratio_of_medians([10.0] * 5, [5.0] * 5) == [2.0, 2.0, 2.0]
+    ours, theirs, never = [8.0, 9.0, 10.0, 11.0, 12.0], [4.0, 5.0, 5.0, 5.0, 6.0], [math.inf] * 3
+    gain, low, high = compare.ratio_of_medians(ours, theirs)
+    assert 1.5 < low < gain == 2.0 < high < 3.0
+    gain, low, high = compare.ratio_of_medians(ours, theirs[:2] + never)  # mostly never there
+    assert gain == low == 0.0 < 1.5 < high
+    assert compare.ratio_of_medians(never, never)[0] == 1.0
+    assert compare.ratio_of_medians(never, theirs)[0] == math.inf
 
 
 def test_the_table_compares_with_the_best_synchronous_mode():
@@ -183,8 +195,8 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     runs[-1]["target_s"] = None  # never got there
     lines = compare.async_table(runs)
     text = "\n".join(lines)
-    assert "| sync, two threads (best sync), 3 seeds | 21.0 (20.0 to 22.0) | 1.00 (1.00 to" in text
-    assert "| async, η = 4, 3 seeds | 11.0 (10.0 to inf) | 1.91 (0.00 to 2.00) |" in text
+    assert "| sync, two threads (best sync), 3 seeds | 21.0 (20.0 to 22.0) | 1.00 (0.91 to 1.10)" in text
+    assert "| async, η = 4, 3 seeds | 11.0 (10.0 to inf) | 1.91 (0.00 to 2.20) |" in text
     assert lines[-1].endswith(
         "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."
     )

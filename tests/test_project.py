@@ -35,13 +35,13 @@ CEILINGS = {
     "pipeline": 280,
     "calibrate": 155,
     "simulate": 225,
-    "compare": 185,
+    "compare": 189,
     "bench": 160,
     "tables": 235,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6149, 17.0
+TOTAL, TOKENS_PER_LINE = 6154, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
