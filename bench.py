@@ -121,14 +121,22 @@ HELD_OUT = {  # ... and what it has to predict
 }
 
 
-def bench_simulate() -> None:
-    """Runs to calibrate the simulator on, and others to score it on -> results/simulate*.json."""
+def bench_simulate(rounds: int = 3) -> None:
+    """Runs to calibrate the simulator on, and others to score it on -> results/simulate*.json. A
+    machine has slow minutes: of each run's repetitions that of median length counts."""
+    runs = CALIBRATION | HELD_OUT
     with tempfile.TemporaryDirectory() as place:
-        for name, how in tqdm((CALIBRATION | HELD_OUT).items(), unit="run"):
-            flags = {"steps": 60, "eval_every": 1000, **how}
-            run_command(flags.pop("trainer", "train_async.py"), Path(place) / name, **flags)
-        for command, runs in (("calibrate", CALIBRATION), ("score", HELD_OUT)):
-            folders = [str(Path(place) / name) for name in runs]
+        for i, name in tqdm(list(product(range(rounds), runs)), unit="run"):
+            flags = {"steps": 60, "eval_every": 1000, **runs[name]}
+            folder = Path(place) / str(i) / name
+            run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
+
+        def length(folder: Path) -> float:
+            return common.read_lines(folder / "metrics.jsonl")[-1]["t"]
+
+        for command, names in (("calibrate", CALIBRATION), ("score", HELD_OUT)):
+            same = [[Path(place) / str(i) / name for i in range(rounds)] for name in names]
+            folders = [str(sorted(each, key=length)[rounds // 2]) for each in same]
             subprocess.run([sys.executable, "simulate.py", command, *folders], cwd=ROOT, check=True)
 
 

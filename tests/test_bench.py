@@ -195,7 +195,10 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     runs[-1]["target_s"] = None  # never got there
     lines = compare.async_table(runs)
     text = "\n".join(lines)
-    assert "| sync, two threads (best sync), 3 seeds | 21.0 (20.0 to 22.0) | 1.00 (0.91 to 1.10)" in text
+    assert (
+        "| sync, two threads (best sync), 3 seeds | 21.0 (20.0 to 22.0) | 1.00 (0.91 to 1.10)"
+        in text
+    )
     assert "| async, η = 4, 3 seeds | 11.0 (10.0 to inf) | 1.91 (0.00 to 2.20) |" in text
     assert lines[-1].endswith(
         "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."

@@ -36,12 +36,12 @@ CEILINGS = {
     "calibrate": 155,
     "simulate": 225,
     "compare": 189,
-    "bench": 160,
+    "bench": 161,
     "tables": 235,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6154, 17.0
+TOTAL, TOKENS_PER_LINE = 6159, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
