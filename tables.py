@@ -13,11 +13,10 @@ README = RESULTS.parent / "README.md"
 def readme_tables() -> str:
     """The measured part of the README, from results/*.json; a test compares the two."""
     tasks, speed, bounds = (load_result(name) for name in ("tasks", "generator", "staleness"))
-    machine = tasks["machine"]
     lines = [
-        f"Machine: {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, "
-        f"torch {machine['torch']}. `solved`: the number was found within 6 guesses; in the other "
-        "tasks, a held-out problem was answered without a single mistake. Answers are greedy.",
+        f"Machines, by file in `results/`: {machines()}. `solved`: the number was found within 6 "
+        "guesses; in the other tasks, a held-out problem was answered without a single mistake. "
+        "Answers are greedy.",
         "",
         "| `train_async.py`, default flags | solved before | solved after | turns | seconds |",
         "|---|---|---|---|---|",
@@ -94,6 +93,16 @@ def objective_table() -> list[str]:
         f"When the KL damper acts, and the reward of `cispo` then: {text}. The reference pass that "
         f"it reads takes {between(shares, '.0%')} of a learner's step.",
     ]
+
+
+def machines() -> str:
+    """Which figures come from which machine."""
+    found: dict[str | None, list[str]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        m = load_result(path.stem).get("machine")
+        where = m and f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}"
+        found.setdefault(where, []).append(path.stem)
+    return "; ".join(f"{', '.join(names)} on {where}" for where, names in found.items() if where)
 
 
 def races() -> list[str]:

@@ -37,11 +37,11 @@ CEILINGS = {
     "simulate": 225,
     "compare": 189,
     "bench": 161,
-    "tables": 235,
+    "tables": 241,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6159, 17.0
+TOTAL, TOKENS_PER_LINE = 6165, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
