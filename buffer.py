@@ -270,12 +270,11 @@ def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     header |= {"columns": dict(zip(FIELDS, columns, strict=True))}
     header |= {"lengths": [len(t.tokens) for t in episodes]}
     header |= {"turns": [len(t.turns) for t in episodes]}
-    arrays = {
-        name: np.concatenate([getattr(t, name) for t in episodes] or [np.empty(0, kind)])
-        for name, kind in ARRAYS.items()
-    }
     bounds = chain.from_iterable(chain.from_iterable(t.turns for t in episodes))
-    return header, arrays | {"turns": np.fromiter(bounds, np.int32).reshape(-1, 2)}
+    arrays = {"turns": np.fromiter(bounds, np.int32).reshape(-1, 2)}
+    for name, kind in ARRAYS.items():
+        arrays[name] = np.concatenate([getattr(t, name) for t in episodes] or [np.empty(0, kind)])
+    return header, arrays
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
