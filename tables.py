@@ -109,14 +109,14 @@ def races() -> list[str]:
     """The measured part of the README on asynchronous against synchronous training."""
     if not (RESULTS / "async.json").is_file():
         return []
-    result = load_result("async")
-    machine = f"{result['machine']['cores']} cores of {result['machine']['cpu']}"
-    text = f"`python bench.py async full`, on {machine}: medians over the seeds, from lowest to "
-    text += (
-        "highest; × best sync is the ratio of two median times, and where it lies in 90% of 2,000 "
+    text = (
+        "`python bench.py async full`: medians over the seeds, from lowest to highest; × best sync "
     )
-    text += "resamplings. A run that ended below the score has taken infinitely long."
-    return ["", text, *async_table(result["runs"])]
+    text += (
+        "is the ratio of two median times, and where it lies in 90% of 2,000 resamplings. A run "
+    )
+    text += "that ended below the score has taken infinitely long."
+    return ["", text, *async_table(load_result("async")["runs"])]
 
 
 def claims() -> list[str]:

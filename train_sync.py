@@ -136,10 +136,10 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
 
 def group_signal(groups: list[Group], kind: str) -> tuple[Tensor, Tensor]:
     """Advantages of all trajectories, laid end to end, and which groups teach nothing [G]."""
-    # by way of an array, which takes a third of the time
+    # [G, n], by way of an array, which takes a third of the time
     rewards = torch.from_numpy(np.float32([[t.reward for t in g.trajectories] for g in groups]))
     valid = torch.from_numpy(np.array([[not t.failed for t in g.trajectories] for g in groups]))
-    advantages, dead = losses.group_advantages(rewards, kind, valid)  # [G, n] each
+    advantages, dead = losses.group_advantages(rewards, kind, valid)
     return advantages.flatten(), dead
 
 
