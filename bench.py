@@ -103,9 +103,11 @@ def bench_objectives(steps: int = 150) -> None:
 CALIBRATION = {  # what the simulator learns its costs from ...
     "sum-8": {"task": "sum", "groups_per_step": 8},
     "sum-24": {"task": "sum", "groups_per_step": 24, "max_staleness": 4, "slots": 64},
+    "sum-32": {"task": "sum", "groups_per_step": 32, "max_staleness": 0},
     "sum-sync": {"task": "sum", "groups_per_step": 16} | SYNC,
     "guess-12": {"task": "guess", "groups_per_step": 12, "slots": 64},
     "guess-32": {"task": "guess", "max_staleness": 4},
+    "guess-16": {"task": "guess", "groups_per_step": 16, "max_staleness": 0},
     "guess-sync": {"task": "guess", "groups_per_step": 24} | SYNC,
 }
 HELD_OUT = {  # ... and what it has to predict
@@ -121,22 +123,17 @@ HELD_OUT = {  # ... and what it has to predict
 }
 
 
-def bench_simulate(rounds: int = 3) -> None:
+def bench_simulate(rounds: int = 4) -> None:
     """Runs to calibrate the simulator on, and others to score it on -> results/simulate*.json. A
-    machine has slow minutes: of each run's repetitions that of median length counts."""
+    machine has slow minutes: each run is repeated, and all of its repetitions count."""
     runs = CALIBRATION | HELD_OUT
     with tempfile.TemporaryDirectory() as place:
         for i, name in tqdm(list(product(range(rounds), runs)), unit="run"):
             flags = {"steps": 60, "eval_every": 1000, **runs[name]}
-            folder = Path(place) / str(i) / name
+            folder = Path(place) / f"{name}.{i}"
             run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
-
-        def length(folder: Path) -> float:
-            return common.read_lines(folder / "metrics.jsonl")[-1]["t"]
-
         for command, names in (("calibrate", CALIBRATION), ("score", HELD_OUT)):
-            same = [[Path(place) / str(i) / name for i in range(rounds)] for name in names]
-            folders = [str(sorted(each, key=length)[rounds // 2]) for each in same]
+            folders = [f"{place}/{name}.{i}" for name, i in product(names, range(rounds))]
             subprocess.run([sys.executable, "simulate.py", command, *folders], cwd=ROOT, check=True)
 
 
@@ -149,13 +146,8 @@ def bench_replay() -> None:
         for eta, swap, workers in tqdm(plan, unit="run"):
             how = {"max_staleness": eta, "swap": swap, "rollout_workers": workers}
             folder = Path(place) / f"{eta}-{swap}-{workers}"
-            flags = {
-                "steps": 50,
-                "groups_per_step": 8,
-                "eval_every": 50,
-                "seed": len(result["runs"]),
-            }
-            summary = run_command("train_async.py", folder, **how, **flags)
+            flags = {"steps": 50, "groups_per_step": 8, "eval_every": 50} | how
+            summary = run_command("train_async.py", folder, seed=len(result["runs"]), **flags)
             command = [sys.executable, "train_async.py", f"--replay={folder}"]
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
             row = {**how, "staleness": summary["staleness"], "same": done.returncode == 0}

@@ -2,7 +2,8 @@
 
 `calibrate` reads spans and pauses, and finds by least squares how long everything takes:
 
-    generate  how many steps, slots and busy slots a span had, what it began: seconds of each
+    generate  how many steps, slots and busy slots a span had, which episodes it began: seconds of
+              each, and how much longer they are while a step is computed beside them
     train     how many episodes and tokens a step had, and whether the reference ran
     the rest  means: verification, delivery, publication, evaluation, what lies between two steps
 
@@ -17,16 +18,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
 from math import ceil
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 import common
 from common import UserError
-from pipeline import Costs, Log, Pipeline, Setup, end
+from pipeline import Costs, Log, Pipeline, Setup, end, overlap
 
-DECODE = ("step", "step_slot", "step_context", "step_running", "episode", "refill", "prefill")
+DECODE = ("step", "step_slot", "step_context", "step_running")
+REFILL = ("episode", "refill", "prefill")
 TRAIN = ("train", "train_episode", "train_token", "reference_token", "listen")
+BESIDE = np.linspace(1.0, 2.0, 41)  # what `beside` may be
 KEEP = 500  # groups: enough to draw from
 
 
@@ -68,6 +72,21 @@ def fit(columns: list, seconds: list[float]) -> np.ndarray:
     return costs / np.where(scale > 0, scale, 1.0)
 
 
+def fit_generation(rows: list[tuple]) -> tuple[float, np.ndarray]:
+    """`beside`, and the costs of `DECODE` and `REFILL`, that explain spans of generation best: rows
+    of `span_rows`."""
+    share, *parts = (np.array(column) for column in zip(*rows, strict=True))
+
+    def explain(beside: float) -> tuple:
+        speed, error, costs = 1 - (1 - 1 / beside) * share, 0.0, []  # 1: with no step beside it
+        for seconds, amounts in zip(parts[::2], parts[1::2], strict=True):
+            costs.append(fit(amounts, seconds * speed))
+            error += float(np.square(amounts @ costs[-1] / speed - seconds).sum())
+        return error, float(beside), np.concatenate(costs)
+
+    return min(map(explain, BESIDE), key=itemgetter(0))[1:]
+
+
 def calibrate(logs: list[Log]) -> Costs:
     """Costs that explain these logs of one task; raises UserError when none of them says which
     groups it had.
@@ -76,23 +95,24 @@ def calibrate(logs: list[Log]) -> Costs:
     much quicker generation is where the learner lives, without messages.
     """
     costs, pauses = Costs([log.name for log in logs]), defaultdict(list)
-    decoded, trained = [], []
+    spans, trained = [], []
     alone = [log for log in logs if log.setup.synchronous]
     for log in logs:
         trained += train_rows(log)
         if not log.setup.synchronous:
             groups = groups_of(log)
-            decoded += decode_rows(log, groups)
+            spans += span_rows(log, groups)
             costs.groups += [[g["version"], g["size"], *g["lengths"]] for g in groups]
             for name, seconds in pauses_of(log, groups):
                 pauses[name].append(seconds)
-    if not decoded:
+    if not spans:
         raise UserError("calibrate: must have a run of train_async.py, too")
     for name, seconds in pauses.items():
         setattr(costs, name, float(np.mean(seconds)))
-    for names, rows in ((DECODE, decoded), (TRAIN, trained)):
-        seconds, amounts = zip(*rows, strict=True)
-        for name, value in zip(names, fit(amounts, seconds), strict=True):
+    costs.beside, found = fit_generation(spans)
+    seconds, amounts = zip(*trained, strict=True)
+    for names, values in ((DECODE + REFILL, found), (TRAIN, fit(amounts, seconds))):
+        for name, value in zip(names, values, strict=True):
             setattr(costs, name, float(value))
     costs.all_reduce = 2 * costs.publish  # assumed: what goes out must have come in
     costs.groups = sorted(costs.groups, key=lambda r: r[0])[:: ceil(len(costs.groups) / KEEP)]
@@ -112,30 +132,23 @@ def groups_of(log: Log) -> list[dict]:
     begun = {e["group"]: e for e in log.events["start"]}
     ended = {e["group"]: e["t"] for e in log.events["finish"]}
     return [
-        {**e, **begun[e["group"]], "longest": max(e["lengths"]), "end": ended[e["group"]]}
+        {**e, **begun[e["group"]], "end": ended[e["group"]]}
         | {"asked": e["t"], "verdict": end(e), "seconds": e["seconds"]}
         for e in log.events["score"]
     ]
 
 
-def decode_rows(log: Log, groups: list[dict]) -> list[tuple]:
-    """For each span of generation: seconds, and how much it has of each cost in `DECODE`.
-
-    The log does not say how long the longest running episode is at each step: here each group's
-    longest grows evenly from the group's start to its end.
-    """
-    rows = []
+def span_rows(log: Log, groups: list[dict]) -> list[tuple]:
+    """For each span of generation but a worker's first: the share of it in which a step was
+    computed, seconds of decoding and how much there is of each of `DECODE`, and the same for the
+    rest of the span and `REFILL`."""
+    rows, size = [], log.setup.group_size
     for process in sorted({e["process"] for e in log.events["generate"]}):
         mine = [g for g in groups if g["process"] == process]
-        names = ("t", "end", "size", "longest")
-        begin, stop, prompt, longest = (np.array([g[name] for g in mine]) for name in names)
+        begin, prompt = np.array([[g["t"], g["size"]] for g in mine]).T
         swaps = [e for e in log.events.get("swap", []) if e["process"] == process]
         spans = [e for e in log.events["generate"] if e["process"] == process]
         for e in spans[1:]:
-            now = np.linspace(e["t"], end(e), 8)[:, None]
-            share = (now - begin) / np.maximum(stop - begin, 1e-9)
-            reached = (prompt + share * (longest - prompt)) * ((share >= 0) & (share <= 1))
-            context = float(reached.max(1, initial=0.0).mean())
             new = (begin >= e["t"]) & (begin < end(e))
             # groups that begin at one token boundary share a forward pass
             apart = np.diff(np.sort(begin[new])) > 0.5 * e["seconds"] / e["steps"]
@@ -143,9 +156,11 @@ def decode_rows(log: Log, groups: list[dict]) -> list[tuple]:
             if log.setup.swap == "recompute":
                 sizes = [s["size"] for s in swaps if e["t"] <= s["t"] < end(e)]
                 refills, prefill = refills + len(sizes), prefill + sum(sizes) * rebuilt(groups)
-            slots, episodes = e["steps"] * log.setup.slots, int(new.sum()) * log.setup.group_size
-            amounts = [e["steps"], slots, slots * context, e["slot_steps"], episodes, refills]
-            rows.append((e["seconds"], [*amounts, prefill]))
+            slots, share = log.setup.slots, overlap(log.events["train"], e["t"], end(e))
+            decode = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
+            refill = [int(new.sum()) * size, refills, prefill]
+            rest = e["seconds"] - e["decode"]
+            rows.append((share / e["seconds"], e["decode"], decode, rest, refill))
     return rows
 
 
@@ -156,7 +171,7 @@ def rebuilt(groups: list[dict]) -> float:
 
 
 def train_rows(log: Log) -> list[tuple]:
-    """For each step but the first, which warms up: the same for `TRAIN`."""
+    """For each step but the first, which warms up: seconds, and how much of each of `TRAIN`."""
     rows, every = [], log.setup.reference_every
     verdicts = np.array([end(e) for e in log.events["score"]])
     for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):

@@ -204,6 +204,12 @@ def score(group: Group, task: reward.Task, config: Config, after=lambda: None) -
     return verdicts
 
 
+def judge(group: Group, task: reward.Task, config: Config, after=lambda: None) -> dict:
+    """The verdicts of `score`, when it began, and the seconds that it took."""
+    began, verdicts = time.monotonic(), score(group, task, config, after)
+    return {"verdicts": verdicts, "began": began, "seconds": time.monotonic() - began}
+
+
 # ----------------------------------------------------------------------------- to resume, to replay
 
 

@@ -48,7 +48,8 @@ class Costs:
     all_reduce: float = 0.0  # ... and joining the gradients, when there are several learners
     publish: float = 0.0
     after: float = 0.0  # metrics and books after a step
-    alone: float = 1.0  # generation in the learner's process takes this times as long
+    beside: float = 1.0  # generation takes this times as long while a step is computed
+    alone: float = 1.0  # ... and in the learner's process
     evaluation: float = 0.0
     # groups in order: version at their start, tokens of the prompt, tokens of each episode
     groups: list[list[int]] = field(default_factory=list)
@@ -107,8 +108,10 @@ class Pipeline:
         self.setup, self.costs, self.random = setup, costs, np.random.default_rng(seed)
         self.buffer = Buffer(setup.groups_per_step, setup.eta, setup.on_stale)
         self.workers = [Worker(f"rollout-{i}", setup.slots) for i in range(setup.rollout_workers)]
-        self.verifiers = [0.0] * setup.reward_workers  # when each is free
-        self.agenda, self.order, self.version, self.working = [], count(), 0, False
+        # when each reward worker is free; without any, the learner verifies
+        self.verifiers = [0.0] * (0 if setup.synchronous else setup.reward_workers)
+        self.agenda, self.order, self.version = [], count(), 0
+        self.working = self.training = False  # the learner: busy with anything, with a step
         self.inbox: list[Group] = []  # verified, and not yet seen by the learner
         self.arrived = 0  # groups, in the course of a step
         self.where: dict[int, Worker] = {}
@@ -167,8 +170,7 @@ class Pipeline:
         done = min(max(1, ceil((now - worker.begin) / worker.pace)), worker.steps)
         if done < worker.steps:
             worker.steps, worker.stamp = done, worker.stamp + 1
-            stop = worker.begin + done * worker.pace
-            self.plan(stop, self.boundary, worker, worker.stamp)
+            self.plan(worker.begin + done * worker.pace, self.boundary, worker, worker.stamp)
 
     def boundary(self, worker: Worker, stamp: int, now: float) -> None:
         """A token boundary at which something changes; decode from there to the next one."""
@@ -183,26 +185,26 @@ class Pipeline:
         if not running.any():
             return
         worker.steps = int(worker.left[running].min())
-        worker.span = worker.span or self.note(
-            worker.name, "generate", now, version=worker.version, steps=0, slot_steps=0
-        )
+        none = {"version": worker.version, "steps": 0, "slot_steps": 0, "context": 0, "decode": 0.0}
+        worker.span = worker.span or self.note(worker.name, "generate", now, **none)
         context = worker.at[running].max() + (worker.steps - 1) / 2
         slot = costs.step_slot + costs.step_context * context
         pace = costs.step + setup.slots * slot + costs.step_running * running.sum()
-        alone = costs.alone if setup.synchronous else 1.0
-        worker.pace, worker.begin = pace * alone, now + extra * alone
-        stop = worker.begin + worker.steps * worker.pace
-        self.plan(stop, self.boundary, worker, worker.stamp)
+        times = costs.alone if setup.synchronous else costs.beside if self.training else 1.0
+        worker.pace, worker.begin = pace * times, now + extra * times
+        self.plan(worker.begin + worker.steps * worker.pace, self.boundary, worker, worker.stamp)
 
     def finish(self, worker: Worker, now: float) -> None:
         """The steps are done: episodes that have all their tokens leave, groups that are whole."""
         if not worker.steps:
             return
-        running = worker.left > 0
-        worker.left[running] -= worker.steps
-        worker.at[running] += worker.steps
-        worker.span["steps"] += worker.steps
-        worker.span["slot_steps"] += worker.steps * int(running.sum())
+        running, span, steps = worker.left > 0, worker.span, worker.steps
+        span["steps"] += steps
+        span["slot_steps"] += steps * int(running.sum())
+        span["context"] += steps * (worker.at[running].max() + (steps - 1) / 2)
+        span["decode"] += steps * worker.pace
+        worker.left[running] -= steps
+        worker.at[running] += steps
         for b in np.flatnonzero(running & (worker.left == 0)):
             group, sample = worker.samples[b]
             group.trajectories.append(sample)
@@ -243,7 +245,7 @@ class Pipeline:
     # --------------------------------------------------------------------------------- learning
 
     def verify(self, group: Group, now: float) -> None:
-        if self.setup.synchronous:  # the trainer itself verifies, when everything is generated
+        if not self.verifiers:
             return self.arrive(group, now)
         begin = max(now + self.costs.delivery, heapq.heappop(self.verifiers))
         stop, lengths = begin + self.costs.score, [t.tokens for t in group.trajectories]
@@ -264,7 +266,8 @@ class Pipeline:
             return
         if len(self.inbox) >= enough:
             self.working, groups, self.inbox = True, self.inbox, []
-            each = self.costs.score if self.setup.synchronous else self.costs.handle
+            each = 0.0 if self.setup.synchronous else self.costs.handle
+            each += 0.0 if self.verifiers else self.costs.score
             self.plan(now + len(groups) * each, self.take, groups)
         else:
             self.train(now)
@@ -295,10 +298,12 @@ class Pipeline:
         seconds = costs.train + work + costs.all_reduce * (setup.learners > 1)
         row = {"step": step, "samples": len(samples), "sequence_tokens": tokens}
         row["staleness_mean"] = float(np.mean([staleness(t, self.version) for t in samples]))
-        ids = [group.group_id for group in batch]
-        event = {"version": self.version, "groups": ids, "seconds": seconds}
-        event = self.note("learner", "train", now, **event)
+        event = {"version": self.version, "groups": [g.group_id for g in batch]}
+        event = self.note("learner", "train", now, seconds=seconds, **event)
         self.plan(now + seconds, self.publish, row, event)
+        self.training = True
+        for worker in self.workers:
+            self.wake(worker, now)
 
     def publish(self, row: dict, event: dict, now: float) -> None:
         """The computation is over; the step ends when what arrived in its course is taken in."""
@@ -311,7 +316,7 @@ class Pipeline:
 
     def adopt(self, row: dict, now: float) -> None:
         """Every worker may have the new weights; the learner goes on when its books are written."""
-        setup, self.version = self.setup, row["step"]
+        setup, self.version, self.training = self.setup, row["step"], False
         for worker in self.workers:
             self.wake(worker, now)
         free = now + self.costs.after
@@ -355,15 +360,12 @@ def measure(log: Log) -> dict[str, float]:
     rollout = overlap(log.events["generate"], begin, stop) / (seconds * setup.rollout_workers)
     learner = overlap(trained, begin, stop) / seconds
     busy = rollout * setup.rollout_workers + learner * setup.learners
+    # in a synchronous run the learners' devices are those that have generated
+    devices = setup.rollout_workers + setup.learners * (not setup.synchronous)
     return {
         "tokens_per_s": sum(row["sequence_tokens"] for row in rows) / seconds,
         "rollout_idle": 1 - rollout,
         "learner_idle": 1 - learner,
-        "idle": 1 - busy / devices_of(setup),
+        "idle": 1 - busy / devices,
         "staleness": float(np.mean([row["staleness_mean"] for row in rows])),
     }
-
-
-def devices_of(setup: Setup) -> int:
-    """Devices in use; in a synchronous run the learners' are those that have generated."""
-    return setup.rollout_workers + (0 if setup.synchronous else setup.learners)

@@ -30,7 +30,9 @@ from cache import decode, make_cache, prefill, read_prefix, write_prefix
 from model import GPT
 
 MASK32 = 0xFFFFFFFF
-COUNTED = ("steps", "slot_steps", "tokens")  # what an event log tells of a span of generation
+# What an event log tells of a span of generation: steps, steps times busy slots, tokens sampled,
+# tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
+COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
 
 
 def mix(x):
@@ -177,7 +179,7 @@ class Generator:
         self.new_weights: tuple[int, Tensor | None] | None = None
         self.finished: list[Group] = []
         self.events: list[tuple] = []  # (time, kind, group or -1, version, tokens or episodes)
-        self.counts = {"tokens": 0, "steps": 0, "slot_steps": 0, "swaps": 0, "busy": 0.0}
+        self.counts = dict.fromkeys((*COUNTED, "swaps"), 0) | {"busy": 0.0}
 
     @property
     def busy(self) -> bool:
@@ -210,8 +212,11 @@ class Generator:
         self._refill()
         if not self.running.any():
             return False
+        refilled = time.monotonic()
         self._decode()
-        self.counts["busy"] += time.monotonic() - begin
+        now = time.monotonic()
+        self.counts["decode"] += now - refilled
+        self.counts["busy"] += now - begin
         return True
 
     # ------------------------------------------------------------------------------- weight swap
@@ -327,6 +332,7 @@ class Generator:
         self.counts["tokens"] += len(rows)
         self.counts["steps"] += 1
         self.counts["slot_steps"] += int(self.running.sum())
+        self.counts["context"] += longest
 
         known = self.known[rows]
         in_turn = known - self.turn_start[rows] >= self.turn_limit[rows]

@@ -6,7 +6,8 @@
     python simulate.py scale                      # over synchronous, 8 to 1024 devices, published
 
 `score` asks of each run whether tokens a second and mean staleness are predicted within 10% (of one
-version, where staleness is less), and the idle share within 10 points. `scale` (five minutes) takes
+version, where staleness is less), and the idle share within 10 points; runs with equal flags are
+repetitions, and the mean of them counts. `scale` (five minutes) takes
 two kinds of costs: those that were calibrated here, and those that arithmetic gives for a language
 model on a GPU (`ASSUMED`), because nobody published an event log.
 
@@ -17,6 +18,7 @@ the other, is what this code's own costs wait for.
 
 import dataclasses
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,21 +34,24 @@ from report import BLUE, GREEN, GREY, ORANGE, RESULTS, canvas, load_result, save
 
 
 def score(logs: list[Log], known: dict[str, Costs]) -> list[dict]:
-    """One row a run: what was measured, what the model says, and how far they are apart."""
-    rows = []
+    """One row a setup: what was measured (the mean of runs with equal flags), what the model says
+    (the mean of as many simulations), and how far they are apart."""
+    rows, same = [], defaultdict(list)
     for log in logs:
-        setup, found = log.setup, measure(log)
-        costs = costs_of(setup.task, known)
-        if log.name in costs.runs:
+        if log.name in costs_of(log.setup.task, known).runs:
             raise UserError(f"{log.name}: must be a run that the model was not calibrated on")
-        told = predict(setup, costs)
+        same[str(log.setup)].append(log)
+    for runs in same.values():
+        setup, found = runs[0].setup, [measure(log) for log in runs]
+        told = [predict(setup, known[setup.task], seed) for seed in range(len(runs))]
         mode = "sync" if setup.synchronous else f"eta {setup.eta} {setup.swap}"
         what = f"{setup.task} {setup.groups_per_step}x{setup.group_size} {mode}"
-        row = {"run": log.name, "setup": f"{what} {setup.rollout_workers}x{setup.slots} slots"}
+        row = {"setup": f"{what} {setup.rollout_workers}x{setup.slots} slots", "runs": len(runs)}
         for name in ("tokens_per_s", "rollout_idle", "learner_idle", "idle", "staleness"):
-            row[name], row[f"{name}*"] = round(float(found[name]), 3), round(float(told[name]), 3)
-        errors = [abs(told[n] - found[n]) for n in ("tokens_per_s", "idle", "staleness")]
-        scale = (found["tokens_per_s"], 1.0, max(1.0, found["staleness"]))
+            for mark, values in (("", found), ("*", told)):
+                row[name + mark] = round(float(np.mean([one[name] for one in values])), 3)
+        errors = [abs(row[n + "*"] - row[n]) for n in ("tokens_per_s", "idle", "staleness")]
+        scale = (row["tokens_per_s"], 1.0, max(1.0, row["staleness"]))
         row["within"] = all(e <= 0.1 * s for e, s in zip(errors, scale, strict=True))
         rows.append(row)
     return rows
@@ -271,11 +276,9 @@ def main(arguments: list[str]) -> None:
         save_costs(known)
         for task, costs in known.items():
             values = {k: v for k, v in dataclasses.asdict(costs).items() if isinstance(v, float)}
-            alone = values.pop("alone")
+            times = [f"{values.pop(name):.3g} {name}" for name in ("beside", "alone")]
             print(table([{task: k, "microseconds": v * 1e6} for k, v in values.items()]))
-            print(
-                f"alone {alone:.3g}: generation in the learner's process takes this times as long"
-            )
+            print(f"generation takes {', '.join(times)} times as long (pipeline.py)")
     elif command == "score" and rest:
         rows = score([read_run(run) for run in rest], load_costs())
         save_result("simulate", {"machine": common.describe_machine(), "runs": rows})

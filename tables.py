@@ -109,13 +109,10 @@ def races() -> list[str]:
     """The measured part of the README on asynchronous against synchronous training."""
     if not (RESULTS / "async.json").is_file():
         return []
-    text = (
-        "`python bench.py async full`: medians over the seeds, from lowest to highest; × best sync "
-    )
-    text += (
-        "is the ratio of two median times, and where it lies in 90% of 2,000 resamplings. A run "
-    )
-    text += "that ended below the score has taken infinitely long."
+    text = "`python bench.py async full`: medians over the seeds, from lowest to highest; × best "
+    text += "sync is the ratio of two median times, and where it lies in 90% of 2,000 resamplings. "
+    text += "A run that ended below the score has taken infinitely long. In every mode it is the "
+    text += "learner that verifies (`--reward-workers 0`)."
     return ["", text, *async_table(load_result("async")["runs"])]
 
 

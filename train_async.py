@@ -7,6 +7,8 @@
 `learner_step` comes from train_sync.py: what is learned does not change, only when. This file adds
 what asynchrony needs: rollout and reward workers in their own processes, admission, weights that
 are published while episodes run, and groups that are issued again when a worker dies.
+With `--reward-workers 0` the learner verifies what arrives: quicker where there are two cores and
+the verifier is quick; the one process that must never wait does wait for a slow one.
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
@@ -33,7 +35,7 @@ from buffer import (
 )
 from checkpoint import checkpoint, completed_groups
 from common import Config
-from learner import facts_of, new_groups, resumed
+from learner import facts_of, judge, new_groups, resumed
 from ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
 from replay import replay, replayable
 from reward import VOCAB_SIZE
@@ -67,7 +69,7 @@ def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, f
             return asked or group_flaw(header, arrays, config.group_size, newest, VOCAB_SIZE)
         return verdict_flaw(header["verdicts"], config.group_size) if original else None
 
-    relay = ("rollout", "group", "reward")
+    relay = ("rollout", "group", "reward" if config.reward_workers else None)
     return Pool(roles, run / "logs", config.restarts, config.silence, relay, flaw)
 
 
@@ -129,6 +131,19 @@ def log_spawn(watch, worker: Worker) -> None:
     watch.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
 
 
+def land(group: Group, verdict: dict, judged_by: str, buffer, flights, watch, totals) -> None:
+    """A group is generated and verified: it may be trained."""
+    apply_verdicts(group, verdict["verdicts"])
+    if not buffer.complete(group):
+        return  # a copy from before its group was issued again
+    flights.landed(group.group_id)
+    totals["begin"] = totals["begin"] or time.monotonic()
+    totals["tokens"] += sum(t.generated for t in group.trajectories)
+    details = {"group": group.group_id, "seconds": verdict["seconds"], **replayable(group)}
+    details["lengths"] = [len(t.tokens) for t in group.trajectories]
+    watch.event(judged_by, "score", verdict["began"], **details)
+
+
 def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch, totals: dict):
     """What one message of a worker changes."""
     kind, worker, header, original = message
@@ -137,16 +152,8 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         if kind == "unanswered":  # two reward workers have died of it: it is not tried again
             lost = [(0.0, (), "verifier_lost")] * len(group.trajectories)
             header |= {"verdicts": lost, "began": time.monotonic(), "seconds": 0.0}
-        apply_verdicts(group, header["verdicts"])
-        if not buffer.complete(group):
-            return  # a copy from before its group was issued again
-        flights.landed(group.group_id)
-        totals["begin"] = totals["begin"] or time.monotonic()
-        totals["tokens"] += sum(t.generated for t in group.trajectories)
-        details = {"group": group.group_id, "seconds": header["seconds"], **replayable(group)}
-        details["lengths"] = [len(t.tokens) for t in group.trajectories]
-        watch.event(worker.name, "score", header["began"], **details)
-    elif kind == "group":  # on its way to a reward worker; what has happened came with it
+        land(group, header, worker.name, buffer, flights, watch, totals)
+    elif kind == "group":  # generated, not verified; what has happened since the last came with it
         totals["status"][worker.name] = header["status"]
         for at, what, group_id, at_version, size in header["events"]:
             amount = size if what == "generate" else {"size": size}
@@ -241,6 +248,10 @@ def train(config: Config) -> None:
             messages = pool.receive(0.0 if batch else 0.2)  # wait for workers, but never for ever
             for message in messages:
                 handle(message, buffer, flights, learner.version, watch, totals)
+                if message[0] == "group" and not config.reward_workers:  # as in train_sync.py
+                    group = group_from_parts(*message[2:])
+                    verdict = judge(group, task, config)
+                    land(group, verdict, "learner", buffer, flights, watch, totals)
             if any(kind == "lost" for kind, *_ in messages):
                 settle(ledger, watch, buffer, flights, again)
             batch = buffer.next_batch(learner.version)

@@ -157,7 +157,8 @@ class Pool:
     relay: (from role, kind, to role): messages of that kind go straight to the least busy worker
     of the other role and are held until it answers with the same group id; should it die, another
     one gets them. Their headers come out of `receive` at once, the answer together with the
-    original, or without one ("unanswered") when two workers have died of it.
+    original, or without one ("unanswered") when two workers have died of it. To None: they come out
+    of `receive` themselves, with their arrays.
     flaw(worker, header, arrays, original): what is wrong with a message, or None; a worker that
     sends nonsense is replaced.
     """
@@ -176,7 +177,7 @@ class Pool:
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
         self.relay_from, self.relay_kind, self.relay_to = relay
         self.workers: dict[tuple[str, int], Worker] = {}
-        self.relayed: set[int] = set()  # group ids on their way through the other role
+        self.relayed: set[int] = set()  # group ids on their way, or through the other role
         self.inbox: SimpleQueue = SimpleQueue()  # (worker, bytes) in order of arrival
         self.messages: deque = deque()
         self.news = threading.Condition()  # of this process only: never shared with a worker
@@ -284,8 +285,9 @@ class Pool:
             worker.status = header
         elif worker.role == self.relay_from and header["kind"] == self.relay_kind:
             self.relayed.add(header["group_id"])
-            self._put(header["kind"], worker, header, None)
-            self._relay(header["group_id"], (data, header, arrays))
+            self._put(header["kind"], worker, header, None if self.relay_to else arrays)
+            if self.relay_to:
+                self._relay(header["group_id"], (data, header, arrays))
         elif worker.role != self.relay_to or "group_id" not in header:
             self._put(header["kind"], worker, header, arrays)
         elif held := worker.held.pop(header["group_id"], None):  # else: answered already

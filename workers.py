@@ -19,7 +19,7 @@ import common
 from buffer import Group, group_from_parts, group_to_parts
 from checkpoint import load_checkpoint, restore
 from common import Config
-from learner import make_generator, make_learner, make_model, make_task, score
+from learner import judge, make_generator, make_learner, make_model, make_task
 from rollout import COUNTED
 from train_sync import learner_step
 from transport import Line
@@ -77,10 +77,9 @@ def reward_worker(line: Line, config: Config):
     while True:
         message = line.receive(0.5)
         if message:
-            group, begin = group_from_parts(*message), time.monotonic()
-            verdicts = score(group, task, config, after=line.beat)
-            spent = {"began": begin, "seconds": time.monotonic() - begin}
-            line.send("scores", {"group_id": group.group_id, "verdicts": verdicts, **spent})
+            group = group_from_parts(*message)
+            verdict = judge(group, task, config, line.beat)
+            line.send("scores", {"group_id": group.group_id, **verdict})
         line.beat()
 
 

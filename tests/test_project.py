@@ -32,16 +32,16 @@ CEILINGS = {
     "ledger": 180,
     "replay": 120,
     "report": 245,
-    "pipeline": 280,
+    "pipeline": 282,
     "calibrate": 155,
-    "simulate": 225,
+    "simulate": 226,
     "compare": 189,
     "bench": 161,
     "tables": 241,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6165, 17.0
+TOTAL, TOKENS_PER_LINE = 6181, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 

@@ -33,6 +33,7 @@ KNOWN = Costs(
     after=5e-3,
     listen=5e-4,
     evaluation=0.1,
+    beside=1.3,
     groups=GROUPS,
 )
 TOY = Setup("toy", steps=24, slots=32, group_size=8, groups_per_step=8, eta=2, eval_every=10)
@@ -113,6 +114,30 @@ def test_a_single_group_takes_what_the_costs_say():
     assert log.events["generate"][0]["slot_steps"] == 6
 
 
+def test_generation_is_slower_while_a_step_is_computed():
+    costs = Costs(step=1.0, train=4.0, beside=2.0, groups=[[0, 2, 8]])
+    setup = Setup("one", steps=6, slots=1, group_size=1, groups_per_step=1, eta=1)
+    first = Pipeline(setup, costs).run().events["generate"][0]
+    # One episode in 6 s; then a step of 4 s begins, which the worker notices at its next token
+    # boundary: one more token in 1 s, two in 2 s each, and new weights.
+    assert (first["steps"], first["seconds"], first["decode"]) == (9, 11.0, 11.0)
+
+
+def test_verdicts_take_the_learners_time_when_nobody_else_gives_them():
+    costs = Costs(step=1.0, score=3.0, handle=0.5, train=2.0, groups=[[0, 2, 6, 6]])
+    setup = Setup("one", steps=6, slots=2, group_size=2, groups_per_step=1, eta=0)
+    apart, here = (
+        Pipeline(dataclasses.replace(setup, reward_workers=n), costs).run() for n in (1, 0)
+    )
+    for log, scored in ((apart, 6), (here, 0)):
+        assert [e["t"] for e in log.events["train"][:2]] == [7.5, 17.0]  # 4 + 3 + 0.5, and 2 + 7.5
+        assert len(log.events["score"]) == scored
+    busy = dataclasses.replace(setup, eta=4, steps=40)
+    apart, here = (predict(dataclasses.replace(busy, reward_workers=n), costs) for n in (1, 0))
+    assert here["tokens_per_s"] == pytest.approx(12 / 5.5, rel=0.05)  # 3 + 0.5 + 2 s a step
+    assert apart["tokens_per_s"] == pytest.approx(12 / 4, rel=0.05)  # generation takes 4 s
+
+
 def test_weights_arrive_in_the_middle_of_episodes_unless_they_are_drained():
     assert max(e["size"] for e in run(swap="keep").events["swap"]) > 0
     assert max(e["size"] for e in run(swap="drain").events["swap"]) == 0
@@ -168,6 +193,8 @@ def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path):
     folders = [write(log, tmp_path / f"basis{i}") for i, log in enumerate(logs)]
     costs = calibrate([read_run(folder) for folder in folders])
     assert costs.evaluation == pytest.approx(0.1, rel=0.01)
+    for name in ("step", "step_running", "refill", "handle", "listen", "train", "beside", "score"):
+        assert getattr(costs, name) == pytest.approx(getattr(KNOWN, name), rel=0.03), name
     step = costs.train + 64 * costs.train_episode + 1000 * costs.train_token
     assert step == pytest.approx(0.02 + 1000 * 5e-5, rel=0.1)
     others = [{"eta": 1}, {"swap": "drain", "eta": 3}, {"eta": 0}, {"groups_per_step": 12}]
@@ -216,7 +243,7 @@ def test_the_whole_way_by_commands(tmp_path, monkeypatch, capsys):
     simulate.main(["calibrate", one])
     assert "train_token" in capsys.readouterr().out
     simulate.main(["score", two])
-    assert json.loads((tmp_path / "simulate.json").read_text())["runs"][0]["run"] == "run2"
+    assert json.loads((tmp_path / "simulate.json").read_text())["runs"][0]["runs"] == 1
     assert (tmp_path / "simulate.png").stat().st_size > 10_000
     simulate.main(["advise", "--devices=3", "--task=toy", "--groups-per-step=4", "--group-size=8"])
     assert "--max-staleness" in capsys.readouterr().out

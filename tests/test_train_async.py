@@ -85,6 +85,7 @@ def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
         ("drain", 2, {"rollout_workers": 2}),
         ("keep", 1, {"on_stale": "drop", "task": "sum:32"}),
         ("keep", 2, {"learners": 2, "rollout_workers": 1}),
+        ("keep", 2, {"reward_workers": 0, "task": "guess", "rollout_workers": 2}),
     ],
 )
 def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags):
@@ -104,7 +105,9 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags):
     wanted = "admit start swap finish score train publish checkpoint spawn exit generate".split()
     assert set(kinds) - {"discard"} == set(wanted)
     workers = set.union(*kinds.values()) - {"learner"}
-    assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0", "reward-0"}
+    judges = "learner" if flags.get("reward_workers") == 0 else "reward"
+    assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0"}
+    assert all(name.startswith(judges) for name in kinds["score"])
     if eta > 1:  # it really was asynchronous
         assert summary["staleness"]["mean"] > 0
     if flags.get("learners", 1) == 1:
@@ -125,11 +128,11 @@ def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("name", ["rollout-0", "reward-0"])
-def test_kill_9_is_named_and_survived(tmp_path, capsys, name):
+@pytest.mark.parametrize("name, judges", [("rollout-0", 1), ("reward-0", 1), ("rollout-0", 0)])
+def test_kill_9_is_named_and_survived(tmp_path, capsys, name, judges):
     folder = tmp_path / "run"
     thread = kill_when(folder, name, 3)
-    train_async.train(config_of(folder, steps=40))
+    train_async.train(config_of(folder, steps=40, reward_workers=judges))
     thread.join(1)
     summary = summary_of(folder)
     assert summary["steps"] == 40 and summary["groups"]["trained"] == 160

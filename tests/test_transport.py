@@ -384,6 +384,17 @@ def test_a_group_that_kills_two_workers_is_given_back_without_an_answer(make_poo
     assert reasons == ["died (exit code 1: ValueError: seven)"] * 2
 
 
+def test_without_a_second_half_the_first_one_speaks_to_the_parent(make_pool):
+    pool = make_pool({"maker": (maker, [()])}, relay=("maker", "group", None))
+    pool.send(pool.of("maker")[0], "make", {"ids": [4, 5]})
+    got = gather(pool, lambda got: len(got) == 2)
+    assert [(m[0], m[2]["group_id"], len(m[3]["x"])) for m in got] == [
+        ("group", 4, 4),
+        ("group", 5, 5),
+    ]
+    assert pool.relayed == {4, 5}  # until they land they are on their way: nobody issues them again
+
+
 def test_a_message_with_a_flaw_costs_its_worker(make_pool, tmp_path):
     def flaw(worker, header, arrays, held):
         if header["kind"] == "echo":
