@@ -123,7 +123,7 @@ HELD_OUT = {  # ... and what it has to predict
 }
 
 
-def bench_simulate(rounds: int = 4) -> None:
+def bench_simulate(rounds: int = 3) -> None:
     """Runs to calibrate the simulator on, and others to score it on -> results/simulate*.json. A
     machine has slow minutes: each run is repeated, and all of its repetitions count."""
     runs = CALIBRATION | HELD_OUT

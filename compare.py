@@ -72,7 +72,7 @@ FLAGS = {
 }
 FLAGS = {task: flags | {"reward_workers": 0} for task, flags in FLAGS.items()}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
-SEEDS = {"guess": 7, "sum": 5}  # of these; 3 of the others
+SEEDS = 5  # of these and every synchronous mode; 3 of the others
 
 
 def bench_async(kind: str = "quick") -> None:
@@ -84,7 +84,8 @@ def bench_async(kind: str = "quick") -> None:
     """
     full = kind == "full"
     names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
-    most = {(t, n): (SEEDS[t] if n in HEADLINE else 3) if full else 2 for t in tasks for n in names}
+    many = {*HEADLINE, *(name for name in MODES if name.startswith("sync"))}
+    most = {(t, n): (SEEDS if n in many else 3) if full else 2 for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
     path = RESULTS / ("async.json" if full else "async-quick.json")
     new = {"machine": common.describe_machine(), "runs": []}
