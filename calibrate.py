@@ -8,9 +8,9 @@
     the rest  means: verification, delivery, publication, evaluation, what lies between two steps
 
 The episodes of the log, group by group, are what a simulation draws its lengths from. Calibrate on
-runs of one task with different numbers of slots and of groups a step, with one of train_sync.py:
-what does not vary cannot be told apart. Left out: first spans and first steps, which warm up, and
-processes that share a core: each is taken to have its own.
+runs of one task with different numbers of slots and of groups a step, one of them with eta = 0 and
+one of train_sync.py: what does not vary cannot be told apart. Left out: first spans and first
+steps, which warm up, and processes that share a core: but for `beside`, each has its own.
 """
 
 import json
@@ -73,8 +73,7 @@ def fit(columns: list, seconds: list[float]) -> np.ndarray:
 
 
 def fit_generation(rows: list[tuple]) -> tuple[float, np.ndarray]:
-    """`beside`, and the costs of `DECODE` and `REFILL`, that explain spans of generation best: rows
-    of `span_rows`."""
+    """(`beside`, costs of `DECODE` and `REFILL` [7]) that explain rows of `span_rows` best."""
     share, *parts = (np.array(column) for column in zip(*rows, strict=True))
 
     def explain(beside: float) -> tuple:
@@ -156,11 +155,11 @@ def span_rows(log: Log, groups: list[dict]) -> list[tuple]:
             if log.setup.swap == "recompute":
                 sizes = [s["size"] for s in swaps if e["t"] <= s["t"] < end(e)]
                 refills, prefill = refills + len(sizes), prefill + sum(sizes) * rebuilt(groups)
-            slots, share = log.setup.slots, overlap(log.events["train"], e["t"], end(e))
+            slots, beside = log.setup.slots, overlap(log.events["train"], e["t"], end(e))
             decode = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
             refill = [int(new.sum()) * size, refills, prefill]
             rest = e["seconds"] - e["decode"]
-            rows.append((share / e["seconds"], e["decode"], decode, rest, refill))
+            rows.append((beside / e["seconds"], e["decode"], decode, rest, refill))
     return rows
 
 

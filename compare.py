@@ -79,8 +79,9 @@ def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of two modes, one task; full: SEEDS of what the headline compares, three of the
-    other modes. What is measured already is not measured again: delete the file to start over.
+    quick: two seeds of two modes, one task; full: SEEDS of the headline's modes and of every
+    synchronous one, three of the others. What is measured already is not measured again: delete
+    the file to start over.
     """
     full = kind == "full"
     names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])

@@ -65,7 +65,7 @@ def costs_of(task: str, known: dict[str, Costs]) -> Costs:
 
 
 def draw_score(rows: list[dict]) -> None:
-    """Predicted against measured: a run is right where its points lie on the diagonal."""
+    """Predicted against measured: a setup is right where its points lie on the diagonal."""
     plt = canvas()
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.4), layout="constrained")
     panels = (("tokens_per_s", "tokens trained (1/s)"), ("idle", "idle share of all processes"))
@@ -82,7 +82,7 @@ def draw_score(rows: list[dict]) -> None:
         axis.grid(alpha=0.3)
     right = sum(row["within"] for row in rows)
     figure.suptitle(
-        f"{right} of {len(rows)} runs that were not calibrated on are within 10% (grey)"
+        f"{right} of {len(rows)} setups that were not calibrated on are within 10% (grey)"
     )
     figure.savefig(RESULTS / "simulate.png", dpi=120)
     plt.close(figure)

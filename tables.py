@@ -180,7 +180,7 @@ def claims() -> list[str]:
         (
             "a model predicts it",
             predicted,
-            f"of {len(held_out)} runs that it was not calibrated on, "
+            f"of {len(held_out)} setups that it was not calibrated on, "
             f"{sum(r['within'] for r in held_out)} within 10%",
             "`python bench.py simulate`, `python simulate.py scale`",
         ),
@@ -255,10 +255,9 @@ def sparse_tables() -> list[str]:
     lines += ["", f"Peak memory of a sparse prefill of one sequence: {peaks}."]
     runs = load_result("simulate")["runs"]
     right = sum(run["within"] for run in runs)
-    text = f"`python bench.py simulate`: of {len(runs)} runs that the simulator was not calibrated "
-    text += (
-        f"on, {right} have tokens a second, idle share and staleness within 10% of what it says."
-    )
+    text = f"`python bench.py simulate`: of {len(runs)} setups that the simulator was not "
+    text += f"calibrated on, {right} have tokens a second, idle share and staleness within 10% of "
+    text += "what it says."
     return [*lines, "", text]
 
 
