@@ -64,28 +64,29 @@ SPLIT = {  # what each change of mode gains in episodes a second, from synchrono
 }
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.4)}  # held-out score to reach
 # What differs from the defaults, in every mode alike. Two cores have no room for a third process:
-# the learner verifies, as it does in synchronous training. For `sum` half the batch and half the
-# slots, so that less work is in flight, and rare evaluations, which take 0.4 s each.
+# the learner verifies, as it does in synchronous training. For `guess` twice the slots, which pays
+# most for the synchronous modes. For `sum` half the batch and half the slots, so that less work is
+# in flight, and rare evaluations, which take 0.4 s each.
 FLAGS = {
-    "guess": {"eval_every": 10, "steps": 200},
+    "guess": {"eval_every": 10, "steps": 200, "slots": 256},
     "sum": {"eval_every": 30, "groups_per_step": 16, "slots": 64, "steps": 300, "lr": 1.2e-3},
 }
 FLAGS = {task: flags | {"reward_workers": 0} for task, flags in FLAGS.items()}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
-SEEDS = 5  # of these and every synchronous mode; 3 of the others
+SEEDS = 5  # of these, of η = 4 and of every synchronous mode; 3 of the others
 
 
 def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of two modes, one task; full: SEEDS of the headline's modes and of every
-    synchronous one, three of the others. What is measured already is not measured again: delete
-    the file to start over.
+    quick: two seeds of two modes, one task; full: SEEDS of the headline's modes, of η = 4 and of
+    every synchronous one, three of the others. What is measured already is not measured again:
+    delete the file to start over.
     """
     full = kind == "full"
     names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
-    many = {*HEADLINE, *(name for name in MODES if name.startswith("sync"))}
+    many = {*HEADLINE, "async, η = 4", *(m for m in MODES if m.startswith("sync"))}
     most = {(t, n): (SEEDS if n in many else 3) if full else 2 for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
     path = RESULTS / ("async.json" if full else "async-quick.json")

@@ -98,8 +98,12 @@ def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
     return Packed(*tensors, (len(sequences), longest))
 
 
-def shared_prefixes(packed: Packed) -> tuple[Tensor, Tensor]:
-    """Which packed tokens are the same computation: (row [N] of each token, first [U] of each row).
+def shared_prefixes(packed: Packed) -> tuple[Tensor, Packed, Tensor, Tensor]:
+    """Which packed tokens are the same computation, and which sequences say everything.
+
+    Returns row [N], the row in 0 .. U-1 of each token; the leaves, which are the sequences that no
+    other one begins with (one of each), packed again: K tokens; row [K] of each of those; and
+    first [U], where among the leaves' tokens each row first stands.
 
     Answers to one prompt begin alike, and what lies behind equal prefixes has equal hidden states:
     of N tokens only U differ. In sorted order, a sequence shares with the one before it the longest
@@ -108,15 +112,19 @@ def shared_prefixes(packed: Packed) -> tuple[Tensor, Tensor]:
     B, T = packed.shape
     grid = torch.full((B * T,), -1)
     grid[packed.pad.cpu()] = packed.tokens.cpu()
-    grid, start = grid.view(B, T).numpy(), packed.cu_seqlens[:-1].cpu().numpy()
-    order = sorted(range(B), key=lambda b: grid[b].tobytes())  # any order that keeps prefixes
+    grid = grid.view(B, T).numpy()
+    # any order that keeps prefixes; in this one the longer comes first, since -1 is all ones
+    order = sorted(range(B), key=lambda b: grid[b].tobytes())
     new = grid[order] >= 0
     new[1:] &= np.logical_or.accumulate(grid[order[1:]] != grid[order[:-1]], axis=1)
     row = np.empty((B, T), np.int64)
     row[order] = np.maximum.accumulate(np.where(new, new.cumsum().reshape(B, T) - 1, -1), axis=0)
-    first = (start[order][:, None] + np.arange(T))[new]
-    row, first = (torch.from_numpy(x.reshape(-1)).to(packed.pad.device) for x in (row, first))
-    return row[packed.pad], first
+    leaf = np.array(order)[new.any(1)]  # brings something new
+    leaves = pack_tokens([line[line >= 0] for line in grid[leaf]], packed.pad.device)
+    first = np.flatnonzero(new[new.any(1)][grid[leaf] >= 0])
+    arrays = (row.reshape(-1), row[leaf][grid[leaf] >= 0], first)
+    row, row_of_leaf, first = (torch.from_numpy(x).to(packed.pad.device) for x in arrays)
+    return row[packed.pad], leaves, row_of_leaf, first
 
 
 def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
@@ -277,20 +285,22 @@ class GPT(nn.Module):
     def forward(self, packed: Packed, share: bool = False) -> Tensor:
         """Hidden states [N, d] of packed sequences, each attending to itself only.
 
-        With `share`, tokens behind equal prefixes are computed once, all but their attention.
+        With `share`, tokens behind equal prefixes are computed once, and attention sees only the
+        sequences that are no beginning of another.
         """
-        attend = attend_packed(self.config, packed)
         if not share:
+            attend = attend_packed(self.config, packed)
             return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
-        row, first = shared_prefixes(packed)
+        row, leaves, row_of_leaf, first = shared_prefixes(packed)
+        attend = attend_packed(self.config, leaves)
 
-        def attend_all(q, k, v, index):  # [U, H, D] each -> [U, Hq, D]
-            index = index and [x.index_select(0, row) for x in index]
-            q, k, v = (x.index_select(0, row) for x in (q, k, v))
+        def attend_leaves(q, k, v, index):  # [U, H, D] each -> [U, Hq, D]
+            index = index and [x.index_select(0, row_of_leaf) for x in index]
+            q, k, v = (x.index_select(0, row_of_leaf) for x in (q, k, v))
             return attend(q, k, v, index).index_select(0, first)
 
-        attends = [attend_all] * self.config.layers
-        return self.body(packed.tokens[first], packed.positions[first], attends)[row]
+        attends = [attend_leaves] * self.config.layers
+        return self.body(leaves.tokens[first], leaves.positions[first], attends)[row]
 
     def logits(self, hidden: Tensor, alphabet: Tensor | None = None) -> Tensor:
         """Scores [N, V'] of the tokens in `alphabet` [V'] (all V when None)."""

@@ -202,11 +202,18 @@ def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
             node.setdefault(tuple(s[: t + 1]), len(node)) for s in sequences for t in range(len(s))
         ]
         packed = pack_tokens(sequences)
-        row, first = shared_prefixes(packed)
+        row, leaves, row_of_leaf, first = shared_prefixes(packed)
         assert len(set(zip(tree, row.tolist(), strict=True))) == len(node) == len(first) < len(tree)
-        assert row[first].tolist() == list(range(len(node)))
-    alone = pack_tokens([[1, 2], [2, 1], [3]])
-    assert [x.tolist() for x in shared_prefixes(alone)] == [[0, 1, 2, 3, 4]] * 2
+        assert row_of_leaf[first].tolist() == list(range(len(node)))
+        begun = {tuple(s[:t]) for s in sequences for t in range(len(s))}
+        kept = leaves.tokens.split(leaves.cu_seqlens.diff().tolist())
+        kept = [tuple(x.tolist()) for x in kept]
+        assert sorted(kept) == sorted({tuple(s) for s in sequences} - begun)
+        there = [node[s[: t + 1]] for s in kept for t in range(len(s))]
+        both = zip([*tree, *there], [*row.tolist(), *row_of_leaf.tolist()], strict=True)
+        assert len(set(both)) == len(node), "a row of the leaves that is not the tree's"
+    row, leaves, *same = shared_prefixes(pack_tokens([[1, 2], [2, 1], [3]]))
+    assert [x.tolist() for x in (row, *same)] == [[0, 1, 2, 3, 4]] * 3 and leaves.shape[0] == 3
 
 
 @kinds
@@ -221,7 +228,7 @@ def test_what_is_shared_is_computed_once_and_changes_nothing(kind):
         (hidden * weights).sum().backward()
         found[share] = hidden.detach(), model.flat_grad.clone()
     torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
-    assert seen == [len(packed.tokens), len(shared_prefixes(packed)[1])] and seen[1] < 0.8 * seen[0]
+    assert seen == [len(packed.tokens), len(shared_prefixes(packed)[3])] and seen[1] < 0.8 * seen[0]
 
 
 def test_logits_use_the_tied_embeddings():
