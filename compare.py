@@ -73,7 +73,7 @@ FLAGS = {
 }
 FLAGS = {task: flags | {"reward_workers": 0} for task, flags in FLAGS.items()}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
-SEEDS = 5  # of these, of η = 4 and of every synchronous mode; 3 of the others
+SEEDS = 7  # of these, of η = 4 and of every synchronous mode; 3 of the others
 
 
 def bench_async(kind: str = "quick") -> None:
