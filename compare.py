@@ -62,14 +62,16 @@ SPLIT = {  # what each change of mode gains in episodes a second, from synchrono
     "no straggler tail": "async, η = 4, drain",
     "swaps in flight": "async, η = 4",
 }
-TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.4)}  # held-out score to reach
+# Held-out score to reach, on the slope of the curve: from 0.35 on `sum` climbs so slowly that the
+# seed decides when it is at 0.4.
+TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
 # What differs from the defaults, in every mode alike. Two cores have no room for a third process:
 # the learner verifies, as it does in synchronous training. For `guess` twice the slots, which pays
 # most for the synchronous modes. For `sum` half the batch and half the slots, so that less work is
-# in flight, and rare evaluations, which take 0.4 s each.
+# in flight.
 FLAGS = {
     "guess": {"eval_every": 10, "steps": 200, "slots": 256},
-    "sum": {"eval_every": 30, "groups_per_step": 16, "slots": 64, "steps": 300, "lr": 1.2e-3},
+    "sum": {"eval_every": 10, "steps": 120, "slots": 64, "groups_per_step": 16},
 }
 FLAGS = {task: flags | {"reward_workers": 0} for task, flags in FLAGS.items()}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
