@@ -75,20 +75,21 @@ FLAGS = {
 }
 FLAGS = {task: flags | {"reward_workers": 0} for task, flags in FLAGS.items()}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
-SEEDS = 7  # of these, of η = 4 and of every synchronous mode; 3 of the others
+MORE = ["async, η = 4", "async, η = 4, drain"]
+SEEDS = 7  # of both and of every synchronous mode; 3 of the others
 
 
 def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of two modes, one task; full: SEEDS of the headline's modes, of η = 4 and of
+    quick: two seeds of two modes, one task; full: SEEDS of the headline's modes, of MORE and of
     every synchronous one, three of the others. What is measured already is not measured again:
     delete the file to start over.
     """
     full = kind == "full"
     names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
-    many = {*HEADLINE, "async, η = 4", *(m for m in MODES if m.startswith("sync"))}
+    many = {*HEADLINE, *MORE, *(m for m in MODES if m.startswith("sync"))}
     most = {(t, n): (SEEDS if n in many else 3) if full else 2 for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
     path = RESULTS / ("async.json" if full else "async-quick.json")
