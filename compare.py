@@ -69,28 +69,26 @@ TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
 # the learner verifies, as it does in synchronous training. For `guess` twice the slots, which pays
 # most for the synchronous modes. For `sum` half the batch and half the slots, so that less work is
 # in flight.
+ALIKE = {"reward_workers": 0, "eval_every": 10}
 FLAGS = {
-    "guess": {"eval_every": 10, "steps": 200, "slots": 256},
-    "sum": {"eval_every": 10, "steps": 120, "slots": 64, "groups_per_step": 16},
+    "guess": ALIKE | {"steps": 200, "slots": 256},
+    "sum": ALIKE | {"steps": 120, "slots": 64, "groups_per_step": 16},
 }
-FLAGS = {task: flags | {"reward_workers": 0} for task, flags in FLAGS.items()}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
-MORE = ["async, η = 4", "async, η = 4, drain"]
-SEEDS = 7  # of both and of every synchronous mode; 3 of the others
+MANY = [*HEADLINE, "sync, all generate, then all train", "async, η = 4", "async, η = 4, drain"]
+SEEDS = 7  # of these; 3 of the others
 
 
 def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of two modes, one task; full: SEEDS of the headline's modes, of MORE and of
-    every synchronous one, three of the others. What is measured already is not measured again:
-    delete the file to start over.
+    quick: two seeds of two modes, one task; full: SEEDS of the modes in MANY, three of the
+    others. What is measured already is not measured again: delete the file to start over.
     """
     full = kind == "full"
     names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
-    many = {*HEADLINE, *MORE, *(m for m in MODES if m.startswith("sync"))}
-    most = {(t, n): (SEEDS if n in many else 3) if full else 2 for t in tasks for n in names}
+    most = {(t, n): (SEEDS if n in MANY else 3) if full else 2 for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
     path = RESULTS / ("async.json" if full else "async-quick.json")
     new = {"machine": common.describe_machine(), "runs": []}

@@ -109,20 +109,17 @@ def shared_prefixes(packed: Packed) -> tuple[Tensor, Packed, Tensor, Tensor]:
     of N tokens only U differ. In sorted order, a sequence shares with the one before it the longest
     prefix that it shares with any (the prefix tree, read from left to right).
     """
-    B, T = packed.shape
-    grid = torch.full((B * T,), -1)
-    grid[packed.pad.cpu()] = packed.tokens.cpu()
-    grid = grid.view(B, T).numpy()
+    grid = np.full(packed.shape, -1)
+    grid.reshape(-1)[packed.pad.cpu().numpy()] = packed.tokens.cpu().numpy()
     # any order that keeps prefixes; in this one the longer comes first, since -1 is all ones
-    order = sorted(range(B), key=lambda b: grid[b].tobytes())
+    order = sorted(range(len(grid)), key=lambda b: grid[b].tobytes())
     new = grid[order] >= 0
     new[1:] &= np.logical_or.accumulate(grid[order[1:]] != grid[order[:-1]], axis=1)
-    row = np.empty((B, T), np.int64)
-    row[order] = np.maximum.accumulate(np.where(new, new.cumsum().reshape(B, T) - 1, -1), axis=0)
-    leaf = np.array(order)[new.any(1)]  # brings something new
-    leaves = pack_tokens([line[line >= 0] for line in grid[leaf]], packed.pad.device)
-    first = np.flatnonzero(new[new.any(1)][grid[leaf] >= 0])
-    arrays = (row.reshape(-1), row[leaf][grid[leaf] >= 0], first)
+    row = np.maximum.accumulate(new * new.cumsum().reshape(new.shape), axis=0) - 1
+    leaf = new.any(1)  # brings something new
+    real = grid[order][leaf] >= 0
+    leaves = pack_tokens([x[x >= 0] for x in grid[order][leaf]], packed.pad.device)
+    arrays = (row[np.argsort(order)].reshape(-1), row[leaf][real], np.flatnonzero(new[leaf][real]))
     row, row_of_leaf, first = (torch.from_numpy(x).to(packed.pad.device) for x in arrays)
     return row[packed.pad], leaves, row_of_leaf, first
 
