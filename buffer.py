@@ -69,8 +69,8 @@ class Trajectory:
     @cached_property
     def oldest(self) -> int:
         """The smallest version among its generated tokens: staleness counts from here."""
-        generated = self.versions[self.loss_mask]
-        return int(generated.min()) if len(generated) else int(np.iinfo(np.int32).max)
+        never = np.iinfo(np.int32).max
+        return int(self.versions.min(where=self.loss_mask, initial=never))
 
 
 @dataclass

@@ -98,6 +98,9 @@ class Config:
     )
     # watching
     eval_every: int = flag(20, "steps between held-out evaluations", 1)
+    eval_when: str = flag(
+        "live", "late: of weights kept until training is over", choices=("live", "late")
+    )
     samples_every: int = flag(100, "steps between printed episodes", 1)
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
     # trouble
@@ -259,7 +262,7 @@ def forget_after(path: Path, version: int) -> float:
     partial.unlink(missing_ok=True)
     append_lines(partial, rows)
     partial.replace(path)
-    return rows[-1]["t"]
+    return max(row["t"] for row in rows)
 
 
 def sha256_of(flat: torch.Tensor) -> str:
@@ -291,6 +294,7 @@ class Watch:
         self.run, self.start = run, time.monotonic() - seconds
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
         self.events, self.shown = [], {}
+        self.kept: list[tuple] = []  # (seconds, version, weights) of evaluations that are to come
 
     def span(self, process: str, kind: str, begin: float, **details) -> float:
         """Note what lasted from `begin` until now; returns its seconds."""

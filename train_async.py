@@ -307,10 +307,10 @@ def train(config: Config) -> None:
             for worker in pool.workers.values():
                 watch.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
             watch.flush()
-    finish(run, learner, config, watch, ledger.totals(), totals)
+    finish(run, learner, config, task, watch, ledger.totals(), totals)
 
 
-def finish(run, learner, config, watch, groups: dict, totals) -> None:
+def finish(run, learner, config, task, watch, groups: dict, totals) -> None:
     """Write the summary: what only an asynchronous run can say about itself."""
     seconds = time.monotonic() - (totals["begin"] or watch.start)
     busy = [s["busy"] / s["alive"] for s in totals["status"].values()]
@@ -327,6 +327,7 @@ def finish(run, learner, config, watch, groups: dict, totals) -> None:
         "ledger": groups,
         "workers_lost": totals["lost"],
     }
+    train_sync.evaluate_kept(learner, config, task, run, watch)
     print(report.summarise(run, facts))
     print(table(groups))
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 import common
 import ledger
@@ -209,7 +210,11 @@ def evaluate(learner: Learner, config: Config, task: reward.Task) -> dict:
 def after_step(learner, groups, metrics, config, task, run, watch, flying=((), ()), **shown):
     """What follows a step in both trainers: checks, evaluation, samples, checkpoint, metrics."""
     version = learner.version
-    if version % config.eval_every == 0 or version == config.steps:
+    due = version % config.eval_every == 0 or version == config.steps
+    if due and config.eval_when == "late":
+        seconds = round(time.monotonic() - watch.start, 3)
+        watch.kept.append((seconds, version, learner.model.flat.clone()))
+    elif due:
         result = evaluate(learner, config, task)
         metrics["eval"] = result
         shown["eval"] = f"{result['solved']:.2f}"
@@ -221,6 +226,16 @@ def after_step(learner, groups, metrics, config, task, run, watch, flying=((), (
     if version % config.checkpoint_every == 0:  # last: what it resumes from must be complete
         checkpoint(learner, run, watch, *flying)
     check_step(learner, groups, metrics, config, run)
+
+
+def evaluate_kept(learner, config: Config, task, run: Path, watch) -> None:
+    """The evaluations that --eval-when late has put off: of the weights as they were then."""
+    last = learner.model.flat.clone()
+    for seconds, version, weights in tqdm(watch.kept, "evaluations", disable=not watch.kept):
+        learner.model.flat.copy_(weights)
+        row = {"t": seconds, "step": version, "eval": evaluate(learner, config, task)}
+        common.append_lines(run / "metrics.jsonl", [row])
+    learner.model.flat.copy_(last)
 
 
 def open_training(config: Config, mode: str, device: str):
@@ -296,6 +311,7 @@ def train(config: Config) -> None:
         "groups": {"admitted": learner.next_group, "trained": learner.next_group, "in_flight": 0}
         | {"discarded": {}, "requeued": 0},
     }
+    evaluate_kept(learner, config, task, run, watch)
     print(report.summarise(run, facts))
 
 

@@ -13,6 +13,7 @@ import common
 import learner
 import losses
 import reward
+import train_async
 import train_sync
 from buffer import apply_verdicts
 from checkpoint import load_checkpoint
@@ -52,6 +53,35 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
     assert capsys.readouterr().out.count("\n") == 3  # the verdict
     assert [r["step"] for r in rows_of(tmp_path / "run")] == list(range(7))
+
+
+@pytest.mark.parametrize("trainer", [train_sync, train_async])
+def test_late_evaluations_say_the_same_about_the_same_moments(tmp_path, trainer):
+    held, weights = {}, {}
+    for when in ("live", "late"):
+        run, flags = tmp_path / when, {"max_staleness": 0, "rollout_workers": 1}
+        trainer.train(config_of(run, eval_when=when, **flags))
+        rows = rows_of(run)
+        held[when] = [(r["step"], r["eval"]) for r in rows if "eval" in r]
+        weights[when] = load_checkpoint(run)["weights"]
+        assert json.loads((run / "summary.json").read_text())["eval"]["after"] == rows[-1]["eval"]
+    assert [step for step, _ in held["live"]] == [0, 3, 6]
+    assert held["late"] == held["live"] and torch.equal(*weights.values())
+    ended = {r["step"]: r["t"] for r in rows if "seconds" in r}
+    late = {r["step"]: r["t"] for r in rows if "eval" in r and r["step"]}
+    assert ended.keys() == set(range(1, 7))
+    assert all(0 <= ended[step] - t < 0.1 for step, t in late.items())  # when the step was done
+
+
+def test_a_run_with_late_evaluations_goes_on(tmp_path):
+    run = tmp_path / "run"
+    train_sync.train(config_of(run, eval_when="late", eval_every=2, steps=3, checkpoint_every=3))
+    seconds = rows_of(run)[3]["t"]
+    train_sync.train(dataclasses.replace(common.Config(), resume=str(run), steps=5))
+    rows = rows_of(run)
+    assert [r["step"] for r in rows if "eval" in r] == [0, 2, 3, 4, 5]
+    assert [r["step"] for r in rows if "seconds" in r] == [1, 2, 3, 4, 5]
+    assert next(r["t"] for r in rows if r["step"] == 4) > seconds
 
 
 def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
