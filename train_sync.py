@@ -77,13 +77,12 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     budget = min(config.token_budget, max(1, sum(lengths) // config.learners))
     measure = learner.reference is not None and (learner.version + 1) % config.reference_every == 0
     reference_seconds, parts, total_loss = 0.0, [], 0.0
+    sampled = (learner.alphabet, config.temperature)  # from what, and how
     learner.model.flat_grad.zero_()
 
     for indices in pack(lengths, budget)[rank :: config.learners]:
         batch = [used[i][0] for i in indices]
-        logprobs, entropy = token_logprobs(
-            learner.model, batch, learner.alphabet, config.temperature
-        )
+        logprobs, entropy = token_logprobs(learner.model, batch, *sampled)
         sizes = torch.tensor([t.generated for t in batch])
         sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(device)  # [M]
         advantage = torch.tensor([used[i][1] for i in indices]).to(device)[sequence]  # [M]
@@ -100,18 +99,14 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
         if measure:
             start = time.monotonic()
             with torch.no_grad():
-                reference, _ = token_logprobs(
-                    learner.reference, batch, learner.alphabet, config.temperature
-                )
+                reference, _ = token_logprobs(learner.reference, batch, *sampled)
             reference_seconds += time.monotonic() - start
             # weighted with pi / mu: the samples may be stale
             kl = losses.token_mean(losses.unbiased_k3(logprobs, reference, behaviour), mask, count)
             loss = loss + config.reference_weight * losses.reference_scale(learner.damper) * kl
         loss.backward()
         total_loss += float(loss.detach())
-        parts.append(
-            losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)
-        )
+        parts += [losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)]
 
     if config.learners > 1:
         dist.all_reduce(learner.model.flat_grad)
@@ -184,14 +179,8 @@ def evaluate(learner: Learner, config: Config, task: reward.Task) -> dict:
     (share), `reward` (mean) and `turns` (mean).
     """
     slots = min(config.slots, task.eval_size)
-    generator = Generator(
-        learner.model,
-        make_environment(config, task),
-        slots,
-        capacity_of(config, task),
-        1,
-        temperature=0.0,
-    )
+    environment, capacity = make_environment(config, task), capacity_of(config, task)
+    generator = Generator(learner.model, environment, slots, capacity, 1, temperature=0.0)
     problems = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
     groups = generate(generator, problems)
     for group in groups:
@@ -229,13 +218,11 @@ def after_step(learner, groups, metrics, config, task, run, watch, flying=((), (
 
 
 def evaluate_kept(learner, config: Config, task, run: Path, watch) -> None:
-    """The evaluations that --eval-when late has put off: of the weights as they were then."""
-    last = learner.model.flat.clone()
+    """The evaluations that --eval-when late has put off, when nobody needs the learner any more."""
     for seconds, version, weights in tqdm(watch.kept, "evaluations", disable=not watch.kept):
         learner.model.flat.copy_(weights)
         row = {"t": seconds, "step": version, "eval": evaluate(learner, config, task)}
         common.append_lines(run / "metrics.jsonl", [row])
-    learner.model.flat.copy_(last)
 
 
 def open_training(config: Config, mode: str, device: str):
@@ -294,9 +281,7 @@ def train(config: Config) -> None:
             busy["rollout"] += generated
             metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
             rates = {"generate": generated, "learn": metrics["seconds"]}
-            rates = {
-                role: f"{metrics['tokens'] / seconds:.0f}/s" for role, seconds in rates.items()
-            }
+            rates = {role: f"{metrics['tokens'] / took:.0f}/s" for role, took in rates.items()}
             after_step(learner, groups, metrics, config, task, run, watch, **rates)
     finally:
         watch.bar.close()
