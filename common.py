@@ -98,7 +98,7 @@ class Config:
     )
     # watching
     eval_every: int = flag(20, "steps between held-out evaluations", 1)
-    eval_when: str = flag("live", "late: of weights that are kept", choices=("live", "late"))
+    eval_when: str = flag("live", "late: after training, on kept weights", choices=("live", "late"))
     samples_every: int = flag(100, "steps between printed episodes", 1)
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
     # trouble

@@ -218,7 +218,10 @@ def after_step(learner, groups, metrics, config, task, run, watch, flying=((), (
 
 
 def evaluate_kept(learner, config: Config, task, run: Path, watch) -> None:
-    """The evaluations that --eval-when late has put off, when nobody needs the learner any more."""
+    """The evaluations that --eval-when late has put off, when nobody needs the learner any more.
+
+    The weights are kept in memory only: a run that was killed has lost these evaluations.
+    """
     for seconds, version, weights in tqdm(watch.kept, "evaluations", disable=not watch.kept):
         learner.model.flat.copy_(weights)
         row = {"t": seconds, "step": version, "eval": evaluate(learner, config, task)}
