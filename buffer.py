@@ -15,8 +15,8 @@ first). If every group completes sooner or later, no group is late and no group 
 """
 
 import dataclasses
-import json
 import math
+import pickle
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -231,23 +231,29 @@ ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "ve
 
 
 def to_bytes(header: dict, arrays: dict[str, np.ndarray] | None = None) -> bytes:
-    """A message: checksum of all that follows, one line of JSON, then the arrays' bytes."""
+    """A message: checksum of all that follows, size of the header, header, the arrays' bytes.
+
+    The header is pickled, which takes a fifth of the time that JSON does. Messages travel between
+    the processes of one run only: never read one that somebody else has written.
+    """
     arrays = arrays or {}
-    shapes = {name: [a.dtype.str, list(a.shape)] for name, a in arrays.items()}
-    head = json.dumps({**header, "arrays": shapes}).encode() + b"\n"
-    data = head + b"".join(np.ascontiguousarray(a).tobytes() for a in arrays.values())
+    shapes = [(name, a.dtype.str, a.shape) for name, a in arrays.items()]
+    head = pickle.dumps((header, shapes), pickle.HIGHEST_PROTOCOL)
+    data = b"".join([len(head).to_bytes(4, "big"), head, *(a.tobytes() for a in arrays.values())])
     return zlib.crc32(data).to_bytes(4, "big") + data
 
 
 def from_bytes(message: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     """Header and arrays of a message; raises ValueError when it is torn or damaged."""
-    data = message[4:]
-    if zlib.crc32(data) != int.from_bytes(message[:4], "big"):
+    if zlib.crc32(memoryview(message)[4:]) != int.from_bytes(message[:4], "big"):
         raise ValueError(f"message of {len(message)} bytes is torn or damaged: wrong checksum")
-    head, _, body = data.partition(b"\n")
-    header, arrays, start = json.loads(head), {}, 0
-    for name, (dtype, shape) in header.pop("arrays").items():
-        array = np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
+    start, arrays = 8 + int.from_bytes(message[4:8], "big"), {}
+    try:
+        header, shapes = pickle.loads(message[8:start])
+    except Exception as error:  # on other bytes it raises almost anything
+        raise ValueError(f"message of {len(message)} bytes without a header") from error
+    for name, dtype, shape in shapes:
+        array = np.frombuffer(message, dtype, math.prod(shape), start).reshape(shape)
         arrays[name] = array.copy()  # aligned, and may be written to
         start += array.nbytes
     return header, arrays
@@ -259,9 +265,9 @@ fields_of = attrgetter(*FIELDS)
 
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
-    """A group as JSON-able fields and arrays of all its tokens, and turns, laid end to end.
+    """A group as plain fields and arrays of all its tokens, and turns, laid end to end.
 
-    Fields travel as columns, {name: [value of each trajectory]}: JSON that repeats no name takes
+    Fields travel as columns, {name: [value of each trajectory]}: what repeats no name is read in
     half the time, and the interpreter that reads it has a learner to run.
     """
     episodes = group.trajectories

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import losses
-from buffer import Group, from_bytes, group_from_parts, group_to_parts, to_bytes
+from buffer import Group, group_from_parts, group_to_parts
 from common import Config, UserError, Watch
 from learner import Learner
 
@@ -63,7 +63,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
-    groups = [bytearray(to_bytes(*group_to_parts(group))) for group in completed]
+    groups = [group_to_parts(group) for group in completed]  # tensors: they load without pickle
     return {
         "weights": learner.model.flat.detach().cpu(),
         "shape": learner.model.config.__dict__,
@@ -73,7 +73,9 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
         "version": learner.version,
         "next_group": learner.next_group,
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
-        "completed": [torch.frombuffer(group, dtype=torch.uint8) for group in groups],
+        "completed": [
+            (head, {n: torch.from_numpy(a) for n, a in parts.items()}) for head, parts in groups
+        ],
         "skipped": [learner.skipped, learner.skipped_in_row],
         "torch_rng": torch.get_rng_state(),
     }
@@ -110,4 +112,7 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
 
 def completed_groups(state: dict) -> list[Group]:
     """The groups of a checkpoint that wait to be trained, in order of completion."""
-    return [group_from_parts(*from_bytes(data.numpy().tobytes())) for data in state["completed"]]
+    groups = [
+        (head, {n: a.numpy() for n, a in parts.items()}) for head, parts in state["completed"]
+    ]
+    return [group_from_parts(*group) for group in groups]

@@ -13,6 +13,7 @@ middle of a message holds up nobody else. What arrives is handled by one thread,
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -40,6 +41,8 @@ class Line:
 
     def __init__(self, connection: Connection, worker: int):
         self.connection, self.worker, self.sequence, self.last = connection, worker, 0, 0.0
+        self.ready = select.poll()  # one for all time: connection.poll builds one at each call
+        self.ready.register(connection.fileno(), select.POLLIN)
 
     def send(self, kind: str, header: dict | None = None, arrays: dict | None = None) -> None:
         self.sequence += 1
@@ -58,7 +61,7 @@ class Line:
     def receive(self, seconds: float = 0.0):
         """The next message as (header, arrays), or None after `seconds`; SystemExit at the end."""
         try:
-            if not self.connection.poll(seconds):
+            if not self.ready.poll(1000 * seconds):
                 return None
             header, arrays = from_bytes(self.connection.recv_bytes())
         except (EOFError, OSError):

@@ -7,6 +7,7 @@ than its start + eta. Staleness is read from the tokens.
 
 import dataclasses
 import json
+import pickle
 import random
 import zlib
 from dataclasses import dataclass, field, fields
@@ -683,9 +684,9 @@ def test_random_bytes_are_refused():
     for _ in range(300):
         with pytest.raises(ValueError):
             from_bytes(chance.randbytes(chance.randint(0, 50)))
-    garbage = b"not json\n"
-    with pytest.raises(ValueError):  # even with the right checksum
-        from_bytes(zlib.crc32(garbage).to_bytes(4, "big") + garbage)
+    for garbage in (b"", b"no header", b"\0\0\0\3abc", pickle.dumps([1, 2, 3])):
+        with pytest.raises(ValueError):  # even with the right checksum
+            from_bytes(zlib.crc32(garbage).to_bytes(4, "big") + garbage)
 
 
 # ------------------------------------------------------------------------------ what is let in

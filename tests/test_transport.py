@@ -203,7 +203,7 @@ def test_killed_worker_is_reported_once_and_replaced(make_pool, tmp_path):
     got += gather(pool, lambda new: of_kind(got + new, "hello"))
     ((_, successor, header, _),) = of_kind(got, "hello")
     assert successor is pool.of("echo")[0] is not first and successor.name == "echo-0"
-    assert header["pid"] != pids["echo-0"] and header["extra"] == ["a"]  # the same arguments
+    assert header["pid"] != pids["echo-0"] and header["extra"] == ("a",)  # the same arguments
     assert header["blocked"]  # no Ctrl-C reaches a worker, even while it is still importing
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])  # but this process
     ask(pool, successor, 6)
