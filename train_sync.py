@@ -74,7 +74,8 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     used = [(t, a) for t, a in pairs if not t.failed and t.generated]
     count = sum(t.generated for t, _ in used)
     lengths = [len(t.tokens) for t, _ in used]
-    budget = min(config.token_budget, max(1, sum(lengths) // config.learners))
+    share = max(1, sum(lengths) // config.learners)  # so that each learner has something to do
+    budget = config.token_budget if config.learners == 1 else min(config.token_budget, share)
     measure = learner.reference is not None and (learner.version + 1) % config.reference_every == 0
     reference_seconds, parts, total_loss = 0.0, [], 0.0
     sampled = (learner.alphabet, config.temperature)  # from what, and how

@@ -37,6 +37,7 @@ from weight_mailbox import Mailbox
 
 FLAGS = dict(groups_per_step=4, group_size=4, slots=24, steps=6, max_staleness=2, seed=0)
 FLAGS |= dict(eval_every=1000, reference_every=2, lr=0.003, entropy=0.0, kl_threshold=0.15)
+FLAGS |= dict(token_budget=160)  # two micro-batches a step
 GROUP, SAMPLE = 18, 2  # whom the page follows
 MEANWHILE = 4  # tokens that a slot generates while the learner computes one step
 PATIENCE = 200  # tokens after which a batch should be there
@@ -325,7 +326,7 @@ def loss(seen) -> list[str]:
     t, samples = seen.t, [sample for group in seen.batch for sample in group.trajectories]
     count, lengths = sum(s.generated for s in samples), [len(s.tokens) for s in samples]
     share, now, ratio = own_loss(seen, model_of(seen, seen.step), count)
-    packed = pack(lengths, min(seen.config.token_budget, sum(lengths)))
+    packed = pack(lengths, seen.config.token_budget)
     return [
         f"its tokens                 {say(t.tokens[t.loss_mask])}",
         f"log-probs as sampled       {numbers(t.logprobs[t.loss_mask])}",

@@ -15,7 +15,7 @@ import losses
 import reward
 import train_async
 import train_sync
-from buffer import apply_verdicts
+from buffer import apply_verdicts, pack
 from checkpoint import load_checkpoint
 from model import GPT, PRESETS, ModelConfig, named_weights
 from rollout import generate
@@ -196,6 +196,23 @@ def test_gradient_does_not_depend_on_the_packing():
         gradients.append(learner.model.flat_grad.clone())
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+
+
+def test_a_batch_that_fits_the_token_budget_is_one_micro_batch(monkeypatch):
+    """Padded it needs more than its tokens: only several learners split what fits."""
+    config = config_of(task="guess", reference_every=0)
+    learner, groups, _ = batch_of(config)
+    lengths = [len(t.tokens) for g in groups for t in g.trajectories]
+    assert len(pack(lengths, sum(lengths))) == 2 and len(pack(lengths, 4096)) == 1
+    sizes, compute = [], train_sync.token_logprobs
+
+    def counted(model, batch, *how):
+        sizes.append(len(batch))
+        return compute(model, batch, *how)
+
+    monkeypatch.setattr(train_sync, "token_logprobs", counted)
+    train_sync.learner_step(learner, groups, config)
+    assert sizes == [len(lengths)]
 
 
 def test_a_step_raises_the_probability_of_what_was_good():
