@@ -21,10 +21,12 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 
 import numpy as np
+
+NEVER = np.iinfo(np.int32).max  # a version that is older than none
 
 
 @dataclass
@@ -69,8 +71,7 @@ class Trajectory:
     @cached_property
     def oldest(self) -> int:
         """The smallest version among its generated tokens: staleness counts from here."""
-        never = np.iinfo(np.int32).max
-        return int(self.versions.min(where=self.loss_mask, initial=never))
+        return int(self.versions.min(where=self.loss_mask, initial=NEVER))
 
 
 @dataclass
@@ -295,6 +296,12 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
         key = (group.group_id, sample_index, seed)
         group.trajectories.append(Trajectory(*key, *pieces, own, *values))
         start, turn = start + length, turn + count
+    if header["lengths"] and min(header["lengths"]):  # for all of them at once, which is quicker
+        stamps = np.where(arrays["loss_mask"], arrays["versions"], NEVER)
+        starts = list(accumulate(header["lengths"][:-1], initial=0))
+        oldest = np.minimum.reduceat(stamps, starts).tolist()
+        for trajectory, version in zip(group.trajectories, oldest, strict=True):
+            trajectory.oldest = version
     return group
 
 

@@ -74,7 +74,7 @@ FLAGS = {"guess": ALIKE | {"steps": 240}, "sum": ALIKE | {"steps": 120, "slots":
 # One process that generates `guess` is quickest with a slot for every episode of a batch.
 BEST = {("guess", mode): {"slots": 256} for mode in ("sync, one core", "sync, two threads")}
 HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
-MANY = [*HEADLINE, "sync, all generate, then all train", "async, η = 4", "async, η = 4, drain"]
+MANY = [*HEADLINE, "sync, all generate, then all train", "async, η = 4"]
 SEEDS = {"guess": 7, "sum": 5}  # of these; 3 of the others
 
 

@@ -640,6 +640,7 @@ def test_groups_survive_the_journey_bitwise():
         assert (there["kind"], there["worker"]) == ("group", 3)
         again = group_from_parts(there, parts)
         assert bits(again) == bits(group)
+        assert [t.oldest for t in again.trajectories] == [t.oldest for t in group.trajectories]
         for name, kind in ARRAYS.items():
             assert parts[name].dtype == kind
             assert parts[name].flags.writeable and parts[name].flags.aligned
