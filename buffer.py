@@ -71,7 +71,15 @@ class Trajectory:
     @cached_property
     def oldest(self) -> int:
         """The smallest version among its generated tokens: staleness counts from here."""
-        return int(self.versions.min(where=self.loss_mask, initial=NEVER))
+        return oldest_versions(self.loss_mask, self.versions, [0])[0] if len(self.tokens) else NEVER
+
+
+def oldest_versions(loss_mask: np.ndarray, versions: np.ndarray, starts: list[int]) -> list[int]:
+    """The smallest version among the generated tokens of each episode, NEVER where there are none.
+
+    Episodes lie end to end (bool and int32 [N]) and begin at `starts`; none may be empty.
+    """
+    return np.minimum.reduceat(np.where(loss_mask, versions, NEVER), starts).tolist()
 
 
 @dataclass
@@ -297,9 +305,8 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
         group.trajectories.append(Trajectory(*key, *pieces, own, *values))
         start, turn = start + length, turn + count
     if header["lengths"] and min(header["lengths"]):  # for all of them at once, which is quicker
-        stamps = np.where(arrays["loss_mask"], arrays["versions"], NEVER)
         starts = list(accumulate(header["lengths"][:-1], initial=0))
-        oldest = np.minimum.reduceat(stamps, starts).tolist()
+        oldest = oldest_versions(arrays["loss_mask"], arrays["versions"], starts)
         for trajectory, version in zip(group.trajectories, oldest, strict=True):
             trajectory.oldest = version
     return group
