@@ -63,7 +63,7 @@ def load_checkpoint(folder: Path) -> dict:
 
 def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
-    groups = [group_to_parts(group) for group in completed]  # tensors: they load without pickle
+    groups = [group_to_parts(group) for group in completed]
     return {
         "weights": learner.model.flat.detach().cpu(),
         "shape": learner.model.config.__dict__,
@@ -73,7 +73,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
         "version": learner.version,
         "next_group": learner.next_group,
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
-        "completed": [
+        "completed": [  # tensors: they load with weights_only
             (head, {n: torch.from_numpy(a) for n, a in parts.items()}) for head, parts in groups
         ],
         "skipped": [learner.skipped, learner.skipped_in_row],
