@@ -40,7 +40,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
     line.beat()
 
     while True:
-        message = line.receive(0.0 if generator.busy else 0.02)
+        message = line.receive(0.0 if generator.busy or span else 0.02)  # no span while it waits
         while message:
             header, _ = message
             generator.submit(Group(header["group_id"], header["start"], header["problem"]))
@@ -48,14 +48,15 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
         if mailbox.version > generator.newest:
             version, flat = mailbox.read()
             generator.set_weights(version, torch.from_numpy(flat))
+        begin, before = time.monotonic(), dict(generator.counts)
         active = generator.step()
         if span and (not active or generator.version != span[1]):
-            done = {name: generator.counts[name] - span[2][name] for name in COUNTED}
-            done["seconds"] = time.monotonic() - span[0]
+            done = {name: before[name] - span[2][name] for name in COUNTED}
+            done["seconds"] = begin - span[0]
             generator.events.append((span[0], "generate", -1, span[1], done))
             span = None
         if active:
-            span = span or (time.monotonic(), generator.version, dict(generator.counts))
+            span = span or (begin, generator.version, before)
         else:
             time.sleep(0.0005)
         finished = generator.take_finished()

@@ -1,0 +1,56 @@
+"""What runs in a rollout worker's process, here without one: what it says of its own time."""
+
+import dataclasses
+
+import pytest
+
+import common
+import workers
+from learner import make_learner, make_task
+from weight_mailbox import Mailbox
+
+
+class Script:
+    """A line that hands out one group, and ends the worker when it waits for more."""
+
+    worker = 0
+
+    def __init__(self, groups: list[dict]):
+        self.groups, self.sent = groups, []
+
+    def receive(self, seconds: float = 0.0):
+        if self.groups:
+            return self.groups.pop(), {}
+        if self.sent and seconds:
+            raise SystemExit
+        return None
+
+    def send(self, kind, header, arrays):
+        self.sent.append(kind)
+
+    def beat(self, header=None):
+        pass
+
+
+def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(monkeypatch):
+    """The span ends before it waits for work, and has the first token boundary in it."""
+    config = dataclasses.replace(common.Config(), task="reverse", slots=4, group_size=4)
+    task, made, make = make_task(config), [], workers.make_generator
+    monkeypatch.setattr(workers.gc, "freeze", lambda: None)
+    monkeypatch.setattr(workers.common, "set_threads", lambda *_: None)
+    monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
+    flat = make_learner(config, task, "cpu").model.flat
+    mailbox = Mailbox(flat.numel())
+    mailbox.publish(0, flat.numpy())
+    monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
+    monkeypatch.setattr(workers.atexit, "register", lambda _: None)
+    line = Script([{"group_id": 3, "start": 0, "problem": task.reset(3, "train")}])
+    with pytest.raises(SystemExit):
+        workers.rollout_worker(line, config, "cpu", "", 1)
+    mailbox.close()
+    (span,) = [event for event in made[0].events if event[1] == "generate"]
+    assert line.sent == ["group"]
+    assert {name: span[4][name] for name in workers.COUNTED} == {
+        name: made[0].counts[name] for name in workers.COUNTED
+    }
+    assert span[4]["decode"] < span[4]["seconds"]
