@@ -220,12 +220,15 @@ class Buffer:
         assert c["admitted"] == gone + len(self.outstanding), (c, len(self.outstanding))
 
 
-def pack(lengths: list[int], token_budget: int) -> list[list[int]]:
+def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
     """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
 
     What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
     neighbours waste little of it. A sequence longer than the budget gets a micro-batch of its own.
+    Several learners share them: none is larger than an equal share of all tokens.
     """
+    if learners > 1:
+        token_budget = min(token_budget, max(1, sum(lengths) // learners))
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # stable: deterministic
         if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:

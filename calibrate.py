@@ -4,7 +4,7 @@
 
     generate  how many steps, slots and busy slots a span had, which episodes it began: seconds of
               each, and how much longer they are while a step is computed beside them
-    train     how many episodes and tokens a step had, and whether the reference ran
+    train     how many micro-batches and tokens a step had, and whether the reference ran
     the rest  means: verification, delivery, publication, evaluation, what lies between two steps
 
 The episodes of the log, group by group, are what a simulation draws its lengths from. Calibrate on
@@ -29,7 +29,7 @@ from pipeline import Costs, Log, Pipeline, Setup, end, overlap
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
 REFILL = ("episode", "refill", "prefill")
-TRAIN = ("train", "train_episode", "train_token", "reference_token", "listen")
+TRAIN = ("train", "micro_batch", "train_token", "reference_token", "listen")
 BESIDE = np.linspace(1.0, 2.0, 41)  # what `beside` may be
 KEEP = 500  # groups: enough to draw from
 
@@ -177,7 +177,7 @@ def train_rows(log: Log) -> list[tuple]:
         tokens = row["sequence_tokens"]
         reference = tokens if every and row["step"] % every == 0 else 0
         arrived = ((verdicts > event["t"]) & (verdicts < end(event))).sum()
-        rows.append((event["seconds"], [1, row["samples"], tokens, reference, arrived]))
+        rows.append((event["seconds"], [1, row["micro_batches"], tokens, reference, arrived]))
     return rows
 
 

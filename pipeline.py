@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from buffer import Buffer, Group, staleness
+from buffer import Buffer, Group, pack, staleness
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Costs:
     handle: float = 0.0  # the learner takes in a group
     listen: float = 0.0  # ... and what a step is longer for each that arrives in its course
     train: float = 0.0  # an optimizer step, whatever is in it
-    train_episode: float = 0.0  # ... and each episode
-    train_token: float = 0.0  # ... and each token of them, prompts included
+    micro_batch: float = 0.0  # ... and each micro-batch
+    train_token: float = 0.0  # ... and each token of the episodes, prompts included
     reference_token: float = 0.0  # ... and each token, in a step that runs the reference
     all_reduce: float = 0.0  # ... and joining the gradients, when there are several learners
     publish: float = 0.0
@@ -72,6 +72,7 @@ class Setup:
     learners: int = 1
     eval_every: int = 0  # 0: never
     reference_every: int = 0
+    token_budget: int = 4096
     synchronous: bool = False  # the same devices generate and train, in turn
 
 
@@ -123,8 +124,8 @@ class Pipeline:
         while self.version < self.setup.steps:
             now, _, action = heapq.heappop(self.agenda)
             action(now)
-        spans = self.log.events["generate"]
-        self.log.events["generate"] = [e for e in spans if "seconds" in e]  # not those cut off
+        events = self.log.events
+        events["generate"] = [e for e in events["generate"] if "seconds" in e]  # not those cut off
         return self.log
 
     def plan(self, time: float, action: Callable, *arguments) -> None:
@@ -293,10 +294,11 @@ class Pipeline:
         samples = [t for group in batch for t in group.trajectories]
         tokens, step = sum(t.tokens for t in samples), self.version + 1
         reference = bool(setup.reference_every) and step % setup.reference_every == 0
+        batches = len(pack([t.tokens for t in samples], setup.token_budget, setup.learners))
         work = costs.train_token + costs.reference_token * reference
-        work = (len(samples) * costs.train_episode + tokens * work) / setup.learners
+        work = (batches * costs.micro_batch + tokens * work) / setup.learners
         seconds = costs.train + work + costs.all_reduce * (setup.learners > 1)
-        row = {"step": step, "samples": len(samples), "sequence_tokens": tokens}
+        row = {"step": step, "sequence_tokens": tokens, "micro_batches": batches}
         row["staleness_mean"] = float(np.mean([staleness(t, self.version) for t in samples]))
         event = {"version": self.version, "groups": [g.group_id for g in batch]}
         event = self.note("learner", "train", now, seconds=seconds, **event)

@@ -237,14 +237,12 @@ def draw_scale(result: dict) -> None:
 
 def table(rows: list[dict]) -> str:
     """Rows with the same keys as text, one line each."""
-    cells = [
-        [
-            format(v, ",.3g" if abs(v) < 100 else ",.0f") if isinstance(v, float) else str(v)
-            for v in row.values()
-        ]
-        for row in rows
-    ]
-    cells = [list(rows[0]), *cells]
+
+    def text(value) -> str:
+        size = ",.3g" if isinstance(value, float) and abs(value) < 100 else ",.0f"
+        return format(value, size) if isinstance(value, float) else str(value)
+
+    cells = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [[cell.rjust(w) for cell, w in zip(line, widths, strict=True)] for line in cells]
     return "\n".join("  ".join(line) for line in lines)

@@ -73,15 +73,13 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     pairs = zip(trajectories, advantages.tolist(), strict=True)
     used = [(t, a) for t, a in pairs if not t.failed and t.generated]
     count = sum(t.generated for t, _ in used)
-    lengths = [len(t.tokens) for t, _ in used]
-    share = max(1, sum(lengths) // config.learners)  # so that each learner has something to do
-    budget = config.token_budget if config.learners == 1 else min(config.token_budget, share)
+    batches = pack([len(t.tokens) for t, _ in used], config.token_budget, config.learners)
     measure = learner.reference is not None and (learner.version + 1) % config.reference_every == 0
     reference_seconds, parts, total_loss = 0.0, [], 0.0
     sampled = (learner.alphabet, config.temperature)  # from what, and how
     learner.model.flat_grad.zero_()
 
-    for indices in pack(lengths, budget)[rank :: config.learners]:
+    for indices in batches[rank :: config.learners]:
         batch = [used[i][0] for i in indices]
         logprobs, entropy = token_logprobs(learner.model, batch, *sampled)
         sizes = torch.tensor([t.generated for t in batch])
@@ -124,6 +122,7 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
         "reward": float(np.mean(rewards)) if rewards else 0.0,
         "samples": len(trajectories),
         "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "micro_batches": len(batches),
         "dead_groups": int(dead.sum()),
         "failures": dict(failures),
         "seconds": seconds,

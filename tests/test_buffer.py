@@ -583,6 +583,7 @@ def test_pack_examples():
     assert pack([3, 99, 5, 2], 15) == [[3, 0, 2], [1]]  # too long: alone
     assert pack([3, 99, 5, 2], 14) == [[3, 0], [2], [1]]  # three of them would be 5 wide
     assert pack([99, 98], 10) == [[1], [0]]
+    assert pack([4, 4, 4], 99, learners=2) == [[0], [1], [2]]  # six at most: half of them
 
 
 # --------------------------------------------------------------------------------------- messages
