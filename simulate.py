@@ -7,7 +7,7 @@
 
 `score` asks of each run whether tokens a second and mean staleness are predicted within 10% (of one
 version, where staleness is less), and the idle share within 10 points; runs with equal flags are
-repetitions, and the mean of them counts. `scale` (five minutes) takes
+repetitions, and the mean of them counts. `scale` (ten minutes) takes
 two kinds of costs: those that were calibrated here, and those that arithmetic gives for a language
 model on a GPU (`ASSUMED`), because nobody published an event log.
 
