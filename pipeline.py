@@ -72,7 +72,7 @@ class Setup:
     learners: int = 1
     eval_every: int = 0  # 0: never
     reference_every: int = 0
-    token_budget: int = 4096
+    token_budget: int = 4096  # of a micro-batch
     synchronous: bool = False  # the same devices generate and train, in turn
 
 

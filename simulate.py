@@ -7,9 +7,9 @@
 
 `score` asks of each run whether tokens a second and mean staleness are predicted within 10% (of one
 version, where staleness is less), and the idle share within 10 points; runs with equal flags are
-repetitions, and the mean of them counts. `scale` (ten minutes) takes
-two kinds of costs: those that were calibrated here, and those that arithmetic gives for a language
-model on a GPU (`ASSUMED`), because nobody published an event log.
+repetitions, and the mean of them counts. `scale` (ten minutes) takes two kinds of costs: those that
+were calibrated here, and those that arithmetic gives for a language model on a GPU (`ASSUMED`),
+because nobody published an event log.
 
 Left out: the model itself (pipeline.py) and how its costs are found in a log (calibrate.py). Memory
 is not modelled: every split fits. At 512 devices the learner that takes in every group, one after
@@ -239,8 +239,9 @@ def table(rows: list[dict]) -> str:
     """Rows with the same keys as text, one line each."""
 
     def text(value) -> str:
-        size = ",.3g" if isinstance(value, float) and abs(value) < 100 else ",.0f"
-        return format(value, size) if isinstance(value, float) else str(value)
+        if not isinstance(value, float):
+            return str(value)
+        return format(value, ",.3g" if abs(value) < 100 else ",.0f")
 
     cells = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -58,6 +58,7 @@ def readme_tables() -> str:
 
 
 def times(ratio: dict) -> str:
+    """A ratio's median, and between which values it lay."""
     return f"**{ratio['median']:.2f}×** ({ratio['min']:.2f} to {ratio['max']:.2f})"
 
 
@@ -213,6 +214,7 @@ def fault_table() -> list[str]:
     dead, stopped = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
     kills, same = result["checkpoint_kills"], sum(run["same"] for run in runs)
     hangs = sum("hangs" in failure["said"] for failure in result["failures"])
+    named = f"{stopped['median']:.1f}, at most {stopped['max']:.1f}"
     ends, equal = result["ends"], "yes" if kills["bitwise_equal"] else "NO"
     cells = {
         f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
@@ -223,7 +225,7 @@ def fault_table() -> list[str]:
         ),
         "groups made again": result["requeued"],
         "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
-        "until a stopped one is seen (s)": f"{stopped['median']:.1f}, at most {stopped['max']:.1f}",
+        "until a stopped worker is named (s)": named,
         "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
         "kills in the middle of a checkpoint": kills["kills"],
         "… resumed each time, weights at the end as without": equal,

@@ -38,7 +38,7 @@ KNOWN = Costs(
     groups=GROUPS,
 )
 TOY = Setup("toy", steps=24, slots=32, group_size=8, groups_per_step=8, eta=2, eval_every=10)
-TOY.token_budget = 700  # two or three micro-batches a step
+TOY.token_budget = 700  # about three micro-batches a step
 
 
 def run(seed: int = 0, **changes) -> Log:
@@ -196,10 +196,9 @@ def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path):
     folders = [write(log, tmp_path / f"basis{i}") for i, log in enumerate(logs)]
     costs = calibrate([read_run(folder) for folder in folders])
     assert costs.evaluation == pytest.approx(0.1, rel=0.01)
-    for name in ("step", "step_running", "refill", "handle", "listen", "beside", "score"):
+    names = ("step", "step_running", "refill", "handle", "listen", "train", "beside", "score")
+    for name in (*names, "micro_batch", "train_token"):
         assert getattr(costs, name) == pytest.approx(getattr(KNOWN, name), rel=0.03), name
-    for name in ("train", "micro_batch", "train_token"):
-        assert getattr(costs, name) == pytest.approx(getattr(KNOWN, name), rel=0.05), name
     others = [{"eta": 1}, {"swap": "drain", "eta": 3}, {"eta": 0}, {"groups_per_step": 12}]
     others += [{"swap": "recompute", "slots": 24}]
     others += [{"synchronous": True, "eta": 0}]
