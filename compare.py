@@ -52,6 +52,7 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
     "one step ahead": {"max_staleness": 1, "swap": "drain"},
     "async, η = 1": {"max_staleness": 1},
     "async, η = 2": {"max_staleness": 2},
+    "async, η = 2, recompute": {"max_staleness": 2, "swap": "recompute"},
     "async, η = 4": {"max_staleness": 4},
     "async, η = 8": {"max_staleness": 8},
     "async, η = 4, drain": {"max_staleness": 4, "swap": "drain"},
@@ -71,10 +72,10 @@ TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
 # with which every mode is quicker; for `sum` half the slots, too, which suits both sides.
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
 FLAGS = {"guess": ALIKE | {"steps": 240}, "sum": ALIKE | {"steps": 120, "slots": 64}}
-HEADLINE = ["sync, one core", "sync, two threads", "async, η = 1", "async, η = 2"]
+HEADLINE = [*list(MODES)[:2], "async, η = 1", "async, η = 2", "async, η = 2, recompute"]
 # Where `guess` is never far ahead of its learner, a slot for every episode of a batch is quickest.
 BEST = {("guess", mode): {"slots": 256} for mode in HEADLINE[:3]}
-MANY = [*HEADLINE, "sync, all generate, then all train", "async, η = 4", "async, η = 4, drain"]
+MANY = [*HEADLINE, "sync, all generate, then all train", "async, η = 4"]
 SEEDS = {"guess": 9, "sum": 5}  # of these; 3 of the others
 
 
@@ -116,11 +117,8 @@ def speed_of(folder: Path, summary: dict, task: str) -> dict:
     steps, metric, goal = [r for r in rows if "seconds" in r], *TARGETS[task]
     zero, begin = spans["generate"][0]["t"], steps[0]["t"]
     seconds = steps[-1]["t"] - begin
-    held = [
-        [max(0.0, r["t"] - zero), r["step"] * steps[0]["samples"], r["eval"][metric]]
-        for r in rows
-        if "eval" in r
-    ]
+    size, evaluated = steps[0]["samples"], [r for r in rows if "eval" in r]
+    held = [[max(0.0, r["t"] - zero), r["step"] * size, r["eval"][metric]] for r in evaluated]
     workers = len({e["process"] for e in spans["generate"]})
     busy = {
         role: sum(e["seconds"] for k in kinds for e in spans[k] if e["t"] >= begin)
@@ -129,7 +127,7 @@ def speed_of(folder: Path, summary: dict, task: str) -> dict:
     return {
         **dict(zip(("target_s", "target_samples"), crossing(held, goal), strict=True)),
         "final": held[-1][2],
-        "samples_per_s": (len(steps) - 1) * steps[0]["samples"] / seconds,
+        "samples_per_s": (len(steps) - 1) * size / seconds,
         "busy_rollout": busy["rollout"] / (seconds * workers),
         "busy_learner": busy["learner"] / seconds,
         "staleness": summary["staleness"]["mean"],
