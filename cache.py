@@ -124,8 +124,13 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
     0 and -inf -> [B, Hq, D]. The G query heads of a group stand where SDPA expects queries: so they
-    share their keys."""
+    share their keys. When compiled, attention is products and sums, which fuse with what surrounds
+    them; to call SDPA for these few numbers would cost as much as it computes."""
     grouped = q.reshape(len(q), k.shape[2], -1, q.shape[2])  # [B, Hkv, G, D]
+    if torch.compiler.is_compiling():
+        scores = (grouped[:, None] * k[:, :, :, None]).sum(-1) * q.shape[2] ** -0.5
+        weights = torch.softmax(scores + mask[:, :, None, None], 1)  # [B, T, Hkv, G]
+        return (weights[..., None] * v[:, :, :, None]).sum(1).reshape(q.shape)
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
     out = F.scaled_dot_product_attention(
         grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
@@ -158,18 +163,21 @@ def key_lengths(heads: int, kv_heads: int, head_width: int, capacity: int, dtype
     return [T for T in lengths if attend(T, T).equal(attend(capacity, T))] + [capacity]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
     """One step for every slot: feed tokens [B] at positions [B], return hidden states [B, d].
 
     `longest` is the largest position among slots that matter; keys behind it are not read. Row b
     depends on slot b only, bitwise: the batch has one static shape and masked keys add exact zeros.
+    Compiled, it always reads the whole capacity: each length would be a graph of its own.
     """
     c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
     sparse = sparse_kernels(c, tokens.device)
     if sparse is None:
-        T = min(-(-(longest + 1) // PAD_BLOCK) * PAD_BLOCK, cache.k.shape[2])
-        if not tokens.is_cuda:
+        T, compiled = cache.k.shape[2], torch.compiler.is_compiling()
+        if not compiled:
+            T = min(-(-(longest + 1) // PAD_BLOCK) * PAD_BLOCK, T)
+        if not compiled and not tokens.is_cuda:
             lengths = key_lengths(c.heads, *cache.k.shape[3:], cache.k.shape[2], cache.k.dtype)
             T = lengths[bisect.bisect_left(lengths, T)]
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]

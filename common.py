@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import signal
 import sys
 import time
@@ -71,13 +72,10 @@ class Config:
     group_size: int = flag(16, "answers to one prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "of sampling, and of the log-probs", 0.01, 100.0)
-    swap: str = flag(
-        "keep", "running sequences at new weights", choices=("keep", "recompute", "drain")
-    )
+    compile: str = flag("no", "decode: by torch.compile", choices=("no", "decode"))
+    swap: str = flag("keep", "caches at new weights", choices=("keep", "recompute", "drain"))
     rollout_weights: str = flag(
-        "float32",
-        "what rollout workers round theirs to: a mismatch on purpose, the learner's stay",
-        choices=("float32", "bfloat16", "float8_e4m3fn"),
+        "float32", "of rollout workers: rounded", choices=("float32", "bfloat16", "float8_e4m3fn")
     )
     # staleness
     max_staleness: int = flag(2, "oldest experience that may be trained, in versions", 0, 1024)
@@ -93,9 +91,7 @@ class Config:
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy", 0.0)
     reference_every: int = flag(5, "steps between reference passes (0: no reference)", 0)
     reference_refresh: int = flag(20, "steps between snapshots of the reference (0: keep first)", 0)
-    kl_threshold: float = flag(
-        1.0, "mean KL above which the damper acts (told of GLM-5: 0.15)", 0.0
-    )
+    kl_threshold: float = flag(1.0, "mean KL from which the damper acts (told of GLM-5: 0.15)", 0)
     # watching
     eval_every: int = flag(20, "steps between held-out evaluations", 1)
     eval_when: str = flag("live", "late: after training, on kept weights", choices=("live", "late"))
@@ -126,9 +122,13 @@ def check(config: Config) -> Config:
     chunk_size = getattr(config, "chunk_size", 1)
     if chunk_size & (chunk_size - 1):
         raise UserError(f"--chunk-size {chunk_size}: must be a power of two, 1 to 512")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))  # the one that torch looks for
+    if getattr(config, "compile", "no") != "no" and not (compiler and config.attention == "dense"):
+        needs = "--attention dense and a C++ compiler (g++, or what CXX names)"
+        raise UserError(f"--compile {config.compile}: must have {needs}")
     if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
-        least = 2 * config.reward_seconds
-        raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")
+        least = f"{2 * config.reward_seconds} (2 time limits)"
+        raise UserError(f"--silence {config.silence}: must be at least {least}")
     return config
 
 

@@ -71,27 +71,32 @@ TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
 # so that neither side's clock has them, and no rollout worker gains time by them. Half the batch,
 # with which every mode is quicker; for `sum` half the slots, too, which suits both sides.
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
-FLAGS = {"guess": ALIKE | {"steps": 240}, "sum": ALIKE | {"steps": 120, "slots": 64}}
+# The episodes of `guess` are so short that a compiled step is quicker, in synchronous modes, too.
+FLAGS = {
+    "guess": ALIKE | {"steps": 240, "compile": "decode"},
+    "sum": ALIKE | {"steps": 120, "slots": 64},
+}
 HEADLINE = [*list(MODES)[:2], "async, η = 1", "async, η = 2", "async, η = 2, recompute"]
 # Where `guess` is never far ahead of its learner, a slot for every episode of a batch is quickest.
 BEST = {("guess", mode): {"slots": 256} for mode in HEADLINE[:3]}
+BEST |= {("guess", "async, η = 2, recompute"): {"slots": 192}}
 MANY = [*HEADLINE, "sync, all generate, then all train", "async, η = 4"]
-SEEDS = {"guess": 9, "sum": 5}  # of these; 3 of the others
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
-JUDGED = {"guess": "async, η = 2, recompute", "sum": "async, η = 2"}
+JUDGED = {"guess": "async, η = 2, recompute", "sum": "async, η = 4"}
+SEEDS = {"guess": 15, "sum": 5}  # of what is judged and what it is compared with
 
 
 def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of two modes, one task; full: SEEDS of the modes in MANY, three of the
-    others. What is measured already is not measured again: delete the file to start over.
+    quick: two seeds of two modes, one task; full: `seeds`. What is measured already is not
+    measured again: delete the file to start over.
     """
     full = kind == "full"
     names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
-    most = {(t, n): (SEEDS[t] if n in MANY else 3) if full else 2 for t in tasks for n in names}
+    most = {(t, n): seeds(t, n) if full else 2 for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
     path = RESULTS / ("async.json" if full else "async-quick.json")
     new = {"machine": common.describe_machine(), "runs": []}
@@ -109,6 +114,12 @@ def bench_async(kind: str = "quick") -> None:
             save_result(path.stem, result)
     report.draw_async(result["runs"], HEADLINE, TARGETS, RESULTS / f"{path.stem}.png")
     print("\n".join(async_table(result["runs"])))
+
+
+def seeds(task: str, mode: str) -> int:
+    """How many runs of a mode the full measurement has."""
+    decides = mode in (*HEADLINE[:2], JUDGED[task])
+    return SEEDS[task] if decides else 5 if mode in MANY else 3
 
 
 def speed_of(folder: Path, summary: dict, task: str) -> dict:

@@ -161,18 +161,10 @@ def make_environment(config: Config, task: reward.Task) -> Environment:
 
 def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
     """The generator that a run uses for training episodes."""
-    return Generator(
-        model,
-        make_environment(config, task),
-        config.slots,
-        capacity_of(config, task),
-        config.group_size,
-        config.seed,
-        config.temperature,
-        config.swap,
-        worker,
-        getattr(torch, config.rollout_weights),
-    )
+    sizes = config.slots, capacity_of(config, task), config.group_size
+    weights, compiled = getattr(torch, config.rollout_weights), config.compile == "decode"
+    how = config.seed, config.temperature, config.swap, worker, weights, compiled
+    return Generator(model, make_environment(config, task), *sizes, *how)
 
 
 def new_groups(learner: Learner, task: reward.Task, count: int) -> list[Group]:

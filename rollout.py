@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buffer import Group, Trajectory
-from cache import decode, make_cache, prefill, read_prefix, write_prefix
+from cache import Cache, decode, make_cache, prefill, read_prefix, write_prefix
 from model import GPT
 
 MASK32 = 0xFFFFFFFF
@@ -65,7 +65,7 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample(logits: Tensor, uniform: Tensor, temperature: float):
     """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
 
@@ -83,6 +83,17 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float):
         level = uniform[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+
+
+def next_tokens(model: GPT, cache: Cache, head: Tensor, fed: tuple, letters: int, temperature):
+    """Feed every slot and sample what follows: the numerical part of a step, which is compiled.
+
+    fed: tokens, positions, uniform [B] each, and the longest position; head [d, V and padding].
+    Returns what `sample` does. The compiled form ignores `longest`, a new number at each step.
+    """
+    tokens, positions, uniform, longest = fed
+    hidden = decode(model, cache, tokens, positions, longest)
+    return sample((hidden @ head)[:, :letters], uniform, temperature)
 
 
 @dataclass
@@ -152,6 +163,7 @@ class Generator:
         swap: str = "keep",
         worker: int = 0,
         weights: torch.dtype = torch.float32,
+        compiled: bool = False,
     ):
         assert capacity <= model.config.context, (capacity, model.config.context)
         self.model, self.environment, self.capacity = model, environment, capacity
@@ -180,6 +192,13 @@ class Generator:
         self.finished: list[Group] = []
         self.events: list[tuple] = []  # (time, kind, group or -1, version, tokens or episodes)
         self.counts = dict.fromkeys((*COUNTED, "swaps"), 0) | {"busy": 0.0}
+        self.next_tokens = torch.inference_mode()(next_tokens)
+        if compiled:  # one function of a step's hundred calls: it takes seconds, so not while slots
+            # wait; on one thread and without helper processes, in a worker as anywhere
+            assert model.config.attention == "dense", "sparse attention cannot be compiled"
+            how = {"dynamic": False, "options": {"compile_threads": 1, "cpp.threads": 1}}
+            self.next_tokens = torch.no_grad()(torch.compile(next_tokens, **how))
+            self._feed(longest=0)
 
     @property
     def busy(self) -> bool:
@@ -238,9 +257,9 @@ class Generator:
         if self.swap == "recompute":
             stale = [b for b in occupied if self.fed[b] > 0]
             if stale:
-                sequences = [self.tokens[b, : self.fed[b]] for b in stale]
                 slots = torch.tensor(stale, device=self.alphabet.device)
-                prefill(self.model, self.cache, slots, sequences)
+                fed = [self.tokens[b, : self.fed[b]] for b in stale]
+                prefill(self.model, self.cache, slots, fed)
 
     def _output_matrix(self) -> Tensor:
         """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
@@ -306,20 +325,9 @@ class Generator:
 
     # ----------------------------------------------------------------------------------- decode
 
-    @torch.inference_mode()
     def _decode(self) -> None:
         """Feed one token to every slot, sample where the next one is not known."""
-        rows, fed, device = np.arange(len(self.fed)), self.fed, self.alphabet.device
-        tokens = torch.from_numpy(self.tokens[rows, fed].astype(np.int64)).to(device)
-        positions = torch.from_numpy(fed).to(device)
-        longest = int(fed[self.running].max())
-        hidden = decode(self.model, self.cache, tokens, positions, longest)
-        logits = (hidden @ self.head)[:, : len(self.letters)]
-        # noise belongs to the position of the token that is sampled
-        uniform = torch.from_numpy(uniforms(self.keys, fed + 1)).to(device)
-        chosen, logprobs = sample(logits, uniform, self.temperature)
-        chosen = self.letters[chosen.cpu().numpy()]
-        logprobs = logprobs.cpu().numpy()
+        chosen, logprobs = self._feed(longest := int(self.fed[self.running].max()))
 
         self.fed[self.running] += 1
         rows = np.flatnonzero(self.running & (self.fed == self.known))  # the policy's turn
@@ -339,6 +347,16 @@ class Generator:
         ended = rows[self.stop[drawn] | in_turn | (known >= self.capacity)]
         if len(ended):
             self._end_turns(ended.tolist())
+
+    def _feed(self, longest: int) -> tuple[np.ndarray, np.ndarray]:
+        """Feed all slots; tokens that are sampled behind, and their log-probs, [B] each."""
+        rows, fed, device = np.arange(len(self.fed)), self.fed, self.alphabet.device
+        # noise belongs to the position of the token that is sampled
+        arrays = self.tokens[rows, fed].astype(np.int64), fed, uniforms(self.keys, fed + 1)
+        inputs = *(torch.from_numpy(x).to(device) for x in arrays), longest
+        how = self.head, inputs, len(self.letters), self.temperature
+        chosen, logprobs = self.next_tokens(self.model, self.cache, *how)
+        return self.letters[chosen.cpu().numpy()], logprobs.cpu().numpy()
 
     def _end_turns(self, ended: list[int]) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""

@@ -38,6 +38,7 @@ def refused(capsys, *argv) -> str:
         (["--chunk-size", "24"], ["--chunk-size", "24", "power of two"]),
         (["--seed", "x"], ["--seed", "x"]),
         (["--step", "3"], ["--step"]),  # no abbreviations: a typo is not a flag
+        (["--compile", "decode", "--attention", "dsa"], ["--attention dense", "C++ compiler"]),
         (["--silence", "1", "--reward-seconds", "2"], ["--silence", "at least 4"]),
     ],
 )

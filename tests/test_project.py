@@ -35,13 +35,13 @@ CEILINGS = {
     "pipeline": 284,
     "calibrate": 155,
     "simulate": 224,
-    "compare": 189,
+    "compare": 192,
     "bench": 161,
     "tables": 241,
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6199, 17.0
+TOTAL, TOKENS_PER_LINE = 6208, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 

@@ -7,6 +7,8 @@ because the CPU library then sums each row of a matrix product in the same order
 """
 
 import dataclasses
+import os
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -36,6 +38,8 @@ KINDS = {
     "dsa indexer": DSA | dict(scoring="indexer", positions="rope", chunk_size=2, top_k=3),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+compiler = shutil.which(os.environ.get("CXX", "g++"))
+compiles = pytest.mark.skipif(not compiler, reason="torch.compile needs a C++ compiler")
 
 
 def make(kind="dense learned", context=CONTEXT, **changes) -> GPT:
@@ -62,6 +66,14 @@ def group_of(i: int, start=0, length: int | None = None) -> Group:
     random = np.random.default_rng(i)
     prompt = random.integers(VOCAB, size=length or random.integers(1, 21)).tolist()
     return Group(i, start, {"prompt": prompt})
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Nothing is compiled yet, and afterwards nothing is left for other tests."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 def play(groups, model=None, env=None, slots=8, size=4, **more) -> dict:
@@ -229,6 +241,32 @@ def test_an_episode_is_bitwise_the_same_in_every_slot(kind):
         assert generator.episodes[before].group.group_id == 13
         generate(generator, [])
         assert_same(crowd[-1].trajectories[0], alone)
+
+
+@compiles
+@pytest.mark.parametrize("kind", ["dense learned", "dense rope"])
+def test_a_compiled_step_says_what_the_model_says_in_every_slot(kind, fresh_compiler):
+    model, env, crowd = make(kind), environment(turns=3, turn_tokens=9), range(30)
+    full = play([group_of(i) for i in crowd], model, env, slots=16, compiled=True)
+    for t in [full[i, s] for i in crowd for s in range(4)]:
+        at = t.loss_mask.nonzero()[0]
+        np.testing.assert_allclose(t.logprobs[at], recomputed(model, t), atol=1e-5)
+    alone = {i: play([group_of(i)], model, env, slots=16, compiled=True) for i in (0, 13, 29)}
+    for i in alone:  # of 16 slots each has had one of these episodes: 120 samples went through
+        for s in range(4):
+            assert_same(alone[i][i, s], full[i, s])
+
+
+@compiles
+def test_a_compiled_step_follows_its_weights(fresh_compiler):
+    model = make()
+    by = Generator(model, environment(), 8, CONTEXT, 2, compiled=True)
+    by.set_weights(1, moved(model))
+    (group,) = generate(by, [group_of(0, start=1)])
+    for t in group.trajectories:
+        at = t.loss_mask.nonzero()[0]
+        np.testing.assert_allclose(t.logprobs[at], recomputed(model, t), atol=1e-5)
+        assert np.abs(t.logprobs[at] - recomputed(make(), t)).max() > 0.1
 
 
 @kinds

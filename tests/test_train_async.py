@@ -5,6 +5,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from faults import group_is_gone
 
 import checkpoint
@@ -24,6 +26,8 @@ from checkpoint import completed_groups, load_checkpoint
 from ledger import audit
 
 ROOT = Path(__file__).parent.parent
+compiler = shutil.which(os.environ.get("CXX", "g++"))
+compiles = pytest.mark.skipif(not compiler, reason="torch.compile needs a C++ compiler")
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 6}
 
 
@@ -67,8 +71,10 @@ def kinds_of(folder) -> dict[str, set[str]]:
     return kinds
 
 
-def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
-    flags = {"steps": 20, "max_staleness": 0, "rollout_workers": 1}
+@pytest.mark.parametrize("compile", ["no", pytest.param("decode", marks=compiles)])
+def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path, compile):
+    torch.compiler.reset()
+    flags = {"steps": 20, "max_staleness": 0, "rollout_workers": 1, "compile": compile}
     train_async.train(config_of(tmp_path / "async", **flags))
     train_sync.train(config_of(tmp_path / "sync", **flags))
     one, other = (summary_of(tmp_path / name) for name in ("async", "sync"))
