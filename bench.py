@@ -11,6 +11,7 @@
     python bench.py replay                  # runs of 50 steps, executed again to the same weights
     python bench.py faults                  # 300 faults on purpose: what is lost (30 minutes)
     python bench.py generator               # decode speed beside transformers (pip install it)
+    python bench.py compile                 # generation with and without torch.compile
     python bench.py decode                  # one token at 4k to 16k context, dense and sparse
     python bench.py dsa                     # sparse attention against dense (GPU when there is one)
     python bench.py readme                  # write results/*.json into the README's tables
@@ -174,6 +175,7 @@ def main(arguments: list[str]) -> None:
 
     commands = {
         "generator": speed.bench_generator,
+        "compile": speed.bench_compile,
         "decode": speed.bench_decode,
         "dsa": speed.bench_dsa,
         "objectives": bench_objectives,

@@ -51,6 +51,8 @@ def read_run(folder: str) -> Log:
     setup.rollout_workers = len({e["process"] for e in events["generate"]})
     if setup.steps < 2 * setup.eta + 4 or len(rows) != setup.steps:
         raise UserError(f"{folder}: must be a whole run of {2 * setup.eta + 4} steps or more")
+    if "micro_batches" not in rows[0]:
+        raise UserError(f"{folder}: must be a run of this version (metrics have no micro_batches)")
     return Log(path.resolve().name, setup, dict(events), rows)
 
 

@@ -95,7 +95,8 @@ def bench_async(kind: str = "quick") -> None:
     measured again: delete the file to start over.
     """
     full = kind == "full"
-    names, tasks = (MODES, TARGETS) if full else (HEADLINE[1::2], ["guess"])
+    shown = [*HEADLINE[:3], *JUDGED.values()]
+    names, tasks = (MODES, TARGETS) if full else (shown[1:4:2], ["guess"])
     most = {(t, n): seeds(t, n) if full else 2 for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
     path = RESULTS / ("async.json" if full else "async-quick.json")
@@ -112,7 +113,7 @@ def bench_async(kind: str = "quick") -> None:
             result["runs"].append(row)
             tqdm.write(f"{task}, {name}, seed {seed}: {row['target_s']} s to the target")
             save_result(path.stem, result)
-    report.draw_async(result["runs"], HEADLINE, TARGETS, RESULTS / f"{path.stem}.png")
+    report.draw_async(result["runs"], shown, TARGETS, RESULTS / f"{path.stem}.png")
     print("\n".join(async_table(result["runs"])))
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,37 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
         }
         print(f"{name}: {json.dumps(result['workloads'][name])}", flush=True)
     save_result("generator", result)
+
+
+def bench_compile(rounds: int = 9, batch: int = 16) -> None:
+    """Generation with and without `--compile decode` on one CPU thread, in turn: whole batches at
+    random weights, the same prompts; and seconds to compile -> results/compile.json."""
+    import torch
+
+    from buffer import Group
+    from learner import make_generator, make_model, make_task
+    from rollout import generate
+
+    torch.set_num_threads(1)
+    result = {"machine": common.describe_machine(), "slots": 16 * batch, "tasks": {}}
+    for name in ("guess", "reverse", "sum"):
+        by, seconds, speeds = {}, {}, {"no": [], "decode": []}
+        for how in speeds:
+            config = common.Config(task=name, compile=how, slots=16 * batch)
+            task, start = make_task(config), time.perf_counter()
+            by[how] = make_generator(config, task, make_model(config, task))
+            seconds[how] = time.perf_counter() - start
+        for i, how in product(range(rounds + 1), by):  # the first round warms up
+            ids, start = range(i * batch, (i + 1) * batch), time.perf_counter()
+            done = generate(by[how], [Group(j, 0, task.reset(j, "train")) for j in ids])
+            tokens = sum(t.generated for group in done for t in group.trajectories)
+            speeds[how].append(tokens / (time.perf_counter() - start))
+        plain, compiled = (values[1:] for values in speeds.values())
+        ratio = spread([new / old for old, new in zip(plain, compiled, strict=True)])
+        row = {"tokens_per_s": {"plain": spread(plain), "compiled": spread(compiled)}}
+        result["tasks"][name] = row | {"ratio": ratio, "compile_s": round(seconds["decode"], 1)}
+        print(f"{name}: {json.dumps(result['tasks'][name])}", flush=True)
+    save_result("compile", result)
 
 
 # ---------------------------------------------------------------------------- sparse attention

@@ -53,6 +53,11 @@ def readme_tables() -> str:
     lines += ["", f"{head} generator | learner | whole run |", "|---|---|---|---|"]
     for task, rows in roles["tasks"].items():
         lines.append(f"| `{task}` | {' | '.join(times(row['ratio']) for row in rows.values())} |")
+    compiled = load_result("compile")["tasks"]
+    ratios = "; ".join(f"`{task}` {times(row['ratio'])}" for task, row in compiled.items())
+    seconds = between([row["compile_s"] for row in compiled.values()], ".0f")
+    text = "`--compile decode`, over the tokens a second of one CPU thread without it"
+    lines += ["", f"{text} (`python bench.py compile`; {seconds} s to start): {ratios}."]
     sections = [claims(), lines, fault_table(), sparse_tables(), races(), objective_table()]
     return "\n".join(line for section in sections for line in section)
 

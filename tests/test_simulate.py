@@ -238,6 +238,17 @@ def test_mistakes_cost_one_line(arguments, message, tmp_path, monkeypatch):
         simulate.main(arguments)
 
 
+def test_a_run_of_an_older_version_costs_one_line(tmp_path):
+    folder = write(run(steps=20), tmp_path / "old")
+    metrics = tmp_path / "old" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for row in rows:
+        row.pop("micro_batches")
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(simulate.UserError, match="must be a run of this version"):
+        simulate.main(["calibrate", folder])
+
+
 def test_the_whole_way_by_commands(tmp_path, monkeypatch, capsys):
     for room in (report, simulate):
         monkeypatch.setattr(room, "RESULTS", tmp_path)
