@@ -125,7 +125,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
     0 and -inf -> [B, Hq, D]. The G query heads of a group stand where SDPA expects queries: so they
     share their keys. When compiled, attention is products and sums, which fuse with what surrounds
-    them; to call SDPA for these few numbers would cost as much as it computes."""
+    them, as a call of SDPA does not."""
     grouped = q.reshape(len(q), k.shape[2], -1, q.shape[2])  # [B, Hkv, G, D]
     if torch.compiler.is_compiling():
         scores = (grouped[:, None] * k[:, :, :, None]).sum(-1) * q.shape[2] ** -0.5

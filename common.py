@@ -72,10 +72,10 @@ class Config:
     group_size: int = flag(16, "answers to one prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "of sampling, and of the log-probs", 0.01, 100.0)
-    compile: str = flag("no", "decode: by torch.compile", choices=("no", "decode"))
-    swap: str = flag("keep", "caches at new weights", choices=("keep", "recompute", "drain"))
+    compile: str = flag("no", "torch.compile: for short episodes", choices=("no", "decode"))
+    swap: str = flag("keep", "running caches at a swap", choices=("keep", "recompute", "drain"))
     rollout_weights: str = flag(
-        "float32", "of rollout workers: rounded", choices=("float32", "bfloat16", "float8_e4m3fn")
+        "float32", "of rollouts: a mismatch", choices=("float32", "bfloat16", "float8_e4m3fn")
     )
     # staleness
     max_staleness: int = flag(2, "oldest experience that may be trained, in versions", 0, 1024)
@@ -91,7 +91,7 @@ class Config:
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy", 0.0)
     reference_every: int = flag(5, "steps between reference passes (0: no reference)", 0)
     reference_refresh: int = flag(20, "steps between snapshots of the reference (0: keep first)", 0)
-    kl_threshold: float = flag(1.0, "mean KL from which the damper acts (told of GLM-5: 0.15)", 0)
+    kl_threshold: float = flag(1.0, "mean KL above which the damper acts (GLM-5: 0.15)", 0.0)
     # watching
     eval_every: int = flag(20, "steps between held-out evaluations", 1)
     eval_when: str = flag("live", "late: after training, on kept weights", choices=("live", "late"))

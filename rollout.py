@@ -86,7 +86,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float):
 
 
 def next_tokens(model: GPT, cache: Cache, head: Tensor, fed: tuple, letters: int, temperature):
-    """Feed every slot and sample what follows: the numerical part of a step, which is compiled.
+    """Feed every slot and sample what follows: what `compiled` makes one function of.
 
     fed: tokens, positions, uniform [B] each, and the longest position; head [d, V and padding].
     Returns what `sample` does. The compiled form ignores `longest`, a new number at each step.
@@ -193,8 +193,9 @@ class Generator:
         self.events: list[tuple] = []  # (time, kind, group or -1, version, tokens or episodes)
         self.counts = dict.fromkeys((*COUNTED, "swaps"), 0) | {"busy": 0.0}
         self.next_tokens = torch.inference_mode()(next_tokens)
-        if compiled:  # one function of a step's hundred calls: it takes seconds, so not while slots
-            # wait; on one thread and without helper processes, in a worker as anywhere
+        # It takes seconds, so it is done before the first episode; on one thread and without helper
+        # processes, because this may be a worker.
+        if compiled:
             assert model.config.attention == "dense", "sparse attention cannot be compiled"
             how = {"dynamic": False, "options": {"compile_threads": 1, "cpp.threads": 1}}
             self.next_tokens = torch.no_grad()(torch.compile(next_tokens, **how))

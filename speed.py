@@ -129,7 +129,8 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
 
 def bench_compile(rounds: int = 9, batch: int = 16) -> None:
     """Generation with and without `--compile decode` on one CPU thread, in turn: whole batches at
-    random weights, the same prompts; and seconds to compile -> results/compile.json."""
+    random weights, the same prompts; and seconds to start (torch keeps what it has compiled on
+    disk) -> results/compile.json."""
     import torch
 
     from buffer import Group

@@ -1,9 +1,11 @@
-"""Shared by all tests: one thread (bitwise comparisons, two cores), and gpu tests that skip.
+"""Shared by all tests: one thread (bitwise comparisons, two cores), and tests that skip where a
+device or a compiler is missing.
 
 With IMPL set (exercises/README.md), a learner's file is judged: only the exercises are collected.
 """
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -25,12 +27,14 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.name == "test_interpreter")  # the last to be looked at
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+    needs = {  # marker -> (whether it is there, what it is)
+        "gpu": (torch.cuda.is_available(), "a CUDA device"),
+        "compiles": (shutil.which(os.environ.get("CXX", "g++")), "a C++ compiler"),
+    }
+    for marker, (there, what) in needs.items():
+        for item in items:
+            if not there and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
 
 
 def pytest_collection_finish(session):

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +25,6 @@ from checkpoint import completed_groups, load_checkpoint
 from ledger import audit
 
 ROOT = Path(__file__).parent.parent
-compiler = shutil.which(os.environ.get("CXX", "g++"))
-compiles = pytest.mark.skipif(not compiler, reason="torch.compile needs a C++ compiler")
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 6}
 
 
@@ -71,7 +68,7 @@ def kinds_of(folder) -> dict[str, set[str]]:
     return kinds
 
 
-@pytest.mark.parametrize("compile", ["no", pytest.param("decode", marks=compiles)])
+@pytest.mark.parametrize("compile", ["no", pytest.param("decode", marks=pytest.mark.compiles)])
 def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path, compile):
     torch.compiler.reset()
     flags = {"steps": 20, "max_staleness": 0, "rollout_workers": 1, "compile": compile}
