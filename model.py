@@ -81,15 +81,16 @@ class Packed(NamedTuple):
     positions: Tensor  # [N] int64, position of each token in its own sequence
     pad: Tensor  # [N] int64, row of each token in the flattened [B * T] grid
     cu_seqlens: Tensor  # [B + 1] int64, where each sequence starts
-    shape: tuple[int, int]  # (B, T) of the grid, T a multiple of PAD_BLOCK
+    shape: tuple[int, int]  # (B, T) of the grid
 
 
-def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
-    """Lay int arrays or lists of token ids end to end as one `Packed` batch."""
+def pack_tokens(sequences: list, device: torch.device | str = "cpu", block=PAD_BLOCK) -> Packed:
+    """Lay int arrays or lists of token ids end to end as one `Packed` batch; its grid is as wide as
+    the longest of them, rounded up to `block`."""
     lengths = torch.tensor([len(s) for s in sequences])
     assert len(sequences) and lengths.min() > 0, f"empty sequence among lengths {lengths.tolist()}"
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // PAD_BLOCK) * PAD_BLOCK
+    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // block) * block
     sequence = torch.repeat_interleave(torch.arange(len(sequences)), lengths)  # [N]
     positions = torch.arange(total) - cu_seqlens[sequence]
     tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
@@ -98,8 +99,10 @@ def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
     return Packed(*tensors, (len(sequences), longest))
 
 
-def shared_prefixes(packed: Packed) -> tuple[Tensor, Packed, Tensor, Tensor]:
+def shared_prefixes(packed: Packed, rows: Tensor) -> tuple[Tensor, Packed, Tensor, Tensor]:
     """Which packed tokens are the same computation, and which sequences say everything.
+
+    Nobody attends to what stands in a sequence behind the last token of `rows` [M]: it is left out.
 
     Returns row [N], the row in 0 .. U-1 of each token; the leaves, which are the sequences that no
     other one begins with (one of each), packed again: K tokens; row [K] of each of those; and
@@ -111,6 +114,9 @@ def shared_prefixes(packed: Packed) -> tuple[Tensor, Packed, Tensor, Tensor]:
     """
     grid = np.full(packed.shape, -1)
     grid.reshape(-1)[packed.pad.cpu().numpy()] = packed.tokens.cpu().numpy()
+    needed = np.zeros(grid.shape, bool)
+    needed.reshape(-1)[packed.pad[rows].cpu().numpy()] = True
+    grid[~np.logical_or.accumulate(needed[:, ::-1], axis=1)[:, ::-1]] = -1
     # any order that keeps prefixes; in this one the longer comes first, since -1 is all ones
     order = sorted(range(len(grid)), key=lambda b: grid[b].tobytes())
     new = grid[order] >= 0
@@ -118,7 +124,8 @@ def shared_prefixes(packed: Packed) -> tuple[Tensor, Packed, Tensor, Tensor]:
     row = np.maximum.accumulate(new * new.cumsum().reshape(new.shape), axis=0) - 1
     leaf = new.any(1)  # brings something new
     real = grid[order][leaf] >= 0
-    leaves = pack_tokens([x[x >= 0] for x in grid[order][leaf]], packed.pad.device)
+    # Whatever is rounded here is rounded for the whole batch: no padding beyond the longest.
+    leaves = pack_tokens([x[x >= 0] for x in grid[order][leaf]], packed.pad.device, block=1)
     arrays = (row[np.argsort(order)].reshape(-1), row[leaf][real], np.flatnonzero(new[leaf][real]))
     row, row_of_leaf, first = (torch.from_numpy(x).to(packed.pad.device) for x in arrays)
     return row[packed.pad], leaves, row_of_leaf, first
@@ -181,10 +188,13 @@ class Layer(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(c.width, 2 * c.hidden))  # columns [gate | up]
         self.mlp_out = nn.Parameter(torch.empty(c.hidden, c.width))
 
-    def forward(self, x: Tensor, positions: Tensor, rope: tuple | None, attend: Callable) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, rope: tuple | None, attend: Callable, rows=None
+    ) -> Tensor:
         """x [N, d] at positions [N] -> [N, d]; the caller supplies attend(q, k, v, index).
 
-        Where attend returns None, nobody wants to know what follows (the last layer of a prefill).
+        Where attend returns None, nobody wants to know what follows (the last layer of a prefill);
+        with `rows` [R], only what follows for these -> [R, d].
         """
         c, w = self.config, self._parameters  # a dict: attributes are slower
         multiply = torch.mul if torch.is_grad_enabled() else Tensor.mul_  # as in add_product
@@ -202,6 +212,8 @@ class Layer(nn.Module):
         out = attend(q, k, v, index)
         if out is None:
             return x
+        if rows is not None:
+            x, out = x.index_select(0, rows), out.index_select(0, rows)
         x = add_product(x, out.reshape(len(x), -1), w["attention_out"])
         h = F.rms_norm(x, (c.width,), w["mlp_norm"], c.norm_eps)
         gate, up = (h @ w["gate_up"]).chunk(2, dim=-1)  # [N, F] each
@@ -267,8 +279,12 @@ class GPT(nn.Module):
             self.to(device).flatten()
         return self
 
-    def body(self, tokens: Tensor, positions: Tensor, attends: list[Callable]) -> Tensor:
-        """All layers over tokens [N] at positions [N] -> [N, d]; attends[l](q, k, v, index)."""
+    def body(self, tokens: Tensor, positions: Tensor, attends: list[Callable], rows=None) -> Tensor:
+        """All layers over tokens [N] at positions [N] -> [N, d]; attends[l](q, k, v, index).
+
+        With `rows` [R], only their hidden states -> [R, d]: of the other tokens, the last layer
+        computes keys and values, which is all that anybody wants to know.
+        """
         x = self.embed_tokens(tokens)
         rope = None
         if self.config.positions == "rope":
@@ -276,19 +292,22 @@ class GPT(nn.Module):
         else:
             x = x + self.embed_positions(positions)
         for layer, attend in zip(self.layers, attends, strict=True):
-            x = layer(x, positions, rope, attend)
+            last = layer is self.layers[-1]
+            x = layer(x, positions, rope, attend, rows if last else None)
         return self.norm(x)
 
-    def forward(self, packed: Packed, share: bool = False) -> Tensor:
+    def forward(self, packed: Packed, rows: Tensor | None = None) -> Tensor:
         """Hidden states [N, d] of packed sequences, each attending to itself only.
 
-        With `share`, tokens behind equal prefixes are computed once, and attention sees only the
-        sequences that are no beginning of another.
+        With `rows` [M], only theirs -> [M, d]: tokens behind equal prefixes are computed once,
+        those that no row attends to not at all, and attention sees only the sequences that are no
+        beginning of another.
         """
-        if not share:
+        if rows is None:
             attend = attend_packed(self.config, packed)
             return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
-        row, leaves, row_of_leaf, first = shared_prefixes(packed)
+        row, leaves, row_of_leaf, first = shared_prefixes(packed, rows)
+        wanted, back = row[rows].unique(return_inverse=True)
         attend = attend_packed(self.config, leaves)
 
         def attend_leaves(q, k, v, index):  # [U, H, D] each -> [U, Hq, D]
@@ -297,7 +316,8 @@ class GPT(nn.Module):
             return attend(q, k, v, index).index_select(0, first)
 
         attends = [attend_leaves] * self.config.layers
-        return self.body(leaves.tokens[first], leaves.positions[first], attends)[row]
+        tokens, positions = leaves.tokens[first], leaves.positions[first]
+        return self.body(tokens, positions, attends, wanted).index_select(0, back)
 
     def logits(self, hidden: Tensor, alphabet: Tensor | None = None) -> Tensor:
         """Scores [N, V'] of the tokens in `alphabet` [V'] (all V when None)."""
@@ -313,7 +333,7 @@ def generated_logprobs(
     Row r is predicted by row r - 1, so no row may be the first of its sequence. Temperature and
     `alphabet` [V'] are those of the generator; other rows never reach the output matrix.
     """
-    hidden = model(packed, share=True)[rows - 1]  # [M, d]
+    hidden = model(packed, rows - 1)  # [M, d]
     column = torch.full((model.config.vocab_size,), -1, device=alphabet.device)
     column[alphabet] = torch.arange(len(alphabet), device=alphabet.device)
     targets = column[packed.tokens[rows]]  # [M]

@@ -195,6 +195,10 @@ def branching(seed=0) -> list[list[int]]:
     return answers
 
 
+def every_row(packed) -> torch.Tensor:
+    return torch.arange(len(packed.tokens))
+
+
 def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
     for seed in range(20):
         sequences, node = branching(seed), {}
@@ -202,7 +206,7 @@ def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
             node.setdefault(tuple(s[: t + 1]), len(node)) for s in sequences for t in range(len(s))
         ]
         packed = pack_tokens(sequences)
-        row, leaves, row_of_leaf, first = shared_prefixes(packed)
+        row, leaves, row_of_leaf, first = shared_prefixes(packed, every_row(packed))
         assert len(set(zip(tree, row.tolist(), strict=True))) == len(node) == len(first) < len(tree)
         assert row_of_leaf[first].tolist() == list(range(len(node)))
         begun = {tuple(s[:t]) for s in sequences for t in range(len(s))}
@@ -212,23 +216,35 @@ def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
         there = [node[s[: t + 1]] for s in kept for t in range(len(s))]
         both = zip([*tree, *there], [*row.tolist(), *row_of_leaf.tolist()], strict=True)
         assert len(set(both)) == len(node), "a row of the leaves that is not the tree's"
-    row, leaves, *same = shared_prefixes(pack_tokens([[1, 2], [2, 1], [3]]))
+    different = pack_tokens([[1, 2], [2, 1], [3]])
+    row, leaves, *same = shared_prefixes(different, every_row(different))
     assert [x.tolist() for x in (row, *same)] == [[0, 1, 2, 3, 4]] * 3 and leaves.shape[0] == 3
 
 
 @kinds
-def test_what_is_shared_is_computed_once_and_changes_nothing(kind):
-    model, packed = make(kind, dtype=torch.float64), pack_tokens(branching())
-    found, seen = {}, []
-    model.layers[0].register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
-    weights = torch.randn(len(packed.tokens), SHAPE["width"], dtype=torch.float64)
+@pytest.mark.parametrize("wanted", [1.0, 0.3, 0.02])
+def test_what_is_shared_is_computed_once_and_changes_nothing(kind, wanted):
+    model, sequences = make(kind, dtype=torch.float64), branching()
+    packed, found, seen = pack_tokens(sequences), [], []
+    for module in (model.layers[0], model.norm):  # what goes in at the bottom, what comes out
+        module.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
+    some = torch.rand(len(packed.tokens), generator=torch.Generator().manual_seed(0)) < wanted
+    rows = some.nonzero()[:, 0].flip(0)  # in any order
+    weights = torch.randn(len(rows), SHAPE["width"], dtype=torch.float64)
     for share in (False, True):
         model.flat_grad.zero_()
-        hidden = model(packed, share)
+        hidden = model(packed, rows) if share else model(packed)[rows]
         (hidden * weights).sum().backward()
-        found[share] = hidden.detach(), model.flat_grad.clone()
-    torch.testing.assert_close(found[True], found[False], rtol=1e-9, atol=1e-9)
-    assert seen == [len(packed.tokens), len(shared_prefixes(packed)[3])] and seen[1] < 0.8 * seen[0]
+        found += [(hidden.detach(), model.flat_grad.clone())]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+    ends = set(rows.tolist())
+    begun = {  # every beginning of a sequence, by where it ends
+        (b, t): tuple(s[: t + 1]) for b, s in enumerate(sequences) for t in range(len(s))
+    }
+    places = list(begun)  # in the order of the packed tokens
+    needed = {begun[b, t] for end in ends for b, last in [places[end]] for t in range(last + 1)}
+    assert seen == [len(places)] * 2 + [len(needed), len({begun[places[end]] for end in ends})]
+    assert seen[2] < 0.8 * seen[0]
 
 
 def test_logits_use_the_tied_embeddings():
