@@ -164,7 +164,7 @@ def test_claims_quote_the_results(monkeypatch, tmp_path):
         (tmp_path / f"{name}.json").touch()
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     text = "\n".join(tables.claims())
-    gain = "`guess` 1.45× at η = 2, recompute (90% interval 1.21 to 1.74; medians of 3 seeds, "
+    gain = "`guess` 1.45× at η = 2 (90% interval 1.21 to 1.74; medians of 3 seeds, "
     assert f"{gain}9.3 s against 13.5 s)" in text
     assert "`sum` 1.45× at η = 4 (" in text and "`sum` 1.50×" in text and "1.33×, 1.33×" in text
     predicted = real("scale")["published"][0]
