@@ -242,8 +242,9 @@ def sparse(seen) -> list[str]:
         with torch.no_grad(), mock.patch.object(dsa, "top_chunks", noted):
             found = logprobs_of(seen, model)
         lines.append(f"top_k {top_k}: log-probs of its tokens {numbers(found)}")
-    chosen = picks[-model.config.layers][0][-1, 0].tolist()  # the first layer's, of the last query
-    return [*lines, f"top_k 3: token {last} attends to itself, then to the best: {chosen}"]
+    # The first layer's, of the last query. The last token predicts nothing: it asks for nothing.
+    chosen = picks[-model.config.layers][0][-1, 0].tolist()
+    return [*lines, f"top_k 3: token {last - 1} attends to itself, then to the best: {chosen}"]
 
 
 def swap(seen) -> list[str]:
