@@ -8,7 +8,7 @@ Left out: training, sampling, tokenizers; this file sees token ids and returns h
 All parameters are views into ONE flat tensor, and their gradients into another: publishing the
 weights is one copy, clipping is one norm, the optimizer is one fused vector operation.
 
-Axes: N packed tokens, U of them different (`shared_prefixes`)
+Axes: N packed tokens, U of them different (`shared_prefixes`) · M, R rows that somebody wants
       B sequences or cache slots · T positions · L layers · d model width
       Hq query heads · Hkv key/value heads · D head width · F hidden width · V vocabulary
 """
@@ -102,7 +102,8 @@ def pack_tokens(sequences: list, device: torch.device | str = "cpu", block=PAD_B
 def shared_prefixes(packed: Packed, rows: Tensor) -> tuple[Tensor, Packed, Tensor, Tensor]:
     """Which packed tokens are the same computation, and which sequences say everything.
 
-    Nobody attends to what stands in a sequence behind the last token of `rows` [M]: it is left out.
+    Nobody attends to what stands in a sequence behind the last token of `rows` [M]: it is left out,
+    and its own row means nothing.
 
     Returns row [N], the row in 0 .. U-1 of each token; the leaves, which are the sequences that no
     other one begins with (one of each), packed again: K tokens; row [K] of each of those; and
@@ -213,7 +214,7 @@ class Layer(nn.Module):
         if out is None:
             return x
         if rows is not None:
-            x, out = x.index_select(0, rows), out.index_select(0, rows)
+            x, out = x.index_select(0, rows), out.index_select(0, rows)  # N is R from here on
         x = add_product(x, out.reshape(len(x), -1), w["attention_out"])
         h = F.rms_norm(x, (c.width,), w["mlp_norm"], c.norm_eps)
         gate, up = (h @ w["gate_up"]).chunk(2, dim=-1)  # [N, F] each
@@ -292,8 +293,7 @@ class GPT(nn.Module):
         else:
             x = x + self.embed_positions(positions)
         for layer, attend in zip(self.layers, attends, strict=True):
-            last = layer is self.layers[-1]
-            x = layer(x, positions, rope, attend, rows if last else None)
+            x = layer(x, positions, rope, attend, rows if layer is self.layers[-1] else None)
         return self.norm(x)
 
     def forward(self, packed: Packed, rows: Tensor | None = None) -> Tensor:
@@ -307,7 +307,7 @@ class GPT(nn.Module):
             attend = attend_packed(self.config, packed)
             return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
         row, leaves, row_of_leaf, first = shared_prefixes(packed, rows)
-        wanted, back = row[rows].unique(return_inverse=True)
+        wanted, back = row[rows].unique(return_inverse=True)  # [R], [M]
         attend = attend_packed(self.config, leaves)
 
         def attend_leaves(q, k, v, index):  # [U, H, D] each -> [U, Hq, D]

@@ -41,7 +41,7 @@ CEILINGS = {
     "lab": 220,
     "lab_pipeline": 105,
 }
-TOTAL, TOKENS_PER_LINE = 6251, 17.0
+TOTAL, TOKENS_PER_LINE = 6250, 17.0
 ROOMS = sorted(p.stem for p in ROOT.glob("*.py"))
 
 
