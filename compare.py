@@ -83,7 +83,7 @@ BEST = {("guess", mode): {"slots": 256} for mode in HEADLINE}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}
-SEEDS = {"guess": 10, "sum": 5}  # of what is judged and what it is compared with
+SEEDS = {"guess": 40, "sum": 5}  # of what is judged and what it is compared with
 
 
 def bench_async(kind: str = "quick") -> None:
