@@ -3,7 +3,7 @@
     python bench.py plot RUN [RUN ...]      # redraw the pictures of runs
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
-    python bench.py async [full]            # sync against async: 4 minutes, or an hour
+    python bench.py async [full | gpu]      # sync against async: 4 minutes, an hour
     python bench.py roles COMMIT            # both roles' speed, beside that of an older commit
     python bench.py simulate                # calibrate and score the simulator
     python bench.py objectives              # eight objectives under growing staleness
@@ -196,13 +196,13 @@ def main(arguments: list[str]) -> None:
         report.draw_timeline([Path(run) for run in runs], Path("timeline.png"))
     elif command == "roles" and len(runs) in (1, 2) and all(n.isdigit() for n in runs[1:]):
         bench_roles(runs[0], *map(int, runs[1:]))
-    elif command == "async" and runs in ([], ["full"]):
+    elif command == "async" and runs in ([], ["full"], ["gpu"]):
         bench_async(*runs)
     elif command in commands and not runs:
         commands[command]()
     else:
         allowed = (
-            f"{', '.join(commands)}, async [full], roles COMMIT [ROUNDS], plot RUN ... "
+            f"{', '.join(commands)}, async [full | gpu], roles COMMIT [ROUNDS], plot RUN ... "
             "or timeline RUN ..."
         )
         common.fail(ValueError(f"{' '.join(arguments)!r}: must be {allowed}"))

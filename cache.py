@@ -205,3 +205,33 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
         return attend
 
     return model.body(tokens, positions, [attend_cached(layer) for layer in range(c.layers)])
+
+
+def captured(step: Callable, slots: int, device: torch.device | str = "cuda") -> Callable:
+    """step(model, cache, head, (tokens, positions, uniform, longest), ...) as CUDA graphs.
+
+    A token costs hundreds of kernels, and launching them one by one takes longer than they run; a
+    graph launches them all at once. It repeats what was done with the same memory: so inputs are
+    copied to a fixed place, weights and head may only change in place, and attention reads a number
+    of keys that is fixed: there is a graph for each power of two from 16.
+    """
+    kinds = (torch.int64, torch.int64, torch.float32)  # tokens, positions, uniform
+    fixed = [torch.zeros(slots, dtype=kind, device=device) for kind in kinds]
+    graphs: dict[int, tuple] = {}  # longest position -> (graph, where its results are)
+
+    def replay(model, cache, head, fed, *how):
+        *inputs, longest = fed
+        for place, values in zip(fixed, inputs, strict=True):
+            place.copy_(values)
+        longest = max(16, 2 ** int(longest).bit_length()) - 1
+        if longest not in graphs:
+            arguments = (model, cache, head, (*fixed, longest), *how)
+            step(*arguments)  # what libraries set up at their first call cannot be captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                graphs[longest] = graph, step(*arguments)
+        graph, results = graphs[longest]
+        graph.replay()
+        return results
+
+    return replay

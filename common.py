@@ -72,7 +72,9 @@ class Config:
     group_size: int = flag(16, "answers to one prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "of sampling, and of the log-probs", 0.01, 100.0)
-    compile: str = flag("no", "torch.compile: for short episodes", choices=("no", "decode"))
+    compile: str = flag(
+        "auto", "steps: decode; auto: only CUDA graphs", choices=("auto", "no", "decode")
+    )
     swap: str = flag("keep", "running caches at a swap", choices=("keep", "recompute", "drain"))
     rollout_weights: str = flag(
         "float32", "of rollouts: a mismatch", choices=("float32", "bfloat16", "float8_e4m3fn")
@@ -123,7 +125,9 @@ def check(config: Config) -> Config:
     if chunk_size & (chunk_size - 1):
         raise UserError(f"--chunk-size {chunk_size}: must be a power of two, 1 to 512")
     compiler = shutil.which(os.environ.get("CXX", "g++"))  # the one that torch looks for
-    if getattr(config, "compile", "no") != "no" and not (compiler and config.attention == "dense"):
+    if getattr(config, "compile", "no") == "decode" and not (
+        compiler and config.attention == "dense"
+    ):
         needs = "--attention dense and a C++ compiler (g++, or what CXX names)"
         raise UserError(f"--compile {config.compile}: must have {needs}")
     if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
@@ -190,9 +194,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def set_threads(config: Config, processes: int) -> None:
-    """Give this process its share of the cores."""
+def set_threads(config: Config, processes: int, device: str = "cpu") -> None:
+    """Give this process its share of the cores, and its GPU."""
     torch.set_num_threads(config.threads or max(1, cores() // processes))
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 # ------------------------------------------------------------------------------------- run folder

@@ -58,6 +58,7 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
     "async, η = 4, drain": {"max_staleness": 4, "swap": "drain"},
     "async, η = 4, recompute": {"max_staleness": 4, "swap": "recompute"},
 }
+GPU_MODES = {"sync, one GPU": SYNC, "async, η = 2": MODES["async, η = 2"]}
 SPLIT = {  # what each change of mode gains in episodes a second, from synchronous on
     "overlap": "one step ahead",
     "no straggler tail": "async, η = 4, drain",
@@ -80,6 +81,10 @@ HEADLINE = [*list(MODES)[:2], "async, η = 1", "async, η = 2", "async, η = 2, 
 # In `guess`, a slot for every episode of a batch is quickest: chosen by episodes a second, not by
 # the time to the score.
 BEST = {("guess", mode): {"slots": 256} for mode in HEADLINE}
+# On a GPU, a larger model, in every mode alike; Adam's learning rate goes down as the width goes up
+# (Yang et al. 2021, arXiv 2203.03466).
+GPU = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "slots": 256}
+GPU |= {"compile": "decode", "steps": 60}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}
@@ -90,23 +95,28 @@ def bench_async(kind: str = "quick") -> None:
     """Synchronous, one step ahead, asynchronous: wall-clock time to the same held-out score, on
     `guess` and the heavy-tailed `sum` -> results/async.json and .png.
 
-    quick: two seeds of two modes, one task; full: `seeds`. What is measured already is not
-    measured again: delete the file to start over.
+    quick: two seeds of two modes, one task; full: `seeds`; gpu: three seeds of two modes with a
+    larger model. What is measured already is not measured again: delete the file to start over.
     """
-    full = kind == "full"
-    shown = [*HEADLINE[:3], *JUDGED.values()]
-    names, tasks = (MODES, TARGETS) if full else ([HEADLINE[1], JUDGED["guess"]], ["guess"])
-    most = {(t, n): seeds(t, n) if full else 2 for t in tasks for n in names}
+    shown, few = [*HEADLINE[:3], *JUDGED.values()], [HEADLINE[1], JUDGED["guess"]]
+    names, tasks, shown, file = {
+        "quick": (few, ["guess"], few, "async-quick"),
+        "full": (MODES, TARGETS, shown, "async"),
+        "gpu": (GPU_MODES, TARGETS, list(GPU_MODES), "async-cuda"),
+    }[kind]
+    path, new = RESULTS / f"{file}.json", {"machine": common.describe_machine(), "runs": []}
+    if kind == "gpu" and not new["machine"]["gpus"]:
+        common.fail(ValueError("async gpu: this machine has no CUDA device"))
+    count = {"quick": 2, "gpu": 3}
+    most = {(t, n): count.get(kind) or seeds(t, n) for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
-    path = RESULTS / ("async.json" if full else "async-quick.json")
-    new = {"machine": common.describe_machine(), "runs": []}
     result = json.loads(path.read_text()) if path.is_file() else new
     done = {(r["task"], r["mode"], r["seed"]) for r in result["runs"]}
     with tempfile.TemporaryDirectory() as place:
         for task, name, seed in tqdm([p for p in plan if p not in done], unit="run"):
-            flags = {"task": task, "seed": seed, **FLAGS[task], **MODES[name]}
-            flags |= BEST.get((task, name), {})
-            folder = Path(place) / f"{task}-{list(MODES).index(name)}-{seed}"
+            flags = {"task": task, "seed": seed, **FLAGS[task], **(MODES | GPU_MODES)[name]}
+            flags |= GPU if kind == "gpu" else BEST.get((task, name), {})
+            folder = Path(place) / f"{len(result['runs'])}"
             summary = run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
             row = {"task": task, "mode": name, "seed": seed} | speed_of(folder, summary, task)
             result["runs"].append(row)
@@ -166,7 +176,7 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     synchronous mode over that of this one, and `gains`, between which it lies.
     """
     found: dict[str, dict] = {}
-    for mode in MODES:
+    for mode in MODES | GPU_MODES:
         own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
         own = [{k: math.inf if v is None else v for k, v in r.items()} for r in own]
         if own:

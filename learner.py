@@ -162,7 +162,9 @@ def make_environment(config: Config, task: reward.Task) -> Environment:
 def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
     """The generator that a run uses for training episodes."""
     sizes = config.slots, capacity_of(config, task), config.group_size
-    weights, compiled = getattr(torch, config.rollout_weights), config.compile == "decode"
+    weights, dense = getattr(torch, config.rollout_weights), model.config.attention == "dense"
+    graphs = config.compile == "auto" and model.flat.is_cuda and dense  # on a GPU they always pay
+    compiled = graphs or config.compile == "decode"
     how = config.seed, config.temperature, config.swap, worker, weights, compiled
     return Generator(model, make_environment(config, task), *sizes, *how)
 

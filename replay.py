@@ -131,7 +131,7 @@ def replay(config: Config) -> None:
     run = Path(config.replay)
     config, summary = recorded(config)
     devices, task = common.pick_devices(config), make_task(config)
-    common.set_threads(config, sum(map(len, devices)))
+    common.set_threads(config, sum(map(len, devices)), devices[0][0])
     if devices[0][0] != "cpu":
         print(
             "on a GPU, sums of gradients depend on the order of atomic additions: the episodes "

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from buffer import Group, Trajectory
-from cache import Cache, decode, make_cache, prefill, read_prefix, write_prefix
+from cache import Cache, captured, decode, make_cache, prefill, read_prefix, write_prefix
 from model import GPT
 
 MASK32 = 0xFFFFFFFF
@@ -195,10 +196,14 @@ class Generator:
         self.next_tokens = torch.inference_mode()(next_tokens)
         # It takes seconds, so it is done before the first episode; on one thread and without helper
         # processes, because this may be a worker.
+        self.fed_prompts = 0  # longest prompt that is fed token by token, without a prefill
         if compiled:
             assert model.config.attention == "dense", "sparse attention cannot be compiled"
             how = {"dynamic": False, "options": {"compile_threads": 1, "cpp.threads": 1}}
-            self.next_tokens = torch.no_grad()(torch.compile(next_tokens, **how))
+            compiler = partial(torch.compile, **how)
+            if device.type == "cuda":  # where a step is quicker than launching a prefill
+                compiler, self.fed_prompts = partial(captured, slots=slots), 64
+            self.next_tokens = torch.no_grad()(compiler(next_tokens))
             self._feed(longest=0)
 
     @property
@@ -250,7 +255,8 @@ class Generator:
         version, flat = self.new_weights
         if flat is not None:
             self.model.flat.copy_(flat.to(self.weights))  # rounded, then float32 again
-        self.version, self.new_weights, self.head = version, None, self._output_matrix()
+        self.version, self.new_weights = version, None
+        self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
         self.counts["swaps"] += 1
         for b in occupied:
             self.episodes[b].swaps += [int(self.fed[b]), version]
@@ -287,22 +293,23 @@ class Generator:
 
     def _begin(self, b: int, group: Group, sample_index: int) -> list[int]:
         """Put one sample into slot b; returns the prompt tokens that must be in the cache: all but
-        the last one, which `_decode` feeds."""
+        the last one, which `_decode` feeds, or none."""
         prompt = self.environment.encode_prompt(group.problem)
         limit = self.capacity - 1
         assert 0 < len(prompt) <= limit, f"prompt of {len(prompt)} tokens: must be 1 to {limit}"
         n = len(prompt)
         self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
         self.versions[b] = -1
-        self.known[b], self.fed[b], self.turn_start[b] = n, n - 1, n
+        at = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
+        self.known[b], self.fed[b], self.turn_start[b] = n, at, n
         self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
         seed = noise_key(self.seed, group.group_id, sample_index)
         self.keys[b], self.running[b] = seed, True
         now = time.monotonic()
-        self.episodes[b] = Episode(group, sample_index, seed, now, swaps=[n - 1, self.version])
+        self.episodes[b] = Episode(group, sample_index, seed, now, swaps=[at, self.version])
         if sample_index == 0:
             self.events.append((now, "start", group.group_id, self.version, n))
-        return prompt[:-1]
+        return prompt[:at]
 
     def _share_prompts(self, begun: list[tuple[int, Group, list[int]]]) -> None:
         """Fill the cache of slots that begin: prompts are computed once a group, then copied.

@@ -4,9 +4,12 @@ Run: `python bench.py readme`; a test compares the README with `readme_tables`. 
 (bench.py, compare.py, speed.py) and pictures (report.py).
 """
 
+from itertools import product
+
 from compare import JUDGED, SPLIT, async_table, medians, rate_gain
 from report import RESULTS, between, load_result
 
+ALONE, TOGETHER = "sparse, query block 1", "sparse, query block 16"
 README = RESULTS.parent / "README.md"
 
 
@@ -111,7 +114,10 @@ def machines() -> str:
     found: dict[str | None, list[str]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         m = load_result(path.stem).get("machine")
-        where = m and f"{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}"
+        gpu = m and "".join(f"one {name} and " for name in m["gpus"])
+        where = m and (
+            f"{gpu}{m['cores']} cores of {m['cpu']}, Python {m['python']}, torch {m['torch']}"
+        )
         found.setdefault(where, []).append(path.stem)
     return "; ".join(f"{', '.join(names)} on {where}" for where, names in found.items() if where)
 
@@ -124,7 +130,11 @@ def races() -> list[str]:
     text += "sync is the ratio of two median times, and where it lies in 90% of 2,000 resamplings. "
     text += "A run that ended below the score has taken infinitely long. In every mode it is the "
     text += "learner that verifies (`--reward-workers 0`)."
-    return ["", text, *async_table(load_result("async")["runs"])]
+    lines = ["", text, *async_table(load_result("async")["runs"])]
+    if (RESULTS / "async-cuda.json").is_file():
+        text = "`python bench.py async gpu`, on one GPU that both roles share, model `medium`:"
+        lines += ["", text, *async_table(load_result("async-cuda")["runs"])]
+    return lines
 
 
 def claims() -> list[str]:
@@ -154,6 +164,11 @@ def claims() -> list[str]:
     )
     decode, recipe = load_result("decode-cpu")["rows"][-1], load_result("recipe")["shown"]
     ratios = [row["median"] for name, row in decode["over_dense"].items() if name != "dense"]
+    kernels = load_result("dsa-cuda")
+    alone, together = (
+        [kernel_gain(row["forward"], way)[1] for row in kernels["rows"]]
+        for way in (ALONE, TOGETHER)
+    )
     bounds = load_result("staleness")["runs"]
     worst = max(r["max"] - r["bound"] for r in bounds)
     held_out = load_result("simulate")["runs"]
@@ -195,9 +210,11 @@ def claims() -> list[str]:
         (
             "sparse attention pays at long context",
             "1.6× at 8k to 20.7× at 128k (NSA kernels, H100)",
-            f"decoding at {decode['length']:,} tokens on one CPU thread: {min(ratios):.1f}× to "
-            f"{max(ratios):.1f}×",
-            "`python bench.py decode`",
+            f"forward on one H100: {alone[1]:.1f}× at 8k to {alone[-1]:.1f}× at 128k (blocks of 16 "
+            f"queries that select together: {together[1]:.1f}× to {together[-1]:.1f}×); "
+            f"decoding at {decode['length']:,} tokens on one CPU thread: "
+            f"{min(ratios):.1f}× to {max(ratios):.1f}×",
+            "`python bench.py dsa`, `decode`",
         ),
         (
             "an indexer must be trained, in stages",
@@ -257,13 +274,47 @@ def sparse_tables() -> list[str]:
             cells.append(f"{row['tokens_per_s'][name]['median']:,.0f}{ratio}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     peaks = ", ".join(f"{r['prefill_peak_mib']:.0f} MiB at {r['length']:,}" for r in rows)
-    lines += ["", f"Peak memory of a sparse prefill of one sequence: {peaks}."]
+    lines += ["", f"Peak memory of a sparse prefill of one sequence: {peaks}.", *kernel_table()]
     runs = load_result("simulate")["runs"]
     right = sum(run["within"] for run in runs)
     text = f"`python bench.py simulate`: of {len(runs)} setups that the simulator was not "
     text += f"calibrated on, {right} have tokens a second, idle share and staleness within 10% of "
     text += "what it says."
     return [*lines, "", text]
+
+
+def kernel_gain(costs: dict, sparse: str) -> tuple[float, float]:
+    """(milliseconds of one of the sparse ways, how many times as fast it is as the quickest dense
+    one), from a row of results/dsa-*.json."""
+    ms = {name: cost["ms"]["median"] for name, cost in costs.items()}
+    dense = min(value for name, value in ms.items() if name.startswith("dense"))
+    return ms[sparse], dense / ms[sparse]
+
+
+def kernel_table() -> list[str]:
+    """The measured part of the README on the kernels: sparse attention on a GPU."""
+    shape, decoding = load_result("dsa-cuda"), load_result("decode-cuda")
+    rows, (query_heads, key_heads, width) = shape["rows"], shape["heads"]
+    lines = [
+        "",
+        f"| {shape['machine']['gpus'][0]}: ms, and how many times as fast as dense; context of |"
+        + "".join(f" {r['length']:,} |" for r in rows),
+        "|---" * (len(rows) + 1) + "|",
+    ]
+    for way, kind in product((ALONE, TOGETHER), ("forward", "forward+backward")):
+        cells = ["{:.1f} ({:.1f}×)".format(*kernel_gain(row[kind], way)) for row in rows]
+        lines.append(f"| {kind}, {way.removeprefix('sparse, ')} | {' | '.join(cells)} |")
+    cells = []
+    for row in decoding["rows"]:
+        rate, ratio = (row[key]["16 chunks of 64"] for key in ("tokens_per_s", "over_dense"))
+        ms = 1e3 * decoding["slots"] / rate["median"]
+        cells.append(f"{ms:.1f} ({ratio['median']:.1f}×)")
+    name = f"decode, model `{decoding['model']}`, {decoding['slots']} slots"
+    lines.append(f"| {name} | {' | '.join(cells)} |")
+    text = f"16 chunks of 64. Forward and backward: {query_heads} query heads, {key_heads} key "
+    text += f"heads of {width}, {shape['dtype']}; dense is the quickest of PyTorch's backends, "
+    text += "sparse includes the selection; a query block selects together. "
+    return [*lines, "", text + "`python bench.py dsa` and `decode`."]
 
 
 def write_readme() -> None:

@@ -216,15 +216,15 @@ def train(config: Config) -> None:
         return replay(config)
     stop, config = common.Stop(), resumed(config)
     devices = common.pick_devices(config)
-    common.set_threads(config, sum(map(len, devices)))
+    common.set_threads(config, sum(map(len, devices)), devices[0][0])
     config, task, run, learner, watch, state = train_sync.open_training(
         config, "async", devices[0][0]
     )
     try:
-        mailbox = Mailbox(learner.model.flat.numel())
+        mailbox = Mailbox(learner.model.flat.numel(), device=devices[0][0])
     except OSError as error:  # too little shared memory
         raise common.UserError(f"--model {config.model}: {error.strerror}") from error
-    mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
+    mailbox.publish(learner.version, learner.model.flat)
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
     ledger, again = Ledger(), list(state["in_flight"]) if state else []
@@ -275,7 +275,7 @@ def train(config: Config) -> None:
             details |= {name: metrics[name] for name in ("loss", "grad_norm", "sequence_tokens")}
             watch.span("learner", "train", begin, **details)
             begin = time.monotonic()
-            mailbox.publish(learner.version, learner.model.flat.cpu().numpy())
+            mailbox.publish(learner.version, learner.model.flat)
             watch.span("learner", "publish", begin, version=learner.version)
             admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
 

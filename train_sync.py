@@ -263,7 +263,7 @@ def train(config: Config) -> None:
         if (value := getattr(config, flag.replace("-", "_"))) != only:  # one process, one model
             raise common.UserError(f"--{flag} {value}: must be {only} in train_sync.py")
     (device, *_), _ = common.pick_devices(config)
-    common.set_threads(config, 1)
+    common.set_threads(config, 1, device)
     config, task, run, learner, watch, _ = open_training(config, "sync", device)
     generator = make_generator(config, task, learner.model)
 

@@ -14,6 +14,8 @@ from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 if sys.platform == "linux":
     import fcntl
@@ -26,11 +28,12 @@ class Mailbox:
 
     One process publishes, any number read; a reader never sees a mixture of two versions. A reader
     that is overtaken (two publications during its copy) simply reads again. Versions only grow.
+    `device`: where this process has its weights; the other side need not know.
     """
 
-    def __init__(self, count: int, name: str | None = None):
+    def __init__(self, count: int, name: str | None = None, device: str = "cpu"):
         size = 64 + 2 * 4 * count
-        self.owner, self.lock = name is None, None
+        self.owner, self.lock, self.device = name is None, None, device
         if self.owner:
             sweep()
             check_room(size)
@@ -43,6 +46,9 @@ class Mailbox:
         self.stamps = np.frombuffer(self.memory.buf, np.int64, 6)
         flats = np.frombuffer(self.memory.buf, np.float32, 2 * count, 64)
         self.buffers = flats.reshape(2, count)
+        if device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46
+            register = torch.cuda.cudart().cudaHostRegister
+            register(self.buffers.ctypes.data, self.buffers.nbytes, 1)  # 1: for every device
         if self.owner:
             self.stamps[:] = -1, -1, -1, -1, -1, 0
 
@@ -51,27 +57,35 @@ class Mailbox:
         """The newest published version, -1 before the first."""
         return int(self.stamps[0])
 
-    def publish(self, version: int, flat: np.ndarray) -> None:
+    def publish(self, version: int, flat: Tensor) -> None:
         """Write float32 weights [P] into the buffer that readers are not sent to, then switch."""
         assert version > self.version, f"version {version} published after {self.version}"
         assert flat.shape == self.buffers[0].shape, (flat.shape, self.buffers.shape)
         side = 1 - int(self.stamps[5])
         self.stamps[1 + side] = version
-        self.buffers[side] = flat
+        if flat.is_cuda:
+            torch.from_numpy(self.buffers[side]).copy_(flat)
+        else:
+            self.buffers[side] = flat.numpy()
         self.stamps[3 + side] = version
         self.stamps[5] = side
         self.stamps[0] = version
 
-    def read(self) -> tuple[int, np.ndarray]:
+    def read(self) -> tuple[int, Tensor]:
         """The newest version and a private copy of its weights; -1 and zeros before the first."""
         while True:
             version, side = self.version, int(self.stamps[5])
-            copy = self.buffers[side].copy()
+            if self.device == "cpu":
+                copy = torch.from_numpy(self.buffers[side].copy())
+            else:
+                copy = torch.from_numpy(self.buffers[side]).to(self.device)
             if self.stamps[1 + side] == version == self.stamps[3 + side]:
                 return version, copy
 
     def close(self) -> None:
         """Let go of the memory; the owner also removes it."""
+        if self.device != "cpu":
+            torch.cuda.cudart().cudaHostUnregister(self.buffers.ctypes.data)
         self.stamps = self.buffers = None
         self.memory.close()
         if self.owner:

@@ -12,7 +12,6 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import common
@@ -28,13 +27,13 @@ from weight_mailbox import Mailbox
 
 def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
-    common.set_threads(config, processes)
+    common.set_threads(config, processes, device)
     task = make_task(config)
     model = make_model(config, task).on(device)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
     born, span = time.monotonic(), None
-    mailbox = Mailbox(model.flat.numel(), mailbox_name)
+    mailbox = Mailbox(model.flat.numel(), mailbox_name, device)
     atexit.register(mailbox.close)
     gc.freeze()  # as in train_sync.py
     line.beat()
@@ -46,8 +45,7 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
             generator.submit(Group(header["group_id"], header["start"], header["problem"]))
             message = line.receive()
         if mailbox.version > generator.newest:
-            version, flat = mailbox.read()
-            generator.set_weights(version, torch.from_numpy(flat))
+            generator.set_weights(*mailbox.read())
         begin, before = time.monotonic(), dict(generator.counts)
         active = generator.step()
         if span and (not active or generator.version != span[1]):
@@ -86,7 +84,7 @@ def reward_worker(line: Line, config: Config):
 
 def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
     """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
-    common.set_threads(config, processes)
+    common.set_threads(config, processes, device)
     learner = make_learner(config, make_task(config), device)
     if config.resume:
         restore(learner, load_checkpoint(Path(config.resume)), config)

@@ -68,7 +68,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
     seen.admitted, seen.messages, seen.steps = {}, {}, []
 
     def publish(mailbox: Mailbox) -> None:
-        mailbox.publish(learner.version, learner.model.flat.numpy())
+        mailbox.publish(learner.version, learner.model.flat)
         watch.event("learner", "publish", version=learner.version)
         seen.stamps.append(mailbox.stamps.tolist())
         seen.weights.append(learner.model.flat.clone())
@@ -86,8 +86,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
     def boundary(mailbox: Mailbox) -> None:
         """One token for every slot of the rollout worker, then what it has to say."""
         if mailbox.version > generator.newest:
-            version, flat = mailbox.read()
-            generator.set_weights(version, torch.from_numpy(flat))
+            generator.set_weights(*mailbox.read())
         generator.step()
         tell("group", {"events": generator.events, "status": generator.counts})
         generator.events = []

@@ -439,7 +439,7 @@ def test_configurations_can_be_written_down_and_heads_must_fit():
 @pytest.mark.gpu
 @kinds
 def test_on_a_gpu_it_computes_the_same(kind):
-    model, sequences = make(kind), sentences()
+    model, sequences = make(kind, head_width=16), sentences()  # the least for kernels
     wanted = torch.cat(hidden_of(model, sequences))
     twin = copy.deepcopy(model).on("cuda")
     assert_flat(twin)

@@ -788,12 +788,35 @@ def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
     assert max(longest for longest, _ in seen) > 20
 
 
-@pytest.mark.gpu
 @kinds
-def test_on_a_gpu_the_logprobs_are_still_the_learners(kind):
-    model = make(kind).on("cuda")
+def test_a_prompt_may_be_fed_token_by_token(kind, monkeypatch):
+    """As captured steps do it on a GPU: no prefill, and the same episodes."""
+    groups, model = [group_of(i) for i in range(6)], make(kind)
+    wanted = play(groups, model)
     by = Generator(model, environment(turns=2), 8, CONTEXT, 4)
-    for group in generate(by, [group_of(i) for i in range(4)]):
+    by.fed_prompts = 10  # some of these prompts are longer
+    prefilled = []
+    monkeypatch.setattr(rollout, "prefill", lambda *a: (prefilled.extend(a[3]), prefill(*a)))
+    lengths = [len(group_of(i).problem["prompt"]) for i in range(6)]
+    for group in generate(by, [group_of(i) for i in range(6)]):
+        for t in group.trajectories:
+            other = wanted[group.group_id, t.sample_index]
+            np.testing.assert_array_equal(t.tokens, other.tokens)
+            np.testing.assert_allclose(t.logprobs, other.logprobs, rtol=0, atol=1e-5)
+            assert t.swaps[0] == (0 if lengths[group.group_id] <= 10 else t.turns[0][0] - 1)
+    assert sorted(map(len, prefilled)) == sorted(n - 1 for n in lengths if n > 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind, compiled", [*((kind, False) for kind in KINDS), ("dense rope", True)]
+)
+def test_on_a_gpu_the_logprobs_are_still_the_learners(kind, compiled):
+    model = make(kind, head_width=16).on("cuda")
+    by = Generator(model, environment(turns=2), 8, CONTEXT, 4, compiled=compiled)
+    generate(by, [group_of(i) for i in range(4)])
+    by.set_weights(1, torch.randn_like(model.flat) * 0.3)  # captured graphs must see these
+    for group in generate(by, [group_of(i, 1) for i in range(4, 8)]):
         for t in group.trajectories:
             alphabet = torch.arange(LETTERS, device="cuda")
             with torch.no_grad():

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import transport
 from transport import Pool, WorkersFailed, last_words
@@ -444,7 +445,7 @@ def test_close_leaves_nothing(make_pool):
 def parent_script(folder: str) -> None:
     """A parent with a mailbox, two workers, and a third that has been restarted."""
     mailbox = Mailbox(1000)
-    mailbox.publish(0, np.zeros(1000, np.float32))
+    mailbox.publish(0, torch.zeros(1000))
     pool = Pool({"echo": (echo, [()] * 3)}, Path(folder), 1, 60.0, ("", "", ""))
     pids = hello(pool, 3)
     os.kill(pids["echo-2"], signal.SIGKILL)

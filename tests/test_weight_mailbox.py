@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_transport import PATIENCE, eventually
 
 import weight_mailbox as room
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def publish_for_ever(name: str, count: int):
     mailbox = Mailbox(count, name)
     for version in range(1, 2**24):
-        mailbox.publish(version, np.full(count, version, np.float32))
+        mailbox.publish(version, torch.full((count,), float(version)))
 
 
 @pytest.fixture
@@ -32,8 +33,8 @@ def mailbox():
     box.close()
 
 
-def weights(version: int) -> np.ndarray:
-    return np.full(1000, version, np.float32)
+def weights(version: int) -> torch.Tensor:
+    return torch.full((1000,), float(version))
 
 
 class Interrupted:
@@ -157,7 +158,7 @@ def test_mailbox_refuses(mailbox, monkeypatch):
             mailbox.publish(version, weights(version))
     for shape in ((1,), (999,), (1000, 1)):  # nothing is broadcast
         with pytest.raises(AssertionError):
-            mailbox.publish(6, np.zeros(shape, np.float32))
+            mailbox.publish(6, torch.zeros(shape))
     version, flat = mailbox.read()
     assert version == 5 and (flat == 5).all()
     if sys.platform == "linux":  # better than SIGBUS in the middle of a run
@@ -211,3 +212,21 @@ def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(m
     Mailbox(10).close()
     assert not left.exists()
     assert (room.SHARED / mailbox.memory.name.lstrip("/")).exists()  # ours is in use
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "writes, reads", [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:0")]
+)
+def test_on_a_gpu_weights_travel_through_registered_memory(writes, reads):
+    mailbox = Mailbox(1000, device=writes)
+    reader = Mailbox(1000, mailbox.memory.name, reads)
+    for box, device in ((mailbox, writes), (reader, reads)):
+        assert torch.from_numpy(box.buffers).is_pinned() or device == "cpu"
+    for version in (1, 2, 5):
+        mailbox.publish(version, weights(version).to(writes))
+        found, flat = reader.read()
+        assert flat.device == torch.device(reads) and found == version
+        assert (flat == version).all()
+    reader.close()
+    mailbox.close()

@@ -41,7 +41,7 @@ def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(
     monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
     flat = make_learner(config, task, "cpu").model.flat
     mailbox = Mailbox(flat.numel())
-    mailbox.publish(0, flat.numpy())
+    mailbox.publish(0, flat)
     monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
     monkeypatch.setattr(workers.atexit, "register", lambda _: None)
     line = Script([{"group_id": 3, "start": 0, "problem": task.reset(3, "train")}])
