@@ -87,7 +87,7 @@ GPU = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "slots":
 GPU |= {"compile": "decode", "steps": 60}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
-JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}
+JUDGED = {"guess": "async, η = 1", "sum": "async, η = 4"}
 SEEDS = {"guess": 40, "sum": 5}  # of what is judged and what it is compared with
 
 
@@ -128,7 +128,7 @@ def bench_async(kind: str = "quick") -> None:
 
 def seeds(task: str, mode: str) -> int:
     """How many runs of a mode the full measurement has."""
-    decides = mode in (*HEADLINE[:2], JUDGED[task])
+    decides = mode in (*HEADLINE[:4], JUDGED[task])
     return SEEDS[task] if decides else 5 if mode.startswith("sync") else 3
 
 
