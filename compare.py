@@ -84,7 +84,7 @@ BEST = {("guess", mode): {"slots": 256} for mode in HEADLINE}
 # On a GPU, a larger model, in every mode alike; Adam's learning rate goes down as the width goes up
 # (Yang et al. 2021, arXiv 2203.03466).
 GPU = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "slots": 256}
-GPU |= {"compile": "decode", "steps": 60}
+GPU |= {"compile": "decode", "steps": 60, "reward_workers": 1}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
 JUDGED = {"guess": "async, η = 1", "sum": "async, η = 4"}
@@ -176,7 +176,7 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     synchronous mode over that of this one, and `gains`, between which it lies.
     """
     found: dict[str, dict] = {}
-    for mode in MODES | GPU_MODES:
+    for mode in GPU_MODES | MODES:
         own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
         own = [{k: math.inf if v is None else v for k, v in r.items()} for r in own]
         if own:

@@ -163,9 +163,8 @@ def bench_compile(rounds: int = 9, batch: int = 16) -> None:
 
 
 def bench_decode(slots: int = 16, rounds: int = 7) -> None:
-    """Model `small`, on a GPU (as a captured graph) or one CPU thread: one decoded token a slot at
-    growing context, dense against sparse in turn; and peak memory of a sparse prefill on CPU
-    -> results/decode-*.json."""
+    """Model `small`, on a GPU or one CPU thread: one decoded token a slot at growing context, dense
+    against sparse in turn; and peak memory of a sparse prefill on CPU -> results/decode-*.json."""
     import torch
 
     import cache as room
@@ -189,10 +188,6 @@ def bench_decode(slots: int = 16, rounds: int = 7) -> None:
             for part in (x for x in cache[:4] if x is not None):
                 part.normal_()
             steps[name] = partial(room.decode, model, cache, tokens, positions, length - 1)
-            if device == "cuda":  # launching its kernels one by one would take longer than they do
-                fed = tokens, positions, tokens.float(), length - 1
-                graph = room.captured(lambda m, c, _, x: room.decode(m, c, x[0], x[1], x[3]), slots)
-                steps[name] = torch.no_grad()(partial(graph, model, cache, None, fed))
         times = {name: [] for name in steps}
         for i in range(rounds + 1):
             for name, step in steps.items():

@@ -132,7 +132,8 @@ def races() -> list[str]:
     text += "learner that verifies (`--reward-workers 0`)."
     lines = ["", text, *async_table(load_result("async")["runs"])]
     if (RESULTS / "async-cuda.json").is_file():
-        text = "`python bench.py async gpu`, on one GPU that both roles share, model `medium`:"
+        text = "`python bench.py async gpu`, on one GPU that both roles share, model `medium`. Few "
+        text += "seeds: time to the score is hardly told from chance, episodes a second are."
         lines += ["", text, *async_table(load_result("async-cuda")["runs"])]
     return lines
 

@@ -203,3 +203,18 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     assert lines[-1].endswith(
         "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."
     )
+
+
+def test_sparse_attention_is_compared_with_the_quickest_dense_one():
+    cost = {"dense A": 8.0, "dense B": 6.0, tables.ALONE: 3.0, tables.TOGETHER: 1.5}
+    costs = {name: {"ms": {"median": ms}} for name, ms in cost.items()}
+    assert tables.kernel_gain(costs, tables.ALONE) == (3.0, 2.0)
+    assert tables.kernel_gain(costs, tables.TOGETHER) == (1.5, 4.0)
+
+
+def test_without_a_gpu_its_benchmark_says_so(monkeypatch, capsys):
+    machine = common.describe_machine() | {"gpus": []}
+    monkeypatch.setattr(common, "describe_machine", lambda: machine)
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["async", "gpu"])
+    assert stopped.value.code == 2 and "no CUDA device" in capsys.readouterr().err

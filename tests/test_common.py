@@ -87,6 +87,16 @@ def test_devices_are_split(monkeypatch):
         split(2, device="cuda:2")
 
 
+def test_a_process_computes_on_the_gpu_that_it_was_given(monkeypatch):
+    """What is captured or launched goes to the current device, whatever the tensors' own."""
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    common.set_threads(common.Config(), 2, "cpu")
+    common.set_threads(common.Config(), 2, "cuda:1")
+    assert chosen == ["cuda:1"]
+
+
 def test_run_folder_is_never_overwritten(tmp_path):
     full = tmp_path / "full"
     full.mkdir()

@@ -26,7 +26,7 @@ CEILINGS = {
     "limits": 60,
     "weight_mailbox": 82,
     "workers": 90,
-    "speed": 288,
+    "speed": 285,
     "train_sync": 240,
     "train_async": 300,
     "ledger": 180,

@@ -788,6 +788,16 @@ def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
     assert max(longest for longest, _ in seen) > 20
 
 
+@pytest.mark.parametrize("attention, how", [("dense", "auto"), ("dense", "no"), ("dsa", "auto")])
+def test_by_default_a_cpu_compiles_nothing(attention, how, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(rollout, "captured", lambda *_, **__: pytest.fail("captured"))
+    config = Config(attention=attention, slots=8, **({} if how == "auto" else {"compile": how}))
+    assert config.compile == how
+    task = learner.make_task(config)
+    assert learner.make_generator(config, task, learner.make_model(config, task)).fed_prompts == 0
+
+
 @kinds
 def test_a_prompt_may_be_fed_token_by_token(kind, monkeypatch):
     """As captured steps do it on a GPU: no prefill, and the same episodes."""
