@@ -87,7 +87,7 @@ GPU = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "slots":
 GPU |= {"compile": "decode", "steps": 60, "reward_workers": 1}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
-JUDGED = {"guess": "async, η = 1", "sum": "async, η = 4"}
+JUDGED = {"guess": ["async, η = 1", "async, η = 2"], "sum": ["async, η = 4"]}
 SEEDS = {"guess": 40, "sum": 5}  # of what is judged and what it is compared with
 
 
@@ -98,7 +98,7 @@ def bench_async(kind: str = "quick") -> None:
     quick: two seeds of two modes, one task; full: `seeds`; gpu: three seeds of two modes with a
     larger model. What is measured already is not measured again: delete the file to start over.
     """
-    shown, few = [*HEADLINE[:3], *JUDGED.values()], [HEADLINE[1], JUDGED["guess"]]
+    shown, few = [*HEADLINE[:2], *JUDGED["guess"], *JUDGED["sum"]], [HEADLINE[1], HEADLINE[3]]
     names, tasks, shown, file = {
         "quick": (few, ["guess"], few, "async-quick"),
         "full": (MODES, TARGETS, shown, "async"),
@@ -128,7 +128,7 @@ def bench_async(kind: str = "quick") -> None:
 
 def seeds(task: str, mode: str) -> int:
     """How many runs of a mode the full measurement has."""
-    decides = mode in (*HEADLINE[:4], JUDGED[task])
+    decides = mode in (*HEADLINE[:4], *JUDGED[task])
     return SEEDS[task] if decides else 5 if mode.startswith("sync") else 3
 
 
@@ -176,7 +176,7 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     synchronous mode over that of this one, and `gains`, between which it lies.
     """
     found: dict[str, dict] = {}
-    for mode in GPU_MODES | MODES:
+    for mode in sorted(GPU_MODES | MODES, key=lambda mode: not mode.startswith("sync")):
         own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
         own = [{k: math.inf if v is None else v for k, v in r.items()} for r in own]
         if own:

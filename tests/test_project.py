@@ -37,7 +37,7 @@ CEILINGS = {
     "simulate": 224,
     "compare": 202,
     "bench": 161,
-    "tables": 286,
+    "tables": 288,
     "lab": 220,
     "lab_pipeline": 105,
 }
