@@ -5,6 +5,7 @@ into slots; `decode` feeds every slot one token. A slot's numbers depend, bitwis
 tokens and on the static shapes only: not on its neighbours, not on how long they are.
 Sparse attention (`dsa.py`) keeps the mean key of every chunk, too, so that a step reads those means
 and what they select, and not the whole context. What it does not save is the cache itself.
+`captured` makes one CUDA graph of a step.
 Left out: sampling, episodes, weight swaps (rollout.py).
 
 Axes: B slots · T positions of a slot · L layers · K chunks of a slot · Hq, Hkv heads · G = Hq / Hkv
@@ -207,7 +208,7 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     return model.body(tokens, positions, [attend_cached(layer) for layer in range(c.layers)])
 
 
-def captured(step: Callable, slots: int, device: torch.device | str = "cuda") -> Callable:
+def captured(step: Callable, slots: int) -> Callable:
     """step(model, cache, head, (tokens, positions, uniform, longest), ...) as CUDA graphs.
 
     A token costs hundreds of kernels, and launching them one by one takes longer than they run; a
@@ -216,7 +217,7 @@ def captured(step: Callable, slots: int, device: torch.device | str = "cuda") ->
     of keys that is fixed: there is a graph for each power of two from 16.
     """
     kinds = (torch.int64, torch.int64, torch.float32)  # tokens, positions, uniform
-    fixed = [torch.zeros(slots, dtype=kind, device=device) for kind in kinds]
+    fixed = [torch.zeros(slots, dtype=kind, device="cuda") for kind in kinds]  # [B]
     graphs: dict[int, tuple] = {}  # longest position -> (graph, where its results are)
 
     def replay(model, cache, head, fed, *how):

@@ -1,6 +1,6 @@
 """transport.py with real processes: killed, stopped, talking nonsense, and left behind by a parent.
 
-No torch here: spawn imports this module in every worker. Workers are as light as they can be.
+Spawn imports this module in every worker, and with the mailbox torch.
 """
 
 import os
