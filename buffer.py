@@ -18,10 +18,11 @@ import dataclasses
 import math
 import pickle
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, starmap
 from operator import attrgetter
 
 import numpy as np
@@ -48,14 +49,6 @@ class Trajectory:
     started: float = 0.0  # seconds on the machine's monotonic clock
     finished: float = 0.0
     swaps: list[int] = field(default_factory=list)  # a, v, b, w: tokens from a on fed by v, b by w
-
-    @property
-    def digest(self) -> int:
-        """A checksum of all that training reads: equal digests, equal trajectories."""
-        crc = zlib.crc32(f"{self.reward!r} {self.finish}".encode())
-        for array in (self.tokens, self.loss_mask, self.logprobs, self.versions):
-            crc = zlib.crc32(array, crc)
-        return crc
 
     @property
     def failed(self) -> bool:
@@ -91,6 +84,21 @@ class Group:
     problem: dict
     trajectories: list[Trajectory] = field(default_factory=list)
 
+    @property
+    def oldest(self) -> int:
+        """The smallest version among all generated tokens."""
+        return min([t.oldest for t in self.trajectories], default=NEVER)
+
+    @property
+    def digest(self) -> int:
+        """A checksum of all that training reads; failed episodes are left out, as they are there:
+        equal digests, equal trajectories."""
+        read = [t for t in self.trajectories if not t.failed]
+        crc = zlib.crc32(repr([t.reward for t in read]).encode())
+        for name in ARRAYS:
+            crc = zlib.crc32(b"".join([getattr(t, name) for t in read]), crc)
+        return crc
+
 
 def apply_verdicts(group: Group, verdicts: list[tuple]) -> None:
     """Write (reward, turn rewards, error or None) into a group's trajectories, in order; a failed
@@ -101,9 +109,9 @@ def apply_verdicts(group: Group, verdicts: list[tuple]) -> None:
             trajectory.finish = error.split(":")[0]
 
 
-def staleness(trajectory: Trajectory, version: int) -> int:
+def staleness(record: Trajectory | Group, version: int) -> int:
     """Versions between the oldest generated token and the version that trains it (>= 0)."""
-    return max(0, version - trajectory.oldest)
+    return max(0, version - record.oldest)
 
 
 class Buffer:
@@ -122,16 +130,16 @@ class Buffer:
         self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
         self.dropped: list[tuple[int, str]] = []  # group id and reason, until somebody logs them
 
-    def until(self, start: int, without: Iterable[int] = ()) -> int:
-        """N(<=start): outstanding groups that started at `start` or before."""
+    def starts(self, without: Iterable[int] = ()) -> list[int]:
+        """Where the outstanding groups started, ascending: N(<=s) is bisect_right(starts, s)."""
         gone = set(without)
-        return sum(s <= start and g not in gone for g, s in self.outstanding.items())
+        return sorted([s for g, s in self.outstanding.items() if g not in gone])
 
     def may_admit(self, version: int, start: int | None = None) -> bool:
         """Whether one more group, started at `start` (default: now), still meets every deadline."""
-        first = version if start is None else start
+        first, starts = version if start is None else start, self.starts()
         return all(
-            self.until(s) + 1 <= (s + self.eta - version + 1) * self.batch_size
+            bisect_right(starts, s) + 1 <= (s + self.eta - version + 1) * self.batch_size
             for s in range(first, version + 1)
         )
 
@@ -156,7 +164,7 @@ class Buffer:
         start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
             return False
-        oldest = min((t.oldest for t in group.trajectories), default=start)
+        oldest = group.oldest
         assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
         self.completed[group.group_id] = group
         return True
@@ -177,9 +185,9 @@ class Buffer:
 
     def schedulable(self, version: int, without: Iterable[int] = ()) -> bool:
         """The batching rule: what stays behind after a step at `version` meets every deadline."""
-        without = set(without)
+        starts = self.starts(without)
         return all(
-            self.until(s, without) <= (s + self.eta - version) * self.batch_size
+            bisect_right(starts, s) <= (s + self.eta - version) * self.batch_size
             for s in range(version - self.eta, version + 1)
         )
 
@@ -190,7 +198,7 @@ class Buffer:
         """
         if self.on_stale == "drop":
             for group in list(self.completed.values()):
-                if max((staleness(t, version) for t in group.trajectories), default=0) > self.eta:
+                if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
         ready = list(self.completed)
         if len(ready) < self.batch_size:
@@ -207,7 +215,7 @@ class Buffer:
         batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
         for group in batch:
             del self.outstanding[group.group_id]
-            worst = max((staleness(t, version) for t in group.trajectories), default=0)
+            worst = staleness(group, version)
             assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
         self.counts["trained"] += len(batch)
         self.check()
@@ -297,22 +305,27 @@ def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
-    group = Group(header["group_id"], header["start"], header["problem"])
-    turns, start, turn = list(map(tuple, arrays["turns"].tolist())), 0, 0
-    columns = [header["columns"][name] for name in FIELDS]
-    rows = zip(header["lengths"], header["turns"], *columns, strict=True)
-    for length, count, sample_index, seed, *values in rows:  # by position, which is quicker
-        pieces = [arrays[name][start : start + length] for name in ARRAYS]
-        own = turns[turn : turn + count]
-        key = (group.group_id, sample_index, seed)
-        group.trajectories.append(Trajectory(*key, *pieces, own, *values))
-        start, turn = start + length, turn + count
-    if header["lengths"] and min(header["lengths"]):  # for all of them at once, which is quicker
-        starts = list(accumulate(header["lengths"][:-1], initial=0))
-        oldest = oldest_versions(arrays["loss_mask"], arrays["versions"], starts)
-        for trajectory, version in zip(group.trajectories, oldest, strict=True):
-            trajectory.oldest = version
-    return group
+    lengths, turns = header["lengths"], list(map(tuple, arrays["turns"].tolist()))
+    ids = [header["group_id"]] * len(lengths)
+    sample_index, seed, *rest = (header["columns"][name] for name in FIELDS)
+    pieces = (map(arrays[name].__getitem__, spans(lengths)) for name in ARRAYS)
+    own = map(turns.__getitem__, spans(header["turns"]))
+    # by position, and without a loop of our own: that is quicker
+    rows = zip(ids, sample_index, seed, *pieces, own, *rest, strict=True)
+    episodes = list(starmap(Trajectory, rows))
+    if episodes and min(lengths):  # for all of them at once, which is quicker
+        starts, mask = [span.start for span in spans(lengths)], arrays["loss_mask"]
+        oldest = oldest_versions(mask, arrays["versions"], starts)
+        generated = np.add.reduceat(mask, starts, dtype=np.int64).tolist()
+        for episode, *facts in zip(episodes, oldest, generated, strict=True):
+            episode.oldest, episode.generated = facts
+    return Group(header["group_id"], header["start"], header["problem"], episodes)
+
+
+def spans(sizes: list[int]) -> list[slice]:
+    """Where things of these sizes lie that are laid end to end."""
+    stops = list(accumulate(sizes))
+    return list(map(slice, [0, *stops], stops))
 
 
 def group_flaw(header: dict, arrays: dict, size: int, newest: int, vocabulary: int) -> str | None:

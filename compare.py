@@ -87,7 +87,7 @@ GPU = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "slots":
 GPU |= {"compile": "decode", "steps": 60, "reward_workers": 1}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
-JUDGED = {"guess": ["async, η = 1", "async, η = 2"], "sum": ["async, η = 4"]}
+JUDGED = {"guess": ["async, η = 2"], "sum": ["async, η = 4"]}
 SEEDS = {"guess": 40, "sum": 5}  # of what is judged and what it is compared with
 
 

@@ -114,7 +114,7 @@ def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
     flat.grad = model.flat_grad
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    optimizer = torch.optim.AdamW([flat], lr=config.lr, weight_decay=0.0, betas=(0.7, 0.99))
+    optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
     damper = losses.Damper(threshold=config.kl_threshold)
     alphabet = torch.from_numpy(alphabet_of(task)).to(device)
     reference = copy.deepcopy(model) if config.reference_every else None

@@ -41,11 +41,10 @@ FOREVER = 2**30  # tokens
 
 
 def replayable(group: Group) -> dict:
-    """What the log keeps of a verified group, a list entry for each sample."""
+    """What the log keeps of a verified group."""
     failed = {i: t.finish for i, t in enumerate(group.trajectories) if t.failed}
     kept = {"failed": failed} if failed else {}
-    kept["digests"] = [t.digest for t in group.trajectories]
-    return kept | {"swaps": [t.swaps for t in group.trajectories]}
+    return kept | {"digest": group.digest, "swaps": [t.swaps for t in group.trajectories]}
 
 
 def recorded(config: Config) -> tuple[Config, dict]:
@@ -97,13 +96,11 @@ class Part:
 
 
 def compare(group: Group, event: dict) -> None:
-    """Raise TrainingStopped when a sample is not what the log says."""
-    for i, (t, digest) in enumerate(zip(group.trajectories, event["digests"], strict=True)):
-        reason = event.get("failed", {}).get(str(i))
-        if reason:
-            t.finish = reason
-        elif t.digest != digest:
-            differs("score", event, f"of group {group.group_id}: sample {i} is another one")
+    """Mark the samples that failed; raise TrainingStopped when others are not what the log says."""
+    for i, reason in event.get("failed", {}).items():
+        group.trajectories[int(i)].finish = reason
+    if group.digest != event["digest"]:
+        differs("score", event, f"of group {group.group_id}: a sample is another one")
 
 
 def differs(kind: str, event: dict, text: str) -> None:
@@ -159,7 +156,7 @@ def replay(config: Config) -> None:
     sha256 = common.sha256_of(learner.model.flat)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
-    episodes = sum(len(event["digests"]) for event in trained)
+    episodes = sum(len(event["swaps"]) for event in trained)
     print(
         f"{len(steps)} steps and {episodes:,} episodes again: all the same, weights {sha256[:16]}"
     )

@@ -26,7 +26,6 @@ Run: `python reward.py` prints a sample episode of each task; `python reward.py 
 import base64
 import hashlib
 import json
-import math
 import re
 import sys
 import zlib
@@ -34,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -405,12 +405,12 @@ def _jsonl_task(spec: str, path: str, numeric: bool, tokens: int, seed: int) -> 
 
 
 def _replay(task: Task, problem: dict, answers: Answers) -> tuple[float, ...]:
-    rewards, done = [], False
+    rewards, done, step = [], False, task.step
     for turn in range(1, len(answers) + 1):
         if done:
             raise ValueError(f"{len(answers)} answers, but the episode ended after {turn - 1}")
-        _, reward, done = task.step(problem, answers[:turn])
-        if not math.isfinite(reward):
+        _, reward, done = step(problem, answers[:turn])
+        if not isfinite(reward):
             raise ValueError(f"the reward {reward} of turn {turn} is not finite")
         rewards.append(float(reward))
     return tuple(rewards)

@@ -64,9 +64,8 @@ def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, f
 
     def flaw(worker: Worker, header: dict, arrays: dict, original: tuple | None) -> str | None:
         if header["kind"] == "group":
-            asked = flights.flaw(worker, header)
-            newest = mailbox.version
-            return asked or group_flaw(header, arrays, config.group_size, newest, VOCAB_SIZE)
+            limits = config.group_size, mailbox.version, VOCAB_SIZE
+            return flights.flaw(worker, header) or group_flaw(header, arrays, *limits)
         return verdict_flaw(header["verdicts"], config.group_size) if original else None
 
     relay = ("rollout", "group", "reward" if config.reward_workers else None)
@@ -80,14 +79,21 @@ class Flights:
         self.pool, self.groups, self.where = pool, {}, {}
         self.dead: list[Worker] = []  # workers whose groups were issued again
 
-    def issue(self, group: Group) -> str:
-        """Send a group to the rollout worker with the fewest; returns the worker's name."""
+    def issue(self, groups: list[Group]) -> list[str]:
+        """Send each group to the rollout worker with the fewest, in one message a worker; returns
+        the name of the worker of each."""
         workers = self.pool.of("rollout")
-        worker = min(workers, key=lambda one: sum(w is one for w in self.where.values()))
-        self.groups[group.group_id], self.where[group.group_id] = group, worker
-        order = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-        self.pool.send(worker, "order", order)
-        return worker.name
+        loads = [sum(w is one for w in self.where.values()) for one in workers]
+        orders: list[list[tuple]] = [[] for _ in workers]
+        for group in groups:
+            least = loads.index(min(loads))
+            loads[least] += 1
+            orders[least].append((group.group_id, group.start, group.problem))
+            self.groups[group.group_id], self.where[group.group_id] = group, workers[least]
+        for worker, some in zip(workers, orders, strict=True):
+            if some:
+                self.pool.send(worker, "orders", {"orders": some})
+        return [self.where[group.group_id].name for group in groups]
 
     def landed(self, group_id: int) -> None:
         self.groups.pop(group_id, None)
@@ -168,31 +174,29 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         totals["lost"].append(f"{worker.name} {reason}")
         if worker.role == "learner":
             raise common.TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
-        for group in flights.lost_with(worker):
+        for group in (lost := flights.lost_with(worker)):
             watch.event(worker.name, "lost", group=group.group_id, reason=reason)
             buffer.requeue(group.group_id, version)
             group.start = version
-            name, details = flights.issue(group), {"group": group.group_id, "version": version}
-            watch.event("learner", "requeue", **details, worker=name)
+        for group, name in zip(lost, flights.issue(lost), strict=True):
+            watch.event("learner", "requeue", group=group.group_id, version=version, worker=name)
         flights.dead.append(worker)
 
 
 def admit(learner, buffer, flights, again: list[int], config, task, watch) -> None:
     """Issue new prompts as long as every deadline holds, and no more than the run will train."""
-    while True:
-        left = (config.steps - learner.version) * config.groups_per_step - len(buffer.outstanding)
-        if left <= 0 or not buffer.may_admit(learner.version):
-            return
-        kind = "requeue" if again else "admit"
+    groups, kinds, version = [], [], learner.version
+    wanted = (config.steps - version) * config.groups_per_step
+    while len(buffer.outstanding) < wanted and buffer.may_admit(version):
+        kinds.append("requeue" if again else "admit")
         if again:  # groups that were in flight when the run was interrupted
             group_id = again.pop(0)
-            group = Group(group_id, learner.version, task.reset(group_id, "train"))
+            groups.append(Group(group_id, version, task.reset(group_id, "train")))
         else:
-            (group,) = new_groups(learner, task, 1)
-        buffer.admit(group.group_id, learner.version)
-        name = flights.issue(group)
-        details = {"group": group.group_id, "version": learner.version, "worker": name}
-        watch.event("learner", kind, **details)
+            groups += new_groups(learner, task, 1)
+        buffer.admit(groups[-1].group_id, version)
+    for group, kind, name in zip(groups, kinds, flights.issue(groups), strict=True):
+        watch.event("learner", kind, group=group.group_id, version=version, worker=name)
 
 
 def check_progress(progress: dict, version: int, flights: Flights, config: Config) -> None:

@@ -41,8 +41,8 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
     while True:
         message = line.receive(0.0 if generator.busy or span else 0.02)  # no span while it waits
         while message:
-            header, _ = message
-            generator.submit(Group(header["group_id"], header["start"], header["problem"]))
+            for order in message[0]["orders"]:
+                generator.submit(Group(*order))
             message = line.receive()
         if mailbox.version > generator.newest:
             generator.set_weights(*mailbox.read())

@@ -361,11 +361,11 @@ def steps(seen) -> list[str]:
 
 
 def log(seen) -> list[str]:
-    lines, keep = [], ("kind", "group", "groups", "version", "worker", "digests", "swaps")
+    lines, keep = [], ("kind", "group", "groups", "version", "worker", "digest", "swaps")
     for number, event in enumerate(common.read_lines(seen.run / "events.jsonl"), start=1):
         if GROUP in (event.get("group"), *event.get("groups", ())):
-            if "digests" in event:  # this sample's; it depends on every bit, so on the processor
-                event |= {"digests": hex(event["digests"][SAMPLE]), "swaps": event["swaps"][SAMPLE]}
+            if "digest" in event:  # it depends on every bit, so on the processor
+                event |= {"digest": hex(event["digest"]), "swaps": event["swaps"][SAMPLE]}
             shown = {name: event[name] for name in keep if name in event}
             lines.append(f"line {number}: {json.dumps(shown)}")
     return lines

@@ -157,7 +157,7 @@ def resume(in_flight, completed, next_group, version, groups_per_step, max_stale
     learner = SimpleNamespace(version=version, next_group=next_group)
     config = Config(groups_per_step=groups_per_step, steps=version + 10**6)
     task = SimpleNamespace(reset=lambda index, split: {})
-    flights = SimpleNamespace(issue=lambda group: "a worker")
+    flights = SimpleNamespace(issue=lambda groups: ["a worker" for _ in groups])
     watch = SimpleNamespace(event=lambda *args, **details: None)
     train_async.admit(learner, buffer, flights, again, config, task, watch)
     return buffer.outstanding, again, learner.next_group

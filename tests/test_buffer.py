@@ -436,8 +436,8 @@ def test_broken_rule_does_harm(broken, harm):
 
 
 def test_staleness_from_the_newest_token_is_caught_in_drop_mode(monkeypatch):
-    def newest(t, version):
-        return max(0, version - int(t.versions[t.loss_mask].max()))
+    def newest(group, version):
+        return max(0, version - min(t.versions[t.loss_mask].max() for t in group.trajectories))
 
     monkeypatch.setattr(buffer_room, "staleness", newest)
     with pytest.raises(Violation):
@@ -771,7 +771,7 @@ def test_poisoned_verdicts_are_named(verdicts, words):
 def test_a_restored_group_keeps_its_deadline():
     buffer = Buffer(1, 2)
     buffer.restore(Group(4, 7, {}, [trajectory(4, [7, 8])]))
-    assert buffer.outstanding == {4: 7} and buffer.until(7) == 1
+    assert buffer.outstanding == {4: 7} and buffer.starts() == [7]
     assert buffer.may_admit(8) and not buffer.may_admit(9, 7)
     with pytest.raises(AssertionError, match="group 4 is here already"):
         buffer.restore(Group(4, 7, {}))

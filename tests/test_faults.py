@@ -73,7 +73,7 @@ def flights():
 
 def test_groups_that_nobody_asked_for_are_named(flights):
     worker, other = flights.pool.worker, SimpleNamespace(name="rollout-1")
-    flights.issue(Group(3, 5, {}))
+    flights.issue([Group(3, 5, {})])
     assert flights.flaw(worker, {"group_id": 3, "start": 5}) is None
     assert flights.flaw(worker, {"group_id": 3, "start": 4}) == "start 4, must be 5"
     for who, group_id in ((other, 3), (worker, 2)):
@@ -87,7 +87,7 @@ def test_a_run_that_stands_still_stops_by_itself(flights, monkeypatch):
     """Everybody says that they live, and nothing moves."""
     config, now, progress = common.Config(stall=60.0), [100.0], {}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    flights.issue(Group(3, 5, {}))
+    flights.issue([Group(3, 5, {})])
 
     def after(seconds: float, version: int = 0, tokens: int = 0) -> None:
         now[0] += seconds
@@ -113,7 +113,7 @@ def test_a_group_that_killed_its_verifiers_counts_as_failed(flights):
     (group,) = generate(make_generator(config, task, learner.model), new_groups(learner, task, 1))
     buffer, said = Buffer(1, 0), []
     buffer.admit(0, 0)
-    flights.issue(group)
+    flights.issue([group])
     watch = SimpleNamespace(event=lambda *a, **details: said.append(details))
     message = ("unanswered", flights.pool.worker, {"group_id": 0}, group_to_parts(group))
     train_async.handle(message, buffer, flights, 0, watch, {"begin": None, "tokens": 0})

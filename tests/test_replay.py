@@ -51,8 +51,8 @@ class Workers:
         return list(self.workers.values())
 
     def send(self, worker, kind: str, header: dict) -> None:
-        group = Group(header["group_id"], header["start"], header["problem"])
-        self.generators[worker.name].submit(group)
+        for order in header["orders"]:
+            self.generators[worker.name].submit(Group(*order))
 
 
 def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **flags) -> dict:
@@ -180,7 +180,7 @@ def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, monkeypatch, swa
     event = next(event for event in scores if "failed" in event)
     line = 1 + common.read_lines(tmp_path / "run" / "events.jsonl").index(event)
     rewrite(tmp_path / "run", line, lambda event: event.pop("failed"))
-    differs(tmp_path / "run", f"line {line}: .* the score of group {event['group']}: sample")
+    differs(tmp_path / "run", f"line {line}: .* the score of group {event['group']}: a sample")
 
 
 def test_the_first_event_that_differs_is_named(tmp_path):
@@ -200,9 +200,9 @@ def test_the_first_event_that_differs_is_named(tmp_path):
         group = log[line - 1]["group"]
 
         def digest(event):
-            event["digests"][1] += 1
+            event["digest"] += 1
 
-        text = f"line {line}: the first event that differs is the score of group {group}: sample 1 "
+        text = f"line {line}: the first event that differs is the score of group {group}: a sample"
         mutate(line, digest, text)
     steps = [i for i, event in enumerate(log, 1) if event["kind"] == "train"]
     for name, line in (("loss", steps[0]), ("grad_norm", steps[-1])):
@@ -215,7 +215,7 @@ def test_the_first_event_that_differs_is_named(tmp_path):
         for i, pairs in enumerate(log[line - 1]["swaps"])
         if len(pairs) > 2 and pairs[2] > pairs[0] + 2
     )
-    text = f"line {line}: .* the score of group {log[line - 1]['group']}: sample {i} is another one"
+    text = f"line {line}: .* the score of group {log[line - 1]['group']}: a sample is another one"
 
     def earlier(event):
         event["swaps"][i][2] -= 1

@@ -44,7 +44,7 @@ def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(
     mailbox.publish(0, flat)
     monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
     monkeypatch.setattr(workers.atexit, "register", lambda _: None)
-    line = Script([{"group_id": 3, "start": 0, "problem": task.reset(3, "train")}])
+    line = Script([{"orders": [(3, 0, task.reset(3, "train"))]}])
     with pytest.raises(SystemExit):
         workers.rollout_worker(line, config, "cpu", "", 1)
     mailbox.close()
