@@ -49,8 +49,9 @@ def one_worker(generator) -> SimpleNamespace:
     """What the trainer's functions need of a Pool: one generator behind it, and no process."""
     worker = SimpleNamespace(name="rollout-0", role="rollout", number=0)
 
-    def send(worker, kind: str, order: dict) -> None:
-        generator.submit(Group(order["group_id"], order["start"], order["problem"]))
+    def send(worker, kind: str, header: dict) -> None:
+        for order in header["orders"]:
+            generator.submit(Group(*order))
 
     return SimpleNamespace(relayed=set(), of=lambda role: [worker], send=send)
 
