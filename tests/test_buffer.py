@@ -454,7 +454,7 @@ def test_the_buffer_asserts_the_theorem_itself():
 
     buffer = Careless(1, 1)
     buffer.admit(0, 0)
-    buffer.complete(Group(0, 0, {}, [trajectory(0, [0, 3])]))
+    buffer.complete(Group(0, 0, {}, [trajectory(0, [2, 3]), trajectory(0, [0, 3], sample=1)]))
     with pytest.raises(AssertionError, match="staleness 3 > 1"):
         buffer.next_batch(3)
 
@@ -465,6 +465,8 @@ def test_the_buffer_asserts_the_theorem_itself():
 def test_staleness_counts_from_the_oldest_generated_token():
     t = trajectory(0, [5, 3, 7])
     assert t.oldest == 3 and staleness(t, 9) == 6
+    group = Group(0, 0, {}, [trajectory(0, [5]), t, trajectory(0, [4])])
+    assert group.oldest == 3 and staleness(group, 9) == 6  # that of its oldest sample
     assert (t.versions[:2] == -1).all()  # the prompt is older than anything, and does not count
     mask = t.loss_mask.copy()
     mask[3] = False  # an environment token in between does not count either

@@ -3,12 +3,14 @@
 import dataclasses
 import os
 
+import numpy as np
 import pytest
 import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
 import checkpoint
 import common
+from buffer import Group, Trajectory
 from checkpoint import completed_groups, load_checkpoint, save_checkpoint
 from learner import make_generator, make_learner, make_task, new_groups, score
 from rollout import generate
@@ -101,6 +103,30 @@ def test_completed_groups_come_back_as_they_were(folder):
         assert old.digest == new.digest
         for a, b in zip(old.trajectories, new.trajectories, strict=True):
             assert (a.swaps, a.seed) == (b.swaps, b.seed)
+
+
+def digest_after(**changes) -> int:
+    """Of a group of two samples, when the second one is changed."""
+    arrays = {"tokens": np.int32([1, 2]), "loss_mask": np.array([False, True])}
+    arrays |= {"logprobs": np.float32([0.0, -0.5]), "versions": np.int32([-1, 3])}
+    first, second = (Trajectory(5, i, 0, **arrays, turns=[(1, 2)]) for i in range(2))
+    return Group(5, 0, {}, [first, dataclasses.replace(second, **changes)]).digest
+
+
+def test_a_digest_covers_everything_that_training_reads():
+    changes = {
+        "tokens": np.int32([1, 3]),
+        "loss_mask": np.array([True, True]),
+        "logprobs": np.float32([0.0, -0.25]),
+        "versions": np.int32([-1, 4]),
+        "reward": 0.5,
+        "finish": "env_error",
+    }
+    digests = {digest_after(**{name: value}) for name, value in changes.items()}
+    assert len(digests | {digest_after()}) == 1 + len(changes)
+    # and nothing else: what has failed teaches nothing
+    assert digest_after(**changes) == digest_after(finish="env_error")
+    assert digest_after(worker=3, started=1.0) == digest_after()
 
 
 def test_full_disk_costs_one_line_and_leaves_no_half_file(folder, monkeypatch):

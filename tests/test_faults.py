@@ -71,6 +71,27 @@ def flights():
     return train_async.Flights(Here(worker=worker, relayed=set()))
 
 
+def test_orders_go_to_the_least_busy_worker_in_one_message_each():
+    first, second = (SimpleNamespace(name=f"rollout-{i}") for i in range(2))
+    sent = []
+    pool = SimpleNamespace(
+        of=lambda role: [first, second],
+        send=lambda worker, kind, header: sent.append((worker.name, kind, header["orders"])),
+    )
+    flights = train_async.Flights(pool)
+    groups = [Group(i, 4, {"prompt": str(i)}) for i in range(4)]
+    assert flights.issue(groups[:1]) == ["rollout-0"]
+    assert flights.issue(groups[1:]) == ["rollout-1", "rollout-0", "rollout-1"]
+    orders = [(i, 4, {"prompt": str(i)}) for i in range(4)]
+    assert sent == [
+        ("rollout-0", "orders", orders[:1]),
+        ("rollout-0", "orders", orders[2:3]),
+        ("rollout-1", "orders", [orders[1], orders[3]]),
+    ]
+    assert [flights.place(i) for i in range(5)] == ["with a worker"] * 4 + ["nowhere"]
+    assert flights.issue([]) == [] and len(sent) == 3
+
+
 def test_groups_that_nobody_asked_for_are_named(flights):
     worker, other = flights.pool.worker, SimpleNamespace(name="rollout-1")
     flights.issue([Group(3, 5, {})])
