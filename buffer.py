@@ -91,8 +91,7 @@ class Group:
 
     @property
     def digest(self) -> int:
-        """A checksum of all that training reads; failed episodes are left out, as they are there:
-        equal digests, equal trajectories."""
+        """A checksum of all that training reads, so without the episodes that have failed."""
         read = [t for t in self.trajectories if not t.failed]
         crc = zlib.crc32(repr([t.reward for t in read]).encode())
         for name in ARRAYS:
@@ -306,15 +305,15 @@ def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
     lengths, turns = header["lengths"], list(map(tuple, arrays["turns"].tolist()))
-    ids = [header["group_id"]] * len(lengths)
+    ids, places = [header["group_id"]] * len(lengths), spans(lengths)
     sample_index, seed, *rest = (header["columns"][name] for name in FIELDS)
-    pieces = (map(arrays[name].__getitem__, spans(lengths)) for name in ARRAYS)
+    pieces = (map(arrays[name].__getitem__, places) for name in ARRAYS)
     own = map(turns.__getitem__, spans(header["turns"]))
     # by position, and without a loop of our own: that is quicker
     rows = zip(ids, sample_index, seed, *pieces, own, *rest, strict=True)
     episodes = list(starmap(Trajectory, rows))
     if episodes and min(lengths):  # for all of them at once, which is quicker
-        starts, mask = [span.start for span in spans(lengths)], arrays["loss_mask"]
+        starts, mask = [place.start for place in places], arrays["loss_mask"]
         oldest = oldest_versions(mask, arrays["versions"], starts)
         generated = np.add.reduceat(mask, starts, dtype=np.int64).tolist()
         for episode, *facts in zip(episodes, oldest, generated, strict=True):

@@ -64,8 +64,8 @@ def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, f
 
     def flaw(worker: Worker, header: dict, arrays: dict, original: tuple | None) -> str | None:
         if header["kind"] == "group":
-            limits = config.group_size, mailbox.version, VOCAB_SIZE
-            return flights.flaw(worker, header) or group_flaw(header, arrays, *limits)
+            allowed = config.group_size, mailbox.version, VOCAB_SIZE
+            return flights.flaw(worker, header) or group_flaw(header, arrays, *allowed)
         return verdict_flaw(header["verdicts"], config.group_size) if original else None
 
     relay = ("rollout", "group", "reward" if config.reward_workers else None)
