@@ -233,7 +233,7 @@ def describe_machine() -> dict:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), cpu)
     return {
-        "cpu": cpu,
+        "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",
         "cores": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),

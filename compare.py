@@ -118,9 +118,9 @@ def bench_async(kind: str = "quick") -> None:
             flags |= GPU if kind == "gpu" else BEST.get((task, name), {})
             folder = Path(place) / f"{len(result['runs'])}"
             summary = run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
-            row = {"task": task, "mode": name, "seed": seed} | speed_of(folder, summary, task)
-            result["runs"].append(row)
-            tqdm.write(f"{task}, {name}, seed {seed}: {row['target_s']} s to the target")
+            row = {"task": task, "mode": name, "seed": seed, "cpu": new["machine"]["cpu"]}
+            result["runs"].append(row | speed_of(folder, summary, task))
+            tqdm.write(f"{task}, {name}, seed {seed}: {result['runs'][-1]['target_s']} s")
             save_result(path.stem, result)
     report.draw_async(result["runs"], shown, TARGETS, RESULTS / f"{path.stem}.png")
     print("\n".join(async_table(result["runs"])))
@@ -180,7 +180,7 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
         own = [r for r in runs if (r["task"], r["mode"]) == (task, mode)]
         own = [{k: math.inf if v is None else v for k, v in r.items()} for r in own]
         if own:
-            keys = [k for k in own[0] if k not in ("task", "mode", "seed", "held")]
+            keys = [k for k in own[0] if k not in ("task", "mode", "seed", "cpu", "held")]
             found[mode] = {k: float(np.median([r[k] for r in own])) for k in keys}
             found[mode]["seeds"] = {r["seed"]: r for r in own}
     best = min((m for m in found if m.startswith("sync")), key=lambda m: found[m]["target_s"])

@@ -143,7 +143,7 @@ def test_the_speed_of_a_run_whose_evaluations_came_late(tmp_path):
 
 
 def run(mode: str, seed: int, seconds: float, rate: float) -> dict:
-    row = {"task": "guess", "mode": mode, "seed": seed, "target_s": seconds}
+    row = {"task": "guess", "mode": mode, "seed": seed, "cpu": "x", "target_s": seconds}
     row |= {"target_samples": 1000, "final": 0.99, "samples_per_s": rate, "staleness": 1.0}
     return row | {"busy_rollout": 0.9, "busy_learner": 0.8}
 
