@@ -128,8 +128,8 @@ def bench_async(kind: str = "quick") -> None:
 
 def seeds(task: str, mode: str) -> int:
     """How many runs of a mode the full measurement has."""
-    decides = mode in (*HEADLINE[:4], *JUDGED[task])
-    return SEEDS[task] if decides else 5 if mode.startswith("sync") else 3
+    decides = mode.startswith("sync") or mode in (*HEADLINE[2:4], *JUDGED[task])
+    return SEEDS[task] if decides else 3
 
 
 def speed_of(folder: Path, summary: dict, task: str) -> dict:
