@@ -119,8 +119,9 @@ def bench_async(kind: str = "quick") -> None:
             folder = Path(place) / f"{len(result['runs'])}"
             summary = run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
             row = {"task": task, "mode": name, "seed": seed, "cpu": new["machine"]["cpu"]}
-            result["runs"].append(row | speed_of(folder, summary, task))
-            tqdm.write(f"{task}, {name}, seed {seed}: {result['runs'][-1]['target_s']} s")
+            row |= speed_of(folder, summary, task)
+            result["runs"].append(row)
+            tqdm.write(f"{task}, {name}, seed {seed}: {row['target_s']} s to the target")
             save_result(path.stem, result)
     report.draw_async(result["runs"], shown, TARGETS, RESULTS / f"{path.stem}.png")
     print("\n".join(async_table(result["runs"])))
