@@ -129,9 +129,10 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     them, as a call of SDPA does not."""
     grouped = q.reshape(len(q), k.shape[2], -1, q.shape[2])  # [B, Hkv, G, D]
     if torch.compiler.is_compiling():
-        scores = (grouped[:, None] * k[:, :, :, None]).sum(-1) * q.shape[2] ** -0.5
-        weights = torch.softmax(scores + mask[:, :, None, None], 1)  # [B, T, Hkv, G]
-        return (weights[..., None] * v[:, :, :, None]).sum(1).reshape(q.shape)
+        keys, values = k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]
+        scores = (grouped[..., None, :] * keys).sum(-1) * q.shape[2] ** -0.5
+        weights = torch.softmax(scores + mask[:, None, None], -1)  # [B, Hkv, G, T]
+        return (weights[..., None] * values).sum(-2).reshape(q.shape)
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
     out = F.scaled_dot_product_attention(
         grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
@@ -175,11 +176,12 @@ def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest:
     c, slots = model.config, torch.arange(len(tokens), device=tokens.device)
     sparse = sparse_kernels(c, tokens.device)
     if sparse is None:
-        T, compiled = cache.k.shape[2], torch.compiler.is_compiling()
+        T, compiled = cache.k[0].shape[1], torch.compiler.is_compiling()
         if not compiled:
             T = min(-(-(longest + 1) // PAD_BLOCK) * PAD_BLOCK, T)
         if not compiled and not tokens.is_cuda:
-            lengths = key_lengths(c.heads, *cache.k.shape[3:], cache.k.shape[2], cache.k.dtype)
+            shape = c.heads, c.kv_heads, c.head_width, cache.k[0].shape[1]
+            lengths = key_lengths(*shape, cache.k[0].dtype)
             T = lengths[bisect.bisect_left(lengths, T)]
         hidden_keys = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
         mask = model.flat.new_zeros(hidden_keys.shape).masked_fill_(hidden_keys, -torch.inf)

@@ -149,6 +149,7 @@ def span_rows(log: Log, groups: list[dict]) -> list[tuple]:
         begin, prompt = np.array([[g["t"], g["size"]] for g in mine]).T
         swaps = [e for e in log.events.get("swap", []) if e["process"] == process]
         spans = [e for e in log.events["generate"] if e["process"] == process]
+        verdicts = [e for e in log.events.get("score", []) if e["process"] == process]
         for e in spans[1:]:
             new = (begin >= e["t"]) & (begin < end(e))
             # groups that begin at one token boundary share a forward pass
@@ -160,7 +161,7 @@ def span_rows(log: Log, groups: list[dict]) -> list[tuple]:
             slots, beside = log.setup.slots, overlap(log.events["train"], e["t"], end(e))
             decode = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
             refill = [int(new.sum()) * size, refills, prefill]
-            rest = e["seconds"] - e["decode"]
+            rest = e["seconds"] - e["decode"] - overlap(verdicts, e["t"], end(e))
             rows.append((beside / e["seconds"], e["decode"], decode, rest, refill))
     return rows
 

@@ -64,7 +64,7 @@ class Config:
     device: str = flag("auto", "auto, cpu, cuda or cuda:N")
     threads: int = flag(1, "CPU threads of each process (0: share the cores out)", 0, 1024)
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
-    reward_workers: int = flag(1, "processes that verify (0: the learner itself)", 0, 64)
+    reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)
     learners: int = flag(1, "processes that train, each on its share of a batch", 1, 64)
     context: int = flag(0, "positions of the model (0: as many as the task needs)", 0, 131072)
     # generation

@@ -109,7 +109,7 @@ class Pipeline:
         self.setup, self.costs, self.random = setup, costs, np.random.default_rng(seed)
         self.buffer = Buffer(setup.groups_per_step, setup.eta, setup.on_stale)
         self.workers = [Worker(f"rollout-{i}", setup.slots) for i in range(setup.rollout_workers)]
-        # when each reward worker is free; without any, the learner verifies
+        # when each reward worker is free; without any, whoever generates verifies
         self.verifiers = [0.0] * (0 if setup.synchronous else setup.reward_workers)
         self.agenda, self.order, self.version = [], count(), 0
         self.working = self.training = False  # the learner: busy with anything, with a step
@@ -177,8 +177,8 @@ class Pipeline:
         """A token boundary at which something changes; decode from there to the next one."""
         if stamp != worker.stamp:
             return  # somebody woke it before
-        self.finish(worker, now)
-        extra, setup, costs = self.refill(worker, now), self.setup, self.costs
+        extra = self.finish(worker, now) + self.refill(worker, now)
+        setup, costs = self.setup, self.costs
         running = worker.left > 0
         if worker.span and (worker.version != worker.span["version"] or not running.any()):
             worker.span["seconds"], worker.span = now - worker.span["t"], None
@@ -195,10 +195,12 @@ class Pipeline:
         worker.pace, worker.begin = pace * times, now + extra * times
         self.plan(worker.begin + worker.steps * worker.pace, self.boundary, worker, worker.stamp)
 
-    def finish(self, worker: Worker, now: float) -> None:
-        """The steps are done: episodes that have all their tokens leave, groups that are whole."""
+    def finish(self, worker: Worker, now: float) -> float:
+        """The steps are done: episodes that have all their tokens leave, groups that are whole;
+        returns the seconds in which the worker verifies those."""
+        seconds = 0.0
         if not worker.steps:
-            return
+            return seconds
         running, span, steps = worker.left > 0, worker.span, worker.steps
         span["steps"] += steps
         span["slot_steps"] += steps * int(running.sum())
@@ -211,7 +213,8 @@ class Pipeline:
             group.trajectories.append(sample)
             if len(group.trajectories) == self.setup.group_size:
                 self.note(worker.name, "finish", now, group=group.group_id)
-                self.verify(group, now)
+                seconds += self.verify(worker, group, now + seconds)
+        return seconds
 
     def refill(self, worker: Worker, now: float) -> float:
         """Adopt weights, as `swap` says, then fill the free slots; returns the seconds it takes."""
@@ -245,15 +248,21 @@ class Pipeline:
 
     # --------------------------------------------------------------------------------- learning
 
-    def verify(self, group: Group, now: float) -> None:
-        if not self.verifiers:
-            return self.arrive(group, now)
-        begin = max(now + self.costs.delivery, heapq.heappop(self.verifiers))
-        stop, lengths = begin + self.costs.score, [t.tokens for t in group.trajectories]
-        heapq.heappush(self.verifiers, stop)
-        details = {"group": group.group_id, "lengths": lengths, "seconds": self.costs.score}
-        self.note("reward-0", "score", begin, **details)
-        self.plan(stop, self.arrive, group)
+    def verify(self, worker: Worker, group: Group, now: float) -> float:
+        """By a reward worker, where there are any; returns the seconds that the rollout worker
+        itself takes for it."""
+        if self.setup.synchronous:
+            self.arrive(group, now)  # see `look`
+            return 0.0
+        begin, score = now, self.costs.score
+        if self.verifiers:
+            begin = max(now + self.costs.delivery, self.verifiers[0])
+            heapq.heapreplace(self.verifiers, begin + score)
+        details = {"group": group.group_id, "lengths": [t.tokens for t in group.trajectories]}
+        judge = "reward-0" if self.verifiers else worker.name
+        self.note(judge, "score", begin, **details, seconds=score)
+        self.plan(begin + score, self.arrive, group)
+        return 0.0 if self.verifiers else score
 
     def arrive(self, group: Group, now: float) -> None:
         self.inbox.append(group)
@@ -267,8 +276,7 @@ class Pipeline:
             return
         if len(self.inbox) >= enough:
             self.working, groups, self.inbox = True, self.inbox, []
-            each = 0.0 if self.setup.synchronous else self.costs.handle
-            each += 0.0 if self.verifiers else self.costs.score
+            each = self.costs.score if self.setup.synchronous else self.costs.handle
             self.plan(now + len(groups) * each, self.take, groups)
         else:
             self.train(now)

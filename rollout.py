@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -50,13 +50,19 @@ def mix(x):
     return x
 
 
-def noise_key(seed: int, group_id: int, sample_index: int) -> int:
-    """The 62-bit key of one trajectory's sampling noise."""
+def noise_key(seed: int, group_id: int, sample_index):
+    """The 62-bit key of a trajectory's sampling noise; an array for an int64 array of samples."""
     low, high = 0x9E3779B9, 0x85EBCA6B
     for part in (seed, group_id, group_id >> 32, sample_index):
         low = mix((low ^ part) & MASK32)
         high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
     return (high & 0x3FFFFFFF) << 32 | low
+
+
+@lru_cache(1024)  # at once for the samples of a group: one by one takes ten times as long
+def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
+    """`noise_key` of every sample of a group."""
+    return noise_key(seed, group_id, np.arange(group_size)).tolist()
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -172,6 +178,7 @@ class Generator:
         self.swap, self.worker, self.weights, self.version = swap, worker, weights, 0
         device = model.flat.device
         self.cache = make_cache(model, slots, capacity)
+        self.layers = self.cache._replace(k=self.cache.k.unbind(), v=self.cache.v.unbind())
         self.letters = environment.alphabet.astype(np.int32)
         self.alphabet = torch.from_numpy(environment.alphabet).to(device)
         self.head = self._output_matrix()
@@ -303,7 +310,7 @@ class Generator:
         at = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
         self.known[b], self.fed[b], self.turn_start[b] = n, at, n
         self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
-        seed = noise_key(self.seed, group.group_id, sample_index)
+        seed = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
         self.keys[b], self.running[b] = seed, True
         now = time.monotonic()
         self.episodes[b] = Episode(group, sample_index, seed, now, swaps=[at, self.version])
@@ -363,7 +370,7 @@ class Generator:
         arrays = self.tokens[rows, fed].astype(np.int64), fed, uniforms(self.keys, fed + 1)
         inputs = *(torch.from_numpy(x).to(device) for x in arrays), longest
         how = self.head, inputs, len(self.letters), self.temperature
-        chosen, logprobs = self.next_tokens(self.model, self.cache, *how)
+        chosen, logprobs = self.next_tokens(self.model, self.layers, *how)
         return self.letters[chosen.cpu().numpy()], logprobs.cpu().numpy()
 
     def _end_turns(self, ended: list[int]) -> None:

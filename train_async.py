@@ -7,8 +7,8 @@
 `learner_step` comes from train_sync.py: what is learned does not change, only when. This file adds
 what asynchrony needs: rollout and reward workers in their own processes, admission, weights that
 are published while episodes run, and groups that are issued again when a worker dies.
-With `--reward-workers 0` the learner verifies what arrives: quicker where there are two cores and
-the verifier is quick; the one process that must never wait does wait for a slow one.
+With `--reward-workers 0` a rollout worker verifies what it has generated: quicker where there are
+two cores and the verifier is quick; a slow one holds generation up.
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
@@ -35,7 +35,7 @@ from buffer import (
 )
 from checkpoint import checkpoint, completed_groups
 from common import Config
-from learner import facts_of, judge, new_groups, resumed
+from learner import facts_of, new_groups, resumed
 from ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
 from replay import replay, replayable
 from reward import VOCAB_SIZE
@@ -65,8 +65,11 @@ def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, f
     def flaw(worker: Worker, header: dict, arrays: dict, original: tuple | None) -> str | None:
         if header["kind"] == "group":
             allowed = config.group_size, mailbox.version, VOCAB_SIZE
-            return flights.flaw(worker, header) or group_flaw(header, arrays, *allowed)
-        return verdict_flaw(header["verdicts"], config.group_size) if original else None
+            flaw = flights.flaw(worker, header) or group_flaw(header, arrays, *allowed)
+            judged = None if config.reward_workers else header["verdict"]
+        else:
+            flaw, judged = None, header if original else None
+        return flaw or (judged and verdict_flaw(judged["verdicts"], config.group_size))
 
     relay = ("rollout", "group", "reward" if config.reward_workers else None)
     return Pool(roles, run / "logs", config.restarts, config.silence, relay, flaw)
@@ -159,11 +162,14 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
             lost = [(0.0, (), "verifier_lost")] * len(group.trajectories)
             header |= {"verdicts": lost, "began": time.monotonic(), "seconds": 0.0}
         land(group, header, worker.name, buffer, flights, watch, totals)
-    elif kind == "group":  # generated, not verified; what has happened since the last came with it
+    elif kind == "group":  # generated; what has happened since the last came with it
         totals["status"][worker.name] = header["status"]
         for at, what, group_id, at_version, size in header["events"]:
             amount = size if what == "generate" else {"size": size}
             watch.event(worker.name, what, at, group=group_id, version=at_version, **amount)
+        if verdict := header.get("verdict"):  # verified, too
+            group = group_from_parts(header, original)
+            land(group, verdict, worker.name, buffer, flights, watch, totals)
     elif kind == "silent":
         watch.say(f"{worker.name} {header} (last message: {worker.said}; log: {worker.log})")
     elif kind == "lost":
@@ -252,10 +258,6 @@ def train(config: Config) -> None:
             messages = pool.receive(0.0 if batch else 0.2)  # wait for workers, but never for ever
             for message in messages:
                 handle(message, buffer, flights, learner.version, watch, totals)
-                if message[0] == "group" and not config.reward_workers:  # as in train_sync.py
-                    group = group_from_parts(*message[2:])
-                    verdict = judge(group, task, config)
-                    land(group, verdict, "learner", buffer, flights, watch, totals)
             if any(kind == "lost" for kind, *_ in messages):
                 settle(ledger, watch, buffer, flights, again)
             batch = buffer.next_batch(learner.version)

@@ -62,6 +62,8 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
         for group in finished:  # with the first one goes what has happened since the last
             header, arrays = group_to_parts(group)
             news = {"events": generator.events, "status": status}
+            if not config.reward_workers:
+                news["verdict"] = judge(group, task, config, line.beat)
             line.send("group", header | news, arrays)
             generator.events = []
         if not finished:
