@@ -84,13 +84,14 @@ class Packed(NamedTuple):
     shape: tuple[int, int]  # (B, T) of the grid
 
 
-def pack_tokens(sequences: list, device: torch.device | str = "cpu", block=PAD_BLOCK) -> Packed:
+def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
     """Lay int arrays or lists of token ids end to end as one `Packed` batch; its grid is as wide as
-    the longest of them, rounded up to `block`."""
+    the longest of them, rounded up to PAD_BLOCK: attention over 13 tokens takes longer than over
+    16, which fill a register of AVX-512."""
     lengths = torch.tensor([len(s) for s in sequences])
     assert len(sequences) and lengths.min() > 0, f"empty sequence among lengths {lengths.tolist()}"
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // block) * block
+    total, longest = int(cu_seqlens[-1]), -(-int(lengths.max()) // PAD_BLOCK) * PAD_BLOCK
     sequence = torch.repeat_interleave(torch.arange(len(sequences)), lengths)  # [N]
     positions = torch.arange(total) - cu_seqlens[sequence]
     tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
@@ -125,26 +126,29 @@ def shared_prefixes(packed: Packed, rows: Tensor) -> tuple[Tensor, Packed, Tenso
     row = np.maximum.accumulate(new * new.cumsum().reshape(new.shape), axis=0) - 1
     leaf = new.any(1)  # brings something new
     real = grid[order][leaf] >= 0
-    # Whatever is rounded here is rounded for the whole batch: no padding beyond the longest.
-    leaves = pack_tokens([x[x >= 0] for x in grid[order][leaf]], packed.pad.device, block=1)
+    leaves = pack_tokens([x[x >= 0] for x in grid[order][leaf]], packed.pad.device)
     arrays = (row[np.argsort(order)].reshape(-1), row[leaf][real], np.flatnonzero(new[leaf][real]))
     row, row_of_leaf, first = (torch.from_numpy(x).to(packed.pad.device) for x in arrays)
     return row[packed.pad], leaves, row_of_leaf, first
 
 
-def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, row=None, first=None) -> Tensor:
     """Causal attention inside each packed sequence: q [N, Hq, D], k and v [N, Hkv, D] -> q's shape.
 
-    Raises nothing; exact up to rounding, because padding sits behind every real token.
+    With row [N] and first [U] of `shared_prefixes`, q, k, v and what returns have U rows, not N.
+    Raises nothing; exact up to rounding, because padding sits behind every real token: so it may
+    repeat row 0, and a grid is one gather.
     """
     B, T = packed.shape
+    cells = packed.pad.new_zeros(B * T)  # row of each
+    cells[packed.pad] = torch.arange(len(q), device=cells.device) if row is None else row
+    back = packed.pad if first is None else packed.pad[first]
 
-    def grid(x: Tensor) -> Tensor:  # [N, H, D] -> [B, H, T, D]
-        padded = x.new_zeros(B * T, *x.shape[1:]).index_copy(0, packed.pad, x)
-        return padded.view(B, T, *x.shape[1:]).transpose(1, 2)
+    def grid(x: Tensor) -> Tensor:  # [rows, H, D] -> [B, H, T, D]
+        return x.index_select(0, cells).view(B, T, *x.shape[1:]).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(grid(q), grid(k), grid(v), is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2).reshape(B * T, *q.shape[1:]).index_select(0, packed.pad)
+    return out.transpose(1, 2).reshape(B * T, *q.shape[1:]).index_select(0, back)
 
 
 def rope_table(config: ModelConfig) -> Tensor:
@@ -308,9 +312,11 @@ class GPT(nn.Module):
             return self.body(packed.tokens, packed.positions, [attend] * self.config.layers)
         row, leaves, row_of_leaf, first = shared_prefixes(packed, rows)
         wanted, back = row[rows].unique(return_inverse=True)  # [R], [M]
-        attend = attend_packed(self.config, leaves)
+        attend, dense = attend_packed(self.config, leaves), self.config.attention == "dense"
 
         def attend_leaves(q, k, v, index):  # [U, H, D] each -> [U, Hq, D]
+            if dense:
+                return dense_packed(q, k, v, leaves, row_of_leaf, first)
             index = index and [x.index_select(0, row_of_leaf) for x in index]
             q, k, v = (x.index_select(0, row_of_leaf) for x in (q, k, v))
             return attend(q, k, v, index).index_select(0, first)
