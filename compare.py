@@ -68,7 +68,7 @@ SPLIT = {  # what each change of mode gains in episodes a second, from synchrono
 # seed decides when it is at 0.4.
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
 # What differs from the defaults, in every mode alike. Two cores have no room for a third process:
-# the learner verifies, as it does in synchronous training. Evaluations wait until training is over,
+# who generates verifies, as in synchronous training. Evaluations wait until training is over,
 # so that neither side's clock has them, and no rollout worker gains time by them. Half the batch,
 # with which every mode is quicker; for `sum` half the slots, too, which suits both sides.
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
@@ -88,7 +88,7 @@ GPU |= {"compile": "decode", "steps": 60, "reward_workers": 1}
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
 JUDGED = {"guess": ["async, η = 2"], "sum": ["async, η = 4"]}
-SEEDS = {"guess": 40, "sum": 5}  # of what is judged and what it is compared with
+SEEDS = {"guess": 24, "sum": 5}  # of what is judged and what it is compared with
 
 
 def bench_async(kind: str = "quick") -> None:

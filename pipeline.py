@@ -254,13 +254,12 @@ class Pipeline:
         if self.setup.synchronous:
             self.arrive(group, now)  # see `look`
             return 0.0
-        begin, score = now, self.costs.score
+        judge, begin, score = worker.name, now, self.costs.score
         if self.verifiers:
-            begin = max(now + self.costs.delivery, self.verifiers[0])
+            judge, begin = "reward-0", max(now + self.costs.delivery, self.verifiers[0])
             heapq.heapreplace(self.verifiers, begin + score)
-        details = {"group": group.group_id, "lengths": [t.tokens for t in group.trajectories]}
-        judge = "reward-0" if self.verifiers else worker.name
-        self.note(judge, "score", begin, **details, seconds=score)
+        lengths = [t.tokens for t in group.trajectories]
+        self.note(judge, "score", begin, group=group.group_id, lengths=lengths, seconds=score)
         self.plan(begin + score, self.arrive, group)
         return 0.0 if self.verifiers else score
 

@@ -50,19 +50,14 @@ def mix(x):
     return x
 
 
-def noise_key(seed: int, group_id: int, sample_index):
-    """The 62-bit key of a trajectory's sampling noise; an array for an int64 array of samples."""
+@lru_cache(1024)
+def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
+    """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
     low, high = 0x9E3779B9, 0x85EBCA6B
-    for part in (seed, group_id, group_id >> 32, sample_index):
+    for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
         low = mix((low ^ part) & MASK32)
         high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
-    return (high & 0x3FFFFFFF) << 32 | low
-
-
-@lru_cache(1024)  # at once for the samples of a group: one by one takes ten times as long
-def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
-    """`noise_key` of every sample of a group."""
-    return noise_key(seed, group_id, np.arange(group_size)).tolist()
+    return ((high & 0x3FFFFFFF) << 32 | low).tolist()
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -127,8 +127,8 @@ def races() -> list[str]:
     texts = {
         "async": "`python bench.py async full`: medians over the seeds, from lowest to highest; × "
         "best sync is the ratio of two median times, and where it lies in 90% of 2,000 resamplings."
-        " A run that ended below the score has taken infinitely long. In every mode it is the "
-        "learner that verifies (`--reward-workers 0`).",
+        " A run that ended below the score has taken infinitely long. In every mode, the process "
+        "that generates verifies (`--reward-workers 0`).",
         "async-avx2": "The same on two cores with AVX2 instead of AVX-512:",
         "async-cuda": "`python bench.py async gpu`, on one GPU that both roles share, model "
         "`medium`. Few seeds: time to the score is hardly told from chance, episodes a second are.",

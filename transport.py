@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -30,6 +30,7 @@ from buffer import from_bytes, to_bytes
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
+HOLD_SECONDS = 0.005  # a finished group waits this long for others to travel with
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 
 
@@ -41,17 +42,30 @@ class Line:
 
     def __init__(self, connection: Connection, worker: int):
         self.connection, self.worker, self.sequence, self.last = connection, worker, 0, 0.0
+        self.held, self.since = [], 0.0  # messages that are still here; since when the first is
         self.ready = select.poll()  # one for all time: connection.poll builds one at each call
         self.ready.register(connection.fileno(), select.POLLIN)
 
-    def send(self, kind: str, header: dict | None = None, arrays: dict | None = None) -> None:
+    def send(self, kind: str, header: dict | None = None, arrays=None, hold: bool = False) -> None:
+        """Send a message, and all that are held; or hold it until `flush`."""
         self.sequence += 1
-        self.last = time.monotonic()
         head = {**(header or {}), "kind": kind, "worker": self.worker, "sequence": self.sequence}
-        try:
-            self.connection.send_bytes(to_bytes(head, arrays))
-        except OSError:
-            raise SystemExit(0) from None  # the parent is gone
+        message = to_bytes(head, arrays)
+        self.since = self.since if self.held else time.monotonic()
+        self.held += [len(message).to_bytes(4, "big"), message]
+        if not hold:
+            self.flush()
+
+    def flush(self, seconds: float = 0.0) -> None:
+        """Deliver what is held for so long already, at once: a delivery wakes three threads of the
+        parent, which takes longer than to read a message."""
+        now = time.monotonic()
+        if self.held and now - self.since >= seconds:
+            data, self.held, self.last = b"".join(self.held), [], now
+            try:
+                self.connection.send_bytes(data)
+            except OSError:
+                raise SystemExit(0) from None  # the parent is gone
 
     def beat(self, header: dict | None = None) -> None:
         """Say "alive" if nothing was said for a while; call it in every loop."""
@@ -143,6 +157,15 @@ def listen(worker: Worker, inbox: SimpleQueue) -> None:
             worker.heard = time.monotonic()
             inbox.put((worker, data))
     inbox.put((worker, None))  # the end of the pipe, after everything that was said
+
+
+def messages_of(delivery: bytes) -> Iterator[bytes]:
+    """What `Line.flush` has put together: each message behind its length."""
+    stop = 0
+    while stop < len(delivery):
+        start, size = stop + 4, int.from_bytes(delivery[stop : stop + 4], "big")
+        stop = start + size
+        yield delivery[start:stop]
 
 
 def last_words(worker: Worker, code: int) -> str:
@@ -250,7 +273,9 @@ class Pool:
             looked = awake = time.monotonic()
             while not self.closed:
                 with contextlib.suppress(Empty):
-                    self._take(*self.inbox.get(timeout=0.2))
+                    worker, data = self.inbox.get(timeout=0.2)
+                    for message in [None] if data is None else messages_of(data):
+                        self._take(worker, message)
                 now = time.monotonic()
                 if now - looked > 2.0:  # this process was stopped itself (Ctrl-Z): it heard nobody
                     awake = now

@@ -21,7 +21,7 @@ from common import Config
 from learner import judge, make_generator, make_learner, make_model, make_task
 from rollout import COUNTED
 from train_sync import learner_step
-from transport import Line
+from transport import HOLD_SECONDS, Line
 from weight_mailbox import Mailbox
 
 
@@ -64,8 +64,9 @@ def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, p
             news = {"events": generator.events, "status": status}
             if not config.reward_workers:
                 news["verdict"] = judge(group, task, config, line.beat)
-            line.send("group", header | news, arrays)
+            line.send("group", header | news, arrays, hold=True)
             generator.events = []
+        line.flush(HOLD_SECONDS if active else 0.0)
         if not finished:
             line.beat({"status": status})
 

@@ -23,7 +23,7 @@ from buffer import Group
 from cache import decode, make_cache, prefill
 from common import Config
 from model import GPT, ModelConfig, pack_tokens
-from rollout import Environment, Generator, generate, noise_key, sample, uniforms
+from rollout import Environment, Generator, generate, noise_keys, sample, uniforms
 
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
@@ -154,7 +154,7 @@ def test_no_number_selects_a_token_without_probability():
 
 
 def test_noise_is_a_pure_function_and_differs_everywhere_else():
-    keys = np.array([noise_key(0, g, s) for g in range(20) for s in range(10)])
+    keys = np.concatenate([noise_keys(0, g, 10) for g in range(20)])
     positions = np.arange(200) % 50
     noise = uniforms(keys, positions)
     assert noise.dtype == np.float32 and noise.shape == (200,)
@@ -166,7 +166,7 @@ def test_noise_is_a_pure_function_and_differs_everywhere_else():
         assert noise[row] == uniforms(keys[[row]], positions[[row]])[0]
     assert len(set(noise.tolist())) == 200
     names = [(s, g, i) for s in (0, 1, 2**31 - 1) for g in (0, 1, 2**32, 2**40 + 1) for i in (0, 1)]
-    found = [noise_key(*name) for name in names]
+    found = [noise_keys(s, g, 2)[i] for s, g, i in names]
     assert len(set(found)) == len(names) and all(0 <= key < 2**62 for key in found)
 
 
@@ -177,7 +177,8 @@ def test_samples_follow_the_softmax_along_every_counter(what):
     counter = {name: [3] * n for name in ("seed", "group", "sample", "position")}
     counter[what] = list(range(n))
     triples = zip(counter["seed"], counter["group"], counter["sample"], strict=True)
-    keys = np.array([noise_key(*triple) for triple in triples])
+    last = n if what == "sample" else 4
+    keys = np.array([noise_keys(seed, group, last)[i] for seed, group, i in triples])
     noise = uniforms(keys, np.array(counter["position"]))
     logits = torch.tensor([2.0, 0.0, 1.0, -1.0, -4.0, 1.5])
     chosen, logprobs = sample(logits.expand(n, 6), torch.from_numpy(noise), temperature)
@@ -281,7 +282,7 @@ def test_an_episode_is_the_same_for_any_number_of_slots_from_eight(kind):
 def test_the_noise_key_is_the_run_seed_group_and_sample():
     found, other = play([group_of(2)], seed=5), play([group_of(2)], seed=6)
     for s in range(4):
-        assert found[2, s].seed == noise_key(5, 2, s)
+        assert found[2, s].seed == noise_keys(5, 2, 4)[s]
         assert found[2, s].tokens.tolist() != other[2, s].tokens.tolist()
     assert len({tuple(found[2, s].tokens) for s in range(4)}) == 4
 
@@ -385,7 +386,7 @@ def test_a_swap_equals_decoding_by_hand(kind, swap):
     model.flat.copy_(old)
     cache, keys = make_cache(model, 8, CONTEXT), torch.zeros(8, dtype=torch.int64)
     prefill(model, cache, torch.tensor([0]), [prompt[:-1]])
-    keys[0] = noise_key(0, 3, 0)
+    keys[0] = noise_keys(0, 3, 4)[0]
     tokens, positions = torch.zeros(2, 8, dtype=torch.int64)
     for step, at in enumerate(range(len(prompt) - 1, len(t.tokens) - 1)):
         if step == 5:

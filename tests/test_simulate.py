@@ -125,18 +125,18 @@ def test_generation_is_slower_while_a_step_is_computed():
     assert (first["steps"], first["seconds"], first["decode"]) == (9, 11.0, 11.0)
 
 
-def test_verdicts_take_the_learners_time_when_nobody_else_gives_them():
+def test_verdicts_take_the_time_of_whoever_generates_when_nobody_else_gives_them():
     costs = Costs(step=1.0, score=3.0, handle=0.5, train=2.0, groups=[[0, 2, 6, 6]])
     setup = Setup("one", steps=6, slots=2, group_size=2, groups_per_step=1, eta=0)
     apart, here = (
         Pipeline(dataclasses.replace(setup, reward_workers=n), costs).run() for n in (1, 0)
     )
-    for log, scored in ((apart, 6), (here, 0)):
+    for log, judge in ((apart, "reward-0"), (here, "rollout-0")):
         assert [e["t"] for e in log.events["train"][:2]] == [7.5, 17.0]  # 4 + 3 + 0.5, and 2 + 7.5
-        assert len(log.events["score"]) == scored
+        assert [e["process"] for e in log.events["score"]] == [judge] * 6
     busy = dataclasses.replace(setup, eta=4, steps=40)
     apart, here = (predict(dataclasses.replace(busy, reward_workers=n), costs) for n in (1, 0))
-    assert here["tokens_per_s"] == pytest.approx(12 / 5.5, rel=0.05)  # 3 + 0.5 + 2 s a step
+    assert here["tokens_per_s"] == pytest.approx(12 / 7, rel=0.05)  # 4 and 3 s a step
     assert apart["tokens_per_s"] == pytest.approx(12 / 4, rel=0.05)  # generation takes 4 s
 
 

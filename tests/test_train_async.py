@@ -108,7 +108,7 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags):
     wanted = "admit start swap finish score train publish checkpoint spawn exit generate".split()
     assert set(kinds) - {"discard"} == set(wanted)
     workers = set.union(*kinds.values()) - {"learner"}
-    judges = "learner" if flags.get("reward_workers") == 0 else "reward"
+    judges = "rollout" if flags.get("reward_workers") == 0 else "reward"
     assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0"}
     assert all(name.startswith(judges) for name in kinds["score"])
     if eta > 1:  # it really was asynchronous
