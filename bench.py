@@ -3,7 +3,7 @@
     python bench.py plot RUN [RUN ...]      # redraw the pictures of runs
     python bench.py tasks                   # what the README promises of train_async.py
     python bench.py staleness               # every staleness bound with every swap mode
-    python bench.py async [full | gpu]      # sync against async: 4 minutes, two hours
+    python bench.py async [full | gpu]      # sync against async: 4 minutes, an hour
     python bench.py roles COMMIT            # both roles' speed, beside that of an older commit
     python bench.py simulate                # calibrate and score the simulator
     python bench.py objectives              # eight objectives under growing staleness

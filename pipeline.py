@@ -177,7 +177,7 @@ class Pipeline:
         """A token boundary at which something changes; decode from there to the next one."""
         if stamp != worker.stamp:
             return  # somebody woke it before
-        extra = self.finish(worker, now) + self.refill(worker, now)
+        judged, extra = self.finish(worker, now), self.refill(worker, now)
         setup, costs = self.setup, self.costs
         running = worker.left > 0
         if worker.span and (worker.version != worker.span["version"] or not running.any()):
@@ -192,7 +192,7 @@ class Pipeline:
         slot = costs.step_slot + costs.step_context * context
         pace = costs.step + setup.slots * slot + costs.step_running * running.sum()
         times = costs.alone if setup.synchronous else costs.beside if self.training else 1.0
-        worker.pace, worker.begin = pace * times, now + extra * times
+        worker.pace, worker.begin = pace * times, now + judged + extra * times
         self.plan(worker.begin + worker.steps * worker.pace, self.boundary, worker, worker.stamp)
 
     def finish(self, worker: Worker, now: float) -> float:

@@ -190,9 +190,10 @@ def test_fit_finds_costs_and_leaves_out_what_comes_out_negative():
     assert fit(twins, 4.0 * matrix[:, 0]) == pytest.approx([2.0, 2.0, 0.0])
 
 
-def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path):
+@pytest.mark.parametrize("judges", [1, 0])
+def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path, judges):
     basis = ({"slots": 16}, {"slots": 64, "groups_per_step": 16, "eta": 4})
-    logs = [run(7, **changes, steps=40) for changes in basis]
+    logs = [run(7, **changes, steps=40, reward_workers=judges) for changes in basis]
     folders = [write(log, tmp_path / f"basis{i}") for i, log in enumerate(logs)]
     costs = calibrate([read_run(folder) for folder in folders])
     assert costs.evaluation == pytest.approx(0.1, rel=0.01)
@@ -202,9 +203,8 @@ def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path):
     others = [{"eta": 1}, {"swap": "drain", "eta": 3}, {"eta": 0}, {"groups_per_step": 12}]
     others += [{"swap": "recompute", "slots": 24}]
     others += [{"synchronous": True, "eta": 0}]
-    others = [
-        read_run(write(run(3, steps=60, **c), tmp_path / f"o{i}")) for i, c in enumerate(others)
-    ]
+    others = [run(3, steps=60, reward_workers=judges, **changes) for changes in others]
+    others = [read_run(write(log, tmp_path / f"o{i}")) for i, log in enumerate(others)]
     rows = score(others, {"toy": costs})
     assert all(row["within"] for row in rows), rows
     with pytest.raises(simulate.UserError, match="not calibrated on"):

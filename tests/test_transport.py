@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import active_children
+from multiprocessing import Pipe, active_children
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import transport
-from transport import Pool, WorkersFailed, last_words
+from buffer import from_bytes
+from transport import Line, Pool, WorkersFailed, last_words, messages_of
 from weight_mailbox import Mailbox
 
 SHM = Path("/dev/shm")
@@ -28,6 +29,30 @@ PATIENCE = 60.0  # a machine under load may start processes slowly; nothing here
 
 posix = pytest.mark.skipif(not hasattr(os, "kill") or os.name != "posix", reason="needs signals")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG and /dev/shm")
+
+
+def test_held_messages_travel_together_and_in_order():
+    here, there = Pipe()
+    line = Line(there, 3)
+    for n in range(3):
+        line.send("group", {"n": n}, {"x": np.arange(n)}, hold=True)
+    line.flush(60.0)  # they have not been held for a minute
+    assert not here.poll()
+    line.flush()
+    delivery = here.recv_bytes()
+    found = [from_bytes(message) for message in messages_of(delivery)]
+    assert [(header["n"], header["sequence"]) for header, _ in found] == [(0, 1), (1, 2), (2, 3)]
+    assert [arrays["x"].tolist() for _, arrays in found] == [[], [0], [0, 1]]
+    line.flush()
+    assert not here.poll()
+    line.send("group", {"n": 3}, hold=True)
+    line.last -= 60.0  # a beat is due: what is held goes with it
+    line.beat()
+    kinds = [from_bytes(message)[0]["kind"] for message in messages_of(here.recv_bytes())]
+    assert kinds == ["group", "beat"]
+    *_, last = messages_of(delivery[:-1])
+    with pytest.raises(ValueError, match="torn"):
+        from_bytes(last)
 
 
 # ------------------------------------------------------------------------ what the workers run
