@@ -105,11 +105,12 @@ class Breaking(Line):
         self.__dict__.update(line.__dict__)
         self.plan = plan
 
-    def send(self, kind, header=None, arrays=None):
+    def send(self, kind, header=None, arrays=None, hold=False):
         fault = self.plan.due("send", header["group_id"]) if "group_id" in (header or {}) else None
         if fault:
             header, arrays = poison(fault["kind"], header, arrays)
-            data = to_bytes({**header, "kind": kind}, arrays)
+            message = to_bytes({**header, "kind": kind}, arrays)
+            data = len(message).to_bytes(4, "big") + message  # a delivery of one message
             if fault["kind"] == "torn":
                 return self.connection.send_bytes(data[:-7])
             if fault["kind"] == "half":
@@ -117,9 +118,9 @@ class Breaking(Line):
                 os.write(self.connection.fileno(), start)
                 hurt("SIGKILL")
             if fault["kind"] == "duplicate":
-                super().send(kind, header, arrays)
+                super().send(kind, header, arrays, hold)
             hurt(fault["kind"])
-        super().send(kind, header, arrays)
+        super().send(kind, header, arrays, hold)
 
     def receive(self, seconds=0.0):
         message = super().receive(seconds)
