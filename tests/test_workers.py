@@ -16,7 +16,7 @@ class Script:
     worker = 0
 
     def __init__(self, groups: list[dict]):
-        self.groups, self.sent = groups, []
+        self.groups, self.held, self.sent = groups, [], []
 
     def receive(self, seconds: float = 0.0):
         if self.groups:
@@ -25,8 +25,12 @@ class Script:
             raise SystemExit
         return None
 
-    def send(self, kind, header, arrays):
-        self.sent.append(kind)
+    def send(self, kind, header, arrays, hold=False):
+        self.held.append(kind)
+
+    def flush(self, seconds=0.0):
+        if not seconds:  # whoever waits for work holds nothing back
+            self.sent, self.held = self.sent + self.held, []
 
     def beat(self, header=None):
         pass
