@@ -140,7 +140,7 @@ def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, row=None, firs
     repeat row 0, and a grid is one gather.
     """
     B, T = packed.shape
-    cells = packed.pad.new_zeros(B * T)  # row of each
+    cells = packed.pad.new_zeros(B * T)  # [B * T], the row of each
     cells[packed.pad] = torch.arange(len(q), device=cells.device) if row is None else row
     back = packed.pad if first is None else packed.pad[first]
 

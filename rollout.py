@@ -173,6 +173,7 @@ class Generator:
         self.swap, self.worker, self.weights, self.version = swap, worker, weights, 0
         device = model.flat.device
         self.cache = make_cache(model, slots, capacity)
+        # The same memory, each layer apart: a compiled step would copy what is part of a whole.
         self.layers = self.cache._replace(k=self.cache.k.unbind(), v=self.cache.v.unbind())
         self.letters = environment.alphabet.astype(np.int32)
         self.alphabet = torch.from_numpy(environment.alphabet).to(device)
