@@ -29,20 +29,20 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import common
-import report
-import tables
-from compare import ROOT, SYNC, bench_async, bench_roles, run_command
-from report import RESULTS, save_result
-
-# -------------------------------------------------------------------------- whole training runs
+from lab.plots import RESULTS, draw_comparison, draw_objectives, save_result
+from lab.races import ROOT, SYNC, bench_async, bench_roles, run_command
+from lab.tables import fault_table, write_readme
+from runtime.config import OBJECTIVES, fail
+from runtime.devices import describe_machine
+from runtime.report import draw_run, draw_timeline
+from runtime.runlog import read_lines
 
 
 def bench_tasks() -> None:
     """train_async.py with default flags on each task, several seeds -> results/tasks.json, and the
     pictures of the first `guess` run."""
     seeds = {"guess": 5, "reverse": 3, "sort": 3}
-    result = {"machine": common.describe_machine(), "tasks": {}}
+    result = {"machine": describe_machine(), "tasks": {}}
     with tempfile.TemporaryDirectory() as place:
         plan = [(task, seed) for task, count in seeds.items() for seed in range(count)]
         for task, seed in tqdm(plan, unit="run"):
@@ -63,7 +63,7 @@ def bench_tasks() -> None:
 def bench_staleness() -> None:
     """Every bound and swap mode on the heavy-tailed `sum`: the oldest token that was trained, and
     that nothing was lost -> results/staleness.json."""
-    result = {"machine": common.describe_machine(), "runs": []}
+    result = {"machine": describe_machine(), "runs": []}
     plan = [(eta, swap) for eta in (0, 1, 2, 4, 8) for swap in ("keep", "recompute", "drain")]
     with tempfile.TemporaryDirectory() as place:
         for eta, swap in tqdm(plan, unit="run"):
@@ -78,9 +78,9 @@ def bench_staleness() -> None:
 def bench_objectives(steps: int = 150) -> None:
     """Every objective at growing staleness and with rollout weights rounded on purpose, and the
     damper on and off, on `reverse` with half the usual batch -> results/objectives.json, .png."""
-    result = {"machine": common.describe_machine(), "steps": steps, "runs": []}
-    plan = [(name, eta, 1.0, "float32") for name in common.OBJECTIVES for eta in (0, 4, 16)]
-    plan += [(name, 4, 1.0, "float8_e4m3fn") for name in common.OBJECTIVES]
+    result = {"machine": describe_machine(), "steps": steps, "runs": []}
+    plan = [(name, eta, 1.0, "float32") for name in OBJECTIVES for eta in (0, 4, 16)]
+    plan += [(name, 4, 1.0, "float8_e4m3fn") for name in OBJECTIVES]
     plan += [("cispo", eta, at, "float32") for eta in (4, 16) for at in (0.0, 0.15, 1e9)]
     with tempfile.TemporaryDirectory() as place:
         for name, eta, threshold, weights in tqdm(plan, unit="run"):
@@ -89,7 +89,7 @@ def bench_objectives(steps: int = 150) -> None:
             how["rollout_weights"] = weights
             flags, folder = flags | how, Path(place) / f"{name}-{eta}-{threshold}-{weights}"
             summary = run_command("train_async.py", folder, **flags)
-            rows = [r for r in common.read_lines(folder / "metrics.jsonl") if "seconds" in r]
+            rows = [r for r in read_lines(folder / "metrics.jsonl") if "seconds" in r]
             row = how | {
                 k: float(np.mean([r[k] for r in rows])) for k in ("ess", "kl_behaviour", "lr")
             }
@@ -98,7 +98,7 @@ def bench_objectives(steps: int = 150) -> None:
             result["runs"].append(row)
             tqdm.write(f"{name}, η = {eta}, {weights}: {row['reward']:.2f}")
             save_result("objectives", result)
-    report.draw_objectives(result["runs"], RESULTS / "objectives.png")
+    draw_objectives(result["runs"], RESULTS / "objectives.png")
 
 
 CALIBRATION = {  # what the simulator learns its costs from ...
@@ -111,6 +111,8 @@ CALIBRATION = {  # what the simulator learns its costs from ...
     "guess-16": {"task": "guess", "groups_per_step": 16, "max_staleness": 0},
     "guess-sync": {"task": "guess", "groups_per_step": 24} | SYNC,
 }
+
+
 HELD_OUT = {  # ... and what it has to predict
     "sum-1": {"task": "sum", "groups_per_step": 16, "max_staleness": 1, "slots": 64},
     "sum-drain": {"task": "sum", "groups_per_step": 8, "max_staleness": 3, "swap": "drain"},
@@ -141,7 +143,7 @@ def bench_simulate(rounds: int = 3) -> None:
 def bench_replay() -> None:
     """Every bound, swap mode and number of workers: 50 steps, then the same weights again from the
     event log -> results/replay.json."""
-    result = {"machine": common.describe_machine(), "runs": []}
+    result = {"machine": describe_machine(), "runs": []}
     plan = list(product((0, 1, 4), ("keep", "recompute", "drain"), (1, 2, 3)))
     with tempfile.TemporaryDirectory() as place:
         for eta, swap, workers in tqdm(plan, unit="run"):
@@ -162,12 +164,12 @@ def bench_faults(faults: int = 300) -> None:
     sys.path.insert(0, str(ROOT / "tests"))  # the injector is for tests only
     from faults import campaign, checkpoint_kills
 
-    result = {"machine": common.describe_machine()}
+    result = {"machine": describe_machine()}
     with tempfile.TemporaryDirectory() as place:
         result["checkpoint_kills"] = checkpoint_kills(Path(place) / "kills", rounds=5)
         for so_far in campaign(Path(place), faults):
             save_result("faults", result | so_far)
-    print("\n".join(tables.fault_table()))
+    print("\n".join(fault_table()))
 
 
 def main(arguments: list[str]) -> None:
@@ -184,16 +186,16 @@ def main(arguments: list[str]) -> None:
         "faults": bench_faults,
         "tasks": bench_tasks,
         "staleness": bench_staleness,
-        "readme": tables.write_readme,
+        "readme": write_readme,
     }
     command, *runs = arguments or [""]
     if command == "plot" and runs:
         for run in runs:
-            report.draw_run(Path(run))
+            draw_run(Path(run))
         if len(runs) > 1:
-            report.draw_comparison([Path(run) for run in runs], Path("comparison.png"))
+            draw_comparison([Path(run) for run in runs], Path("comparison.png"))
     elif command == "timeline" and runs:
-        report.draw_timeline([Path(run) for run in runs], Path("timeline.png"))
+        draw_timeline([Path(run) for run in runs], Path("timeline.png"))
     elif command == "roles" and len(runs) in (1, 2) and all(n.isdigit() for n in runs[1:]):
         bench_roles(runs[0], *map(int, runs[1:]))
     elif command == "async" and runs in ([], ["full"], ["gpu"]):
@@ -205,7 +207,7 @@ def main(arguments: list[str]) -> None:
             f"{', '.join(commands)}, async [full | gpu], roles COMMIT [ROUNDS], plot RUN ... "
             "or timeline RUN ..."
         )
-        common.fail(ValueError(f"{' '.join(arguments)!r}: must be {allowed}"))
+        fail(ValueError(f"{' '.join(arguments)!r}: must be {allowed}"))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 256  # queries scored at once ...
+
+
 TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
+
+
 GATHER_ELEMENTS = 1 << 19  # attention gathers keys for as many queries at once as fit in this
+
+
 KEEP_ELEMENTS = 1 << 23  # up to here a backward pass finds gathered keys, beyond it gathers again
+
+
 DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 

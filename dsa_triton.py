@@ -38,16 +38,27 @@ import dsa
 from dsa import Tables, _require
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
 LOWEST = tl.constexpr(-(1 << 63))  # below every packed score
+
+
 WIDTHS = (16, 32, 64, 128)  # head widths; others would pad the tiles
+
+
 STREAMED = 64  # longest list `_select` keeps in registers (at D = 128, above 32, it spills a bit)
+
+
 ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ kernel
+
+
 SCORE_ROWS = 64  # blocks that are scored together
+
+
 PIECE_LANES = 8192  # most lanes in a piece of an inverse list
+
+
 PROGRAMS = 264  # decode splits its lists to have so many: two for each multiprocessor of an H200
-
-
-# Kernels ------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -312,9 +323,6 @@ def _select(
     tl.store(sel, tl.where(count >= 0, stop, -1)[:, None], mask=listed[:, None])
 
 
-# Plans: what the kernels follow, made on the device -----------------------------------------------
-
-
 def _blocks(tables: Tables, query_block: int) -> Tensor:
     """int32 [NB, 4]: first query row, queries, first key row of the own chunk, place in it.
 
@@ -364,9 +372,6 @@ def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]
     chunk = owner % many
     pieces = (tables.row[chunk], tables.len[chunk], owner // many, begin, end)
     return (order // (heads * width)).int(), torch.stack(pieces, dim=-1)
-
-
-# Attention ----------------------------------------------------------------------------------------
 
 
 INTERPRETED = not isinstance(_forward, triton.JITFunction)
@@ -489,9 +494,6 @@ def _attend(q, k, v, lists, blocks, tables, scale, query_block) -> Tensor:
 
 def _work(x: Tensor) -> Tensor:  # the interpreter's bfloat16 arithmetic is wrong
     return x.float() if INTERPRETED and x.dtype == torch.bfloat16 else x
-
-
-# Selection ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -5,28 +5,22 @@ it, its task and its generator from a `Config`. Left out: what a step does to it
 how it is saved (checkpoint.py) and everything about processes (train_async.py).
 """
 
-import contextlib
-import copy
-import dataclasses
-import json
-import os
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-import limits
 import losses
-import reward
-from buffer import Group, group_to_parts
-from common import Config, TrainingStopped, UserError, Watch, check, sha256_of
-from model import GPT, PRESETS, ModelConfig
-from rollout import Environment, Generator
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from model import GPT, generated_logprobs, pack_tokens
+from reward import Task, score
+from rollout import Generator, capacity_of, generate, make_environment
+from runtime.config import Config, TrainingStopped
+from runtime.messages import Group, Trajectory, apply_verdicts, group_to_parts
 
 
 @dataclass
@@ -44,194 +38,169 @@ class Learner:
     skipped_in_row: int = 0
 
 
-# ---------------------------------------------------------------------------------------- set-up
+def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
 
-
-def make_task(config: Config) -> reward.Task:
-    """The configured task; raises UserError in one line."""
-    try:
-        return reward.make_task(config.task, config.seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def alphabet_of(task: reward.Task) -> np.ndarray:
-    """Token ids the policy may emit [V]: the task's own, or all but padding."""
-    everything = (i for i in range(reward.VOCAB_SIZE) if i != reward.PAD)
-    return np.array(task.alphabet or list(everything), np.int64)
-
-
-def capacity_of(config: Config, task: reward.Task) -> int:
-    """Positions that an episode may fill; raises UserError when the task needs more."""
-    if config.context and config.context < task.context:
-        raise UserError(
-            f"--context {config.context}: must be at least {task.context} for the longest prompt "
-            f"({task.max_prompt_tokens} tokens) and its answer in task {config.task} (0: automatic)"
-        )
-    if task.context > 131072:
-        raise UserError(f"--task {config.task}: must fit into 131072 tokens, needs {task.context}")
-    return config.context or task.context
-
-
-def make_model(config: Config, task: reward.Task) -> GPT:
-    """The policy, large enough for the task's episodes: random weights, or those of --init.
-
-    Raises UserError.
+    What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
+    neighbours waste little of it. A sequence longer than the budget gets a micro-batch of its own.
+    Several learners share them: none is larger than an equal share of all tokens.
     """
-    context = capacity_of(config, task)
-    how = {"kernels": config.kernels, "dense_below": config.dense_below}
-    if config.kernels == "triton" and not (torch.cuda.is_available() or INTERPRETED):
-        raise UserError(
-            "--kernels triton: must have a CUDA device, or TRITON_INTERPRET=1 to try it"
+    if learners > 1:
+        token_budget = min(token_budget, max(1, sum(lengths) // learners))
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # stable: deterministic
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def token_logprobs(
+    model: GPT, trajectories: list[Trajectory], alphabet: Tensor, temperature: float
+):
+    """Log-probs [M] and entropies [M] of the M generated tokens, in order of the trajectories."""
+    packed = pack_tokens([t.tokens for t in trajectories], model.flat.device)
+    mask = torch.from_numpy(np.concatenate([t.loss_mask for t in trajectories]))
+    rows = mask.nonzero()[:, 0].to(model.flat.device)
+    return generated_logprobs(model, packed, rows, alphabet, temperature)
+
+
+def learner_step(learner: Learner, groups: list[Group], config: Config, rank: int = 0) -> dict:
+    """One optimizer step on a batch of groups; returns the step's metrics.
+
+    Gradients of all micro-batches add up to those of the whole step, because every loss is divided
+    by `count`, the generated tokens of the step (failed episodes left out). With several learners
+    each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
+    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step`.
+    """
+    begin, device = time.monotonic(), learner.model.flat.device
+    trajectories = [t for g in groups for t in g.trajectories]
+    advantages, dead = group_signal(groups, config.advantage)
+    pairs = zip(trajectories, advantages.tolist(), strict=True)
+    used = [(t, a) for t, a in pairs if not t.failed and t.generated]
+    count = sum(t.generated for t, _ in used)
+    batches = pack([len(t.tokens) for t, _ in used], config.token_budget, config.learners)
+    measure = learner.reference is not None and (learner.version + 1) % config.reference_every == 0
+    reference_seconds, parts, total_loss = 0.0, [], 0.0
+    sampled = (learner.alphabet, config.temperature)  # from what, and how
+    learner.model.flat_grad.zero_()
+
+    for indices in batches[rank :: config.learners]:
+        batch = [used[i][0] for i in indices]
+        logprobs, entropy = token_logprobs(learner.model, batch, *sampled)
+        sizes = torch.tensor([t.generated for t in batch])
+        sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(device)  # [M]
+        advantage = torch.tensor([used[i][1] for i in indices]).to(device)[sequence]  # [M]
+        behaviour = np.concatenate([t.logprobs[t.loss_mask] for t in batch])
+        behaviour = torch.from_numpy(behaviour).to(device)  # [M]
+        mask = torch.ones_like(sequence, dtype=torch.bool)
+        # one update a step: the proximal policy is the one whose forward pass this is
+        proximal = logprobs.detach()
+        loss, sums = losses.OBJECTIVES[config.objective](
+            logprobs, proximal, behaviour, advantage, mask, sequence, count, losses.Settings()
         )
-    if not config.init:
-        shape = {"vocab_size": reward.VOCAB_SIZE, **PRESETS[config.model]}
-        for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
-            shape[name] = getattr(config, name)
-        return GPT(ModelConfig(**shape | how, context=context), config.seed)
-    try:
-        stored = torch.load(config.init, weights_only=True)
-        shape = stored["shape"]
-    except Exception as error:  # on a file of another kind the loader raises almost anything
-        raise UserError(f"--init {config.init}: must be a weights file of pretrain.py") from error
-    learned = shape["positions"] == "learned"
-    if learned and context > shape["context"]:
-        raise UserError(
-            f"--init {config.init}: must have {context} positions for task {config.task}, has "
-            f"{shape['context']}"
-        )
-    how["context"] = shape["context"] if learned else context
-    model = GPT(ModelConfig(**shape | how), config.seed)
-    model.flat.copy_(stored["weights"])
-    return model
+        loss = loss - config.entropy * losses.token_mean(entropy, mask, count)
+        reference = None
+        if measure:
+            start = time.monotonic()
+            with torch.no_grad():
+                reference, _ = token_logprobs(learner.reference, batch, *sampled)
+            reference_seconds += time.monotonic() - start
+            # weighted with pi / mu: the samples may be stale
+            kl = losses.token_mean(losses.unbiased_k3(logprobs, reference, behaviour), mask, count)
+            loss = loss + config.reference_weight * losses.reference_scale(learner.damper) * kl
+        loss.backward()
+        total_loss += float(loss.detach())
+        parts += [losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)]
+
+    if config.learners > 1:
+        dist.all_reduce(learner.model.flat_grad)
+        shares: list = [None] * config.learners
+        dist.all_gather_object(shares, [parts, total_loss])
+        parts = [part for share, _ in shares for part in share]
+        total_loss = sum(loss for _, loss in shares)
+    metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
+    metrics.update(update_weights(learner, config, total_loss, metrics))
+    rewards = [t.reward for t in trajectories if not t.failed]
+    failures = Counter(t.finish for t in trajectories if t.failed)
+    seconds = time.monotonic() - begin
+    return metrics | {
+        "reward": float(np.mean(rewards)) if rewards else 0.0,
+        "samples": len(trajectories),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "micro_batches": len(batches),
+        "dead_groups": int(dead.sum()),
+        "failures": dict(failures),
+        "seconds": seconds,
+        "reference_share": reference_seconds / seconds,
+    }
 
 
-def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
-    """Model, optimizer, reference and damper at version 0."""
-    model = make_model(config, task).on(device)
-    # one tensor is all parameters: the optimizer is one vector operation
-    flat = torch.nn.Parameter(model.flat)
-    flat.grad = model.flat_grad
-    # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
-    # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
-    damper = losses.Damper(threshold=config.kl_threshold)
-    alphabet = torch.from_numpy(alphabet_of(task)).to(device)
-    reference = copy.deepcopy(model) if config.reference_every else None
-    return Learner(model, optimizer, damper, alphabet, reference)
+def group_signal(groups: list[Group], kind: str) -> tuple[Tensor, Tensor]:
+    """Advantages of all trajectories, laid end to end, and which groups teach nothing [G]."""
+    # [G, n], by way of an array, which takes a third of the time
+    rewards = torch.from_numpy(np.float32([[t.reward for t in g.trajectories] for g in groups]))
+    valid = torch.from_numpy(np.array([[not t.failed for t in g.trajectories] for g in groups]))
+    advantages, dead = losses.group_advantages(rewards, kind, valid)
+    return advantages.flatten(), dead
 
 
-def make_environment(config: Config, task: reward.Task) -> Environment:
-    """Join the task (text) to the generator (token ids)."""
-
-    limit, memory = config.reward_seconds, config.reward_memory
-
-    def respond(requests: list[tuple]) -> list[list[int] | None | str]:
-        replies: list = []
-        while len(replies) < len(requests):
-            begin = time.monotonic()
-            if replies.count("env_timeout") == 3:  # no more patience at this token boundary
-                return replies + ["env_timeout"] * (len(requests) - len(replies))
-            try:
-                # once for all of them: that is quicker
-                with limits.memory_limit(memory), limits.time_limit(limit):
-                    for problem, tokens, turns in requests[len(replies) :]:
-                        begin = time.monotonic()
-                        answers = reward.split_answers(task, tokens, turns)
-                        step = task.step(problem, answers)
-                        replies.append(None if step.done else reward.encode(step.observation))
-            except limits.OutOfTime:  # whoever used little of the limit is asked again
-                if time.monotonic() - begin > 0.5 * limit:
-                    replies.append("env_timeout")
-            except Exception:  # whatever a task's code raises is that episode's failure, no more
-                replies.append("env_error")
-        return replies
-
-    return Environment(
-        encode_prompt=lambda problem: reward.encode(problem["prompt"]),
-        respond=respond,
-        alphabet=alphabet_of(task),
-        stop=task.stop,
-        turn_tokens=task.turn_tokens,
-        max_turns=task.max_turns,
-        beside=task.beside,
-        seconds=config.reward_seconds,
-    )
+def update_weights(learner: Learner, config: Config, loss: float, metrics: dict) -> dict:
+    """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
+    gradient, scales = learner.model.flat_grad, losses.reference_scale(learner.damper)
+    norm = float(gradient.norm())
+    progress = min(1.0, learner.version / max(1, config.steps))
+    finite = bool(np.isfinite(loss + norm))
+    if finite and "kl_reference" in metrics:
+        learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
+    lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
+    if finite and metrics["tokens"]:
+        if norm > config.grad_clip > 0:
+            gradient.mul_(config.grad_clip / norm)
+        learner.optimizer.param_groups[0]["lr"] = lr
+        learner.optimizer.step()
+    learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
+    learner.skipped += not finite
+    learner.version += 1
+    refresh = config.reference_refresh
+    if learner.reference is not None and refresh and learner.version % refresh == 0:
+        learner.reference.flat.copy_(learner.model.flat)
+    return {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "kl_window": losses.window_mean(learner.damper),
+        "reference_weight": config.reference_weight * scales,
+        "skipped": learner.skipped,
+    }
 
 
-def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
-    """The generator that a run uses for training episodes."""
-    sizes = config.slots, capacity_of(config, task), config.group_size
-    weights, dense = getattr(torch, config.rollout_weights), model.config.attention == "dense"
-    graphs = config.compile == "auto" and model.flat.is_cuda and dense  # on a GPU they always pay
-    compiled = graphs or config.compile == "decode"
-    how = config.seed, config.temperature, config.swap, worker, weights, compiled
-    return Generator(model, make_environment(config, task), *sizes, *how)
+def evaluate(learner: Learner, config: Config, task: Task) -> dict:
+    """Greedy answers to every held-out problem, by the weights as they are between two steps.
+
+    It runs where the weights are changed, so it cannot race with training. Returns `solved`
+    (share), `reward` (mean) and `turns` (mean).
+    """
+    slots = min(config.slots, task.eval_size)
+    environment, capacity = make_environment(config, task), capacity_of(config, task)
+    generator = Generator(learner.model, environment, slots, capacity, 1, temperature=0.0)
+    problems = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
+    groups = generate(generator, problems)
+    for group in groups:
+        apply_verdicts(group, score(group, task, config))
+    episodes = [g.trajectories[0] for g in groups]
+    return {
+        "solved": float(np.mean([t.reward >= task.solved for t in episodes])),
+        "reward": float(np.mean([t.reward for t in episodes])),
+        "turns": float(np.mean([len(t.turns) for t in episodes])),
+    }
 
 
-def new_groups(learner: Learner, task: reward.Task, count: int) -> list[Group]:
+def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
     """The next prompts; the cursor moves, so none is used twice."""
     ids = range(learner.next_group, learner.next_group + count)
     learner.next_group += count
     return [Group(i, learner.version, task.reset(i, "train")) for i in ids]
-
-
-def score(group: Group, task: reward.Task, config: Config, after=lambda: None) -> list:
-    """Verify every episode of a group, each within its limits; the reward workers' whole job.
-
-    `after` is called before each verdict that has a limit to itself.
-    """
-    texts = [tuple(reward.split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
-    verdicts, seconds, known = [], config.reward_seconds, {}
-    with limits.memory_limit(config.reward_memory):
-        # One alarm for all of them, which is quicker: most groups need far less than one limit.
-        with contextlib.suppress(limits.OutOfTime), limits.time_limit(seconds):
-            for answers in texts:
-                if answers not in known:  # a verifier is a function: the same has the same verdict
-                    known[answers] = reward.verify(task, group.problem, answers, None)
-                if known[answers].error == "verifier_timeout":
-                    break
-                verdicts.append(known[answers])
-        for answers in texts[len(verdicts) :]:  # out of time: the rest one by one
-            after()
-            verdicts.append(reward.verify(task, group.problem, answers, seconds))
-    return verdicts
-
-
-def judge(group: Group, task: reward.Task, config: Config, after=lambda: None) -> dict:
-    """The verdicts of `score`, when it began, and the seconds that it took."""
-    began, verdicts = time.monotonic(), score(group, task, config, after)
-    return {"verdicts": verdicts, "began": began, "seconds": time.monotonic() - began}
-
-
-# ----------------------------------------------------------------------------- to resume, to replay
-
-
-def resumed(config: Config, flag: str = "resume") -> Config:
-    """The configuration of the run to resume (or to replay), or `config` itself when there is none.
-
-    Only --steps may change, and only to resume. Raises UserError.
-    """
-    folder = getattr(config, flag)
-    if config.replay and flag == "resume":
-        raise UserError(f"--replay {config.replay}: must be left out in train_sync.py")
-    if not folder:
-        return config
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise UserError(f"--{flag} {folder}: must be a run folder (with config.json in it)")
-    stored = json.loads(path.read_text())
-    for f in dataclasses.fields(Config):
-        value, old = getattr(config, f.name), stored.setdefault(f.name, f.default)
-        free = f.name == flag or (flag, f.name) == ("resume", "steps")
-        if not free and value not in (f.default, old):
-            name = "--" + f.name.replace("_", "-")
-            raise UserError(f"{name} {value}: must be left out with --{flag} (the run has {old})")
-    values = {f.name: stored[f.name] for f in dataclasses.fields(Config)}
-    return check(Config(**values | {flag: folder, "steps": config.steps or stored["steps"]}))
-
-
-# -------------------------------------------------------------------------------------- reports
 
 
 def check_step(learner: Learner, groups: list[Group], metrics: dict, config: Config, run: Path):
@@ -248,27 +217,3 @@ def check_step(learner: Learner, groups: list[Group], metrics: dict, config: Con
             f"{failed} of {metrics['samples']} episodes failed ({metrics['failures']}), more than "
             f"--max-failures {config.max_failures}"
         )
-
-
-def show_episode(group: Group) -> str:
-    """One line: the text of a group's first episode, its versions and its reward."""
-    t = group.trajectories[0]
-    text = reward.decode_bytes(t.tokens.tolist()).decode(errors="replace")
-    if len(text) > 100:
-        text = text[:60] + " ... " + text[-40:]
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
-
-
-def facts_of(learner: Learner, config: Config, watch: Watch) -> dict:
-    """What a summary needs to know beyond metrics.jsonl, in both trainers."""
-    return {
-        "task": config.task,
-        "seed": config.seed,
-        "steps": learner.version,
-        "stopped_early": learner.version < config.steps,
-        "wall_s": round(watch.close(), 2),
-        "skipped_steps": learner.skipped,
-        "weights_sha256": sha256_of(learner.model.flat),
-    }

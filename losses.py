@@ -43,9 +43,6 @@ class Settings:
     opsm_delta: float = 1e-4  # slime's --opsm-delta (TRL suggests 0.5); V3.2 gives no number
 
 
-# ---- on packed tokens ----
-
-
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
     """`values` with exactly 0 (and no gradient) outside the mask, whatever stands there."""
     # Broadcasting one advantage per sequence over tokens would be silent and wrong.
@@ -102,15 +99,6 @@ def _result(
     """What every objective returns: the loss, and how many tokens its correction touched."""
     sums = {"clipped": (clipped & mask).sum(), "capped": (capped & mask).sum()}
     return -token_mean(gain, mask, count), sums
-
-
-# ---- policy objectives ----
-# One signature: (logprobs, proximal, behaviour, advantages, mask, sequence, count, settings)
-#   -> (loss, sums)
-# loss:  scalar to minimise, this micro-batch's share of the step's loss.
-# sums:  detached scalars that add up over micro-batches: `clipped`, tokens left without gradient;
-#        `capped`, tokens whose weight was cut but which still teach.
-# Gradients flow through `logprobs` only. ValueError when a needed `proximal` is None.
 
 
 def reinforce(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
@@ -220,6 +208,8 @@ OBJECTIVES: dict[str, Callable] = {
     objective.__name__: objective
     for objective in (ppo, decoupled_ppo, tis, icepop, double_sided, cispo, gspo, reinforce)
 }
+
+
 # These correct with pi_p / mu. With one update a step pi_p is the policy of that very forward pass.
 NEEDS_PROXIMAL = frozenset({"decoupled_ppo", "tis", "icepop"})
 
@@ -242,9 +232,9 @@ def opsm_mask(
     return mask & ~((advantages < 0) & (drift > delta))
 
 
-# ---- advantages ----
-
 ADVANTAGES = ("grpo", "mean", "rloo")
+
+
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
 
 
@@ -279,15 +269,6 @@ def group_advantages(
     return centred.masked_fill(dead[:, None], 0.0), dead
 
 
-# ---- KL estimators, per token; x = pi_ref / pi ----
-# Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). The first three
-# estimate KL(pi || pi_ref) from samples of pi. Their values and their gradients are different
-# things: differentiated as a loss, k1 gives 0 on average, k2 the gradient of this KL, k3 that of
-# KL(pi_ref || pi).
-# They know no mask: where a prompt token may be -inf (a top-p mask), fill both arguments first,
-# for `token_mean` then hides its value but not its NaN gradient.
-
-
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
     """-log x [N]: unbiased, of either sign, high variance."""
     return logprobs - reference
@@ -315,9 +296,6 @@ def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tenso
     """
     ratio = (logprobs - behaviour.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return ratio * k3(logprobs, reference)
-
-
-# ---- diagnostics ----
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

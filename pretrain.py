@@ -37,10 +37,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-import reward
-from common import flag
-from learner import alphabet_of
 from model import GPT, ModelConfig, dense_packed, pack_tokens
+from reward import Task, make_task
+from rollout import alphabet_of
+from runtime.config import flag
+from runtime.tokenizer import END, encode
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys
 
@@ -71,19 +72,16 @@ class Settings:
         return [self.chunk_size * self.top_k * multiple for multiple in MULTIPLES]
 
 
-# ------------------------------------------------------------------------------------------ text
-
-
-def make_text(task: reward.Task, index: int) -> tuple[np.ndarray, np.ndarray]:
+def make_text(task: Task, index: int) -> tuple[np.ndarray, np.ndarray]:
     """A training problem's table, then "?key=51<end>" for half as many pairs, drawn with
     replacement: tokens [T], and the columns [M] of the answers."""
-    prompt = np.array(reward.encode(task.reset(index, "train")["prompt"]))
-    start = int(np.flatnonzero(prompt == reward.encode("?")[0])[0])
+    prompt = np.array(encode(task.reset(index, "train")["prompt"]))
+    start = int(np.flatnonzero(prompt == encode("?")[0])[0])
     width = len(prompt) - start - 2  # tokens of a key
     rows = prompt[:start].reshape(-1, width + 4)  # "key=51;"
     count = max(1, len(rows) // 2)
     asked = rows[np.random.default_rng(index).integers(len(rows), size=count)]
-    ask, end = np.full((count, 1), prompt[start]), np.full((count, 1), reward.END)
+    ask, end = np.full((count, 1), prompt[start]), np.full((count, 1), END)
     questions = np.hstack([ask, asked[:, :-1], end])
     first = start + (width + 5) * np.arange(count)[:, None]
     columns = first + np.arange(width + 2, width + 5)
@@ -93,14 +91,11 @@ def make_text(task: reward.Task, index: int) -> tuple[np.ndarray, np.ndarray]:
 def make_batch(length: int, seed: int, start: int, tokens: int) -> tuple[Tensor, ...]:
     """About `tokens` tokens of text [B, T] on problems recall:`length`, the columns [M] of their
     answers, and the tokens [V] an answer may have."""
-    task = reward.make_task(f"recall:{length}", seed)
+    task = make_task(f"recall:{length}", seed)
     first, columns = make_text(task, start)
     texts = [make_text(task, start + i)[0] for i in range(1, max(4, tokens // len(first)))]
     alphabet = torch.from_numpy(alphabet_of(task))  # [V'] ascending
     return torch.from_numpy(np.stack([first, *texts])), torch.from_numpy(columns), alphabet
-
-
-# ------------------------------------------------------------------------------------- the stages
 
 
 def make_model(settings: Settings, seed: int) -> GPT:

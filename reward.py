@@ -23,103 +23,27 @@ Boundary: this file knows text and token ids, never tensors of the model.
 Run: `python reward.py` prints a sample episode of each task; `python reward.py sum:8` of that one.
 """
 
-import base64
-import hashlib
+import contextlib
 import json
 import re
 import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import tiktoken
 
-from limits import guarded
-
-# ---------------------------------------------------------------------------------------------
-# Tokenizer: ids 0..255 are the bytes, 256..355 the numbers " 0".." 99", 356..509 byte-pair merges
-# of English prose and the tasks' own words (tests/test_reward.py can write the file again).
-
-VOCABULARY = Path(__file__).with_name("vocab.tiktoken")
-VOCAB_SIZE = 512
-END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
-SPECIAL = ("<|end|>", "<|pad|>")
-
-# tiktoken silently drops text that its pattern does not match, hence the last alternative. Only
-# numbers 0..99 after a space are one piece; every other digit stands alone, so that the tasks on
-# digits cost one token per digit.
-PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}+|(?s:.)"
-
-
-def load_tokenizer(path: str | Path = VOCABULARY) -> tiktoken.Encoding:
-    """Reads a vocabulary file into a tiktoken Encoding, without network and without a cache.
-
-    Its name holds the sha256 of everything that decides token ids (`tokenizer_hash`). Raises a
-    one-line ValueError unless every line is "base64 rank", the ranks are 0, 1, 2, ..., no token
-    appears twice and all 256 single bytes are there (without them tiktoken panics).
-    """
-    where = f"vocabulary {str(path)!r}"
-    try:
-        lines = [line.split() for line in Path(path).read_bytes().splitlines()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{where}: each line must be 'base64 rank' ({error})") from None
-    if list(ranks.values()) != list(range(len(lines))):
-        raise ValueError(f"{where}: ranks must be 0, 1, 2, ... and every token different")
-    missing = [value for value in range(256) if bytes([value]) not in ranks]
-    if missing:
-        raise ValueError(f"{where}: all 256 bytes must be tokens, {missing[0]} is not")
-    special = {name: len(ranks) + i for i, name in enumerate(SPECIAL)}
-    name = "nanoglm-" + hashlib.sha256(repr((ranks, PATTERN, special)).encode()).hexdigest()
-    return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
-
-
-@cache
-def tokenizer() -> tiktoken.Encoding:
-    """The project's own tokenizer, read once; ValueError if it does not have VOCAB_SIZE ids."""
-    encoding = load_tokenizer()
-    if encoding.n_vocab != VOCAB_SIZE:
-        raise ValueError(f"{str(VOCABULARY)!r}: {encoding.n_vocab} ids, expected {VOCAB_SIZE}")
-    return encoding
-
-
-def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
-    """The sha256 (64 hex digits) of vocabulary, pattern and special tokens."""
-    return encoding.name.rpartition("-")[2]
-
-
-def encode(text: str) -> list[int]:
-    """Text to token ids; special tokens written in the text are ordinary characters."""
-    return list(_encoded(text))
-
-
-@lru_cache(256)  # the samples of a group share a prompt, and many turns an observation
-def _encoded(text: str) -> tuple[int, ...]:
-    return tuple(tokenizer().encode_ordinary(text))
-
-
-@cache
-def _token_bytes() -> dict[int, bytes]:
-    return {t: tokenizer().decode_single_token_bytes(t) for t in range(VOCAB_SIZE)}
-
-
-def decode_bytes(tokens: Sequence[int]) -> bytes:
-    """Token ids to bytes (special tokens by name); ValueError for an id outside the vocabulary."""
-    table = _token_bytes()  # a dict, not a list: in a list, id -1 would be the last token
-    try:
-        return b"".join([table[token] for token in tokens])
-    except KeyError as error:
-        raise ValueError(f"token id {error} is not in 0..{VOCAB_SIZE - 1}") from None
-
-
-# ---------------------------------------------------------------------------------------------
-# The protocol.
+from runtime import limits
+from runtime.config import Config
+from runtime.limits import guarded
+from runtime.messages import Group
+from runtime.tokenizer import END, decode_bytes, encode
 
 Answers = Sequence[str]  # the policy's turns so far, the newest last
 
@@ -165,10 +89,6 @@ class Task:
         return self.max_prompt_tokens + self.max_turns * turn - self.observation_tokens
 
 
-# ---------------------------------------------------------------------------------------------
-# Problems. A hash of (task, split, index, seed) decides everything about a problem, and a hash of
-# its prompt whether it may be trained on: held-out prompts never appear in training.
-
 SPLITS = ("train", "eval")
 
 
@@ -198,9 +118,9 @@ def _epoch(kind: str, seed: int, epoch: int, size: int, split: str) -> list[int]
     return _random(kind, seed, epoch, split).permutation(size).tolist()
 
 
-# ---- guess: the only task with several turns; the policy should find binary search
-
 GUESS_RANGE, GUESS_TURNS = 16, 6
+
+
 _GUESSES = {f"{space}{n}": n for n in range(GUESS_RANGE) for space in (" ", "")}
 
 
@@ -216,9 +136,6 @@ def _guess_step(problem: dict, answers: Answers) -> Step:
     if turn >= GUESS_TURNS:
         return Step(None, 0.0, True)
     return Step("?" if guess is None else "<" if secret < guess else ">", 0.0, False)
-
-
-# ---- reverse, sort, sum, recall: one answer of digits, judged digit by digit
 
 
 def _digits_step(problem: dict, answers: Answers) -> Step:
@@ -259,8 +176,6 @@ def _recall(tokens: int, random: np.random.Generator) -> tuple[str, str]:
     return f"{table}?{names[asked]}=", values[asked]
 
 
-# ---- jsonl: the user's own prompts and answers
-
 # A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
 # these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
 _NUMBER = re.compile(
@@ -268,7 +183,11 @@ _NUMBER = re.compile(
     r"(?:/\d+(?:\.\d+)?)?(?![.,/]?\d|[eE][-+]?\d)",
     re.ASCII,
 )
+
+
 NUMBER_CHARACTERS = 64  # a longer number is wrong, whatever it says
+
+
 TAIL_CHARACTERS = 1024  # numbers are looked for in the end of an answer only: bounded work
 
 
@@ -328,13 +247,18 @@ def _jsonl_reset(rows: dict[str, list[dict]], seed: int, index: int, split: str)
     return dict(rows[split][_in_turn("jsonl", seed, len(rows[split]), index, split)])
 
 
-# ---------------------------------------------------------------------------------------------
-# From a spec to a task.
-
 LIMITS = {"reverse": (2, 64), "sort": (2, 64), "sum": (2, 1024), "recall": (16, 16384)}
+
+
 DEFAULTS = {"reverse": 4, "sort": 4, "sum": 96, "recall": 256}
+
+
 JSONL_USAGE = "jsonl:PATH[:exact|numeric][:TOKENS 1..16384]"
+
+
 _SIZED = [f"{name}[:{least}..{most}]" for name, (least, most) in LIMITS.items()]
+
+
 USAGE = ", ".join(["guess", *_SIZED, JSONL_USAGE])
 
 
@@ -400,10 +324,6 @@ def _jsonl_task(spec: str, path: str, numeric: bool, tokens: int, seed: int) -> 
     return Task(spec, reset, step, None, prompt, tokens or answer + 1, eval_size=eval_size)
 
 
-# ---------------------------------------------------------------------------------------------
-# Verification, as the reward workers do it.
-
-
 def _replay(task: Task, problem: dict, answers: Answers) -> tuple[float, ...]:
     rewards, done, step = [], False, task.step
     for turn in range(1, len(answers) + 1):
@@ -442,10 +362,6 @@ def _answer(tokens: tuple[int, ...], stop: frozenset[int]) -> str:
     return decode_bytes(said).decode("utf-8", errors="replace")
 
 
-# ---------------------------------------------------------------------------------------------
-# A first look.
-
-
 def solve(problem: dict) -> list[str]:
     """A best possible list of answers: for warm starts, tests and the sample episodes below."""
     if "answer" in problem:
@@ -479,3 +395,31 @@ if __name__ == "__main__":
     except ValueError as complaint:
         print(f"reward.py: {complaint}", file=sys.stderr)
         sys.exit(2)
+
+
+def score(group: Group, task: Task, config: Config, after=lambda: None) -> list:
+    """Verify every episode of a group, each within its limits; the reward workers' whole job.
+
+    `after` is called before each verdict that has a limit to itself.
+    """
+    texts = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
+    verdicts, seconds, known = [], config.reward_seconds, {}
+    with limits.memory_limit(config.reward_memory):
+        # One alarm for all of them, which is quicker: most groups need far less than one limit.
+        with contextlib.suppress(limits.OutOfTime), limits.time_limit(seconds):
+            for answers in texts:
+                if answers not in known:  # a verifier is a function: the same has the same verdict
+                    known[answers] = verify(task, group.problem, answers, None)
+                if known[answers].error == "verifier_timeout":
+                    break
+                verdicts.append(known[answers])
+        for answers in texts[len(verdicts) :]:  # out of time: the rest one by one
+            after()
+            verdicts.append(verify(task, group.problem, answers, seconds))
+    return verdicts
+
+
+def judge(group: Group, task: Task, config: Config, after=lambda: None) -> dict:
+    """The verdicts of `score`, when it began, and the seconds that it took."""
+    began, verdicts = time.monotonic(), score(group, task, config, after)
+    return {"verdicts": verdicts, "began": began, "seconds": time.monotonic() - began}

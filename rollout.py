@@ -26,11 +26,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from buffer import Group, Trajectory
 from cache import Cache, captured, decode, make_cache, prefill, read_prefix, write_prefix
 from model import GPT
+from reward import Task, split_answers
+from runtime import limits
+from runtime.config import Config, UserError
+from runtime.messages import Group, Trajectory
+from runtime.tokenizer import PAD, VOCAB_SIZE, encode
 
 MASK32 = 0xFFFFFFFF
+
+
 # What an event log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
 COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
@@ -460,3 +466,59 @@ def generate(generator: Generator, groups: list[Group]) -> list[Group]:
         if not generator.step():
             time.sleep(0.0005)  # every episode waits for its environment
     return sorted(generator.take_finished(), key=lambda g: g.group_id)
+
+
+def alphabet_of(task: Task) -> np.ndarray:
+    """Token ids the policy may emit [V]: the task's own, or all but padding."""
+    everything = (i for i in range(VOCAB_SIZE) if i != PAD)
+    return np.array(task.alphabet or list(everything), np.int64)
+
+
+def capacity_of(config: Config, task: Task) -> int:
+    """Positions that an episode may fill; raises UserError when the task needs more."""
+    if config.context and config.context < task.context:
+        raise UserError(
+            f"--context {config.context}: must be at least {task.context} for the longest prompt "
+            f"({task.max_prompt_tokens} tokens) and its answer in task {config.task} (0: automatic)"
+        )
+    if task.context > 131072:
+        raise UserError(f"--task {config.task}: must fit into 131072 tokens, needs {task.context}")
+    return config.context or task.context
+
+
+def make_environment(config: Config, task: Task) -> Environment:
+    """Join the task (text) to the generator (token ids)."""
+
+    limit, memory = config.reward_seconds, config.reward_memory
+
+    def respond(requests: list[tuple]) -> list[list[int] | None | str]:
+        replies: list = []
+        while len(replies) < len(requests):
+            begin = time.monotonic()
+            if replies.count("env_timeout") == 3:  # no more patience at this token boundary
+                return replies + ["env_timeout"] * (len(requests) - len(replies))
+            try:
+                # once for all of them: that is quicker
+                with limits.memory_limit(memory), limits.time_limit(limit):
+                    for problem, tokens, turns in requests[len(replies) :]:
+                        begin = time.monotonic()
+                        answers = split_answers(task, tokens, turns)
+                        step = task.step(problem, answers)
+                        replies.append(None if step.done else encode(step.observation))
+            except limits.OutOfTime:  # whoever used little of the limit is asked again
+                if time.monotonic() - begin > 0.5 * limit:
+                    replies.append("env_timeout")
+            except Exception:  # whatever a task's code raises is that episode's failure, no more
+                replies.append("env_error")
+        return replies
+
+    return Environment(
+        encode_prompt=lambda problem: encode(problem["prompt"]),
+        respond=respond,
+        alphabet=alphabet_of(task),
+        stop=task.stop,
+        turn_tokens=task.turn_tokens,
+        max_turns=task.max_turns,
+        beside=task.beside,
+        seconds=config.reward_seconds,
+    )

@@ -20,29 +20,35 @@ from pathlib import Path
 
 import numpy as np
 
-import common
-import report
-import train_sync
-from buffer import (
-    Buffer,
+from buffer import Buffer, staleness
+from learner import learner_step, new_groups
+from runtime.checkpoint import checkpoint, completed_groups
+from runtime.config import Config, TrainingStopped, UserError, run_main
+from runtime.devices import pick_devices, set_threads
+from runtime.ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
+from runtime.mailbox import Mailbox
+from runtime.messages import (
     Group,
     apply_verdicts,
     group_flaw,
     group_from_parts,
     group_to_parts,
-    staleness,
     verdict_flaw,
 )
-from checkpoint import checkpoint, completed_groups
-from common import Config
-from learner import facts_of, new_groups, resumed
-from ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
-from replay import replay, replayable
-from reward import VOCAB_SIZE
-from train_sync import after_step, learner_step
-from transport import Pool, Worker, WorkersFailed
-from weight_mailbox import Mailbox
-from workers import join_learners, learner_worker, meeting_point, reward_worker, rollout_worker
+from runtime.processes import Pool, Worker, WorkersFailed
+from runtime.replay import replay, replayable
+from runtime.report import facts_of, summarise
+from runtime.runlog import Stop
+from runtime.setup import open_training, resumed
+from runtime.tokenizer import VOCAB_SIZE
+from runtime.workers import (
+    join_learners,
+    learner_worker,
+    meeting_point,
+    reward_worker,
+    rollout_worker,
+)
+from train_sync import after_step, evaluate_kept
 
 
 def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, flights) -> Pool:
@@ -179,7 +185,7 @@ def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch
         log_spawn(watch, flights.pool.workers[worker.role, worker.number])
         totals["lost"].append(f"{worker.name} {reason}")
         if worker.role == "learner":
-            raise common.TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
+            raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
         for group in (lost := flights.lost_with(worker)):
             watch.event(worker.name, "lost", group=group.group_id, reason=reason)
             buffer.requeue(group.group_id, version)
@@ -214,7 +220,7 @@ def check_progress(progress: dict, version: int, flights: Flights, config: Confi
         progress |= {"signs": signs, "at": now}
     elif now - progress["at"] > config.stall:
         where = {g: w.name for g, w in list(flights.where.items())[:5]}
-        raise common.TrainingStopped(
+        raise TrainingStopped(
             f"no step, no verdict and no token for {config.stall:.0f} s (--stall); "
             f"{len(flights.where)} groups are on their way, the first {where}"
         )
@@ -224,16 +230,14 @@ def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
     if config.replay:
         return replay(config)
-    stop, config = common.Stop(), resumed(config)
-    devices = common.pick_devices(config)
-    common.set_threads(config, sum(map(len, devices)), devices[0][0])
-    config, task, run, learner, watch, state = train_sync.open_training(
-        config, "async", devices[0][0]
-    )
+    stop, config = Stop(), resumed(config)
+    devices = pick_devices(config)
+    set_threads(config, sum(map(len, devices)), devices[0][0])
+    config, task, run, learner, watch, state = open_training(config, "async", devices[0][0])
     try:
         mailbox = Mailbox(learner.model.flat.numel(), device=devices[0][0])
     except OSError as error:  # too little shared memory
-        raise common.UserError(f"--model {config.model}: {error.strerror}") from error
+        raise UserError(f"--model {config.model}: {error.strerror}") from error
     mailbox.publish(learner.version, learner.model.flat)
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
@@ -301,7 +305,7 @@ def train(config: Config) -> None:
     except RuntimeError as error:  # a role is used up, or another learner left an all-reduce
         if config.learners == 1 and not isinstance(error, WorkersFailed):
             raise
-        raise common.TrainingStopped(str(error)) from error
+        raise TrainingStopped(str(error)) from error
     finally:
         watch.bar.close()
         try:
@@ -333,10 +337,10 @@ def finish(run, learner, config, task, watch, groups: dict, totals) -> None:
         "ledger": groups,
         "workers_lost": totals["lost"],
     }
-    train_sync.evaluate_kept(learner, config, task, run, watch)
-    print(report.summarise(run, facts))
+    evaluate_kept(learner, config, task, run, watch)
+    print(summarise(run, facts))
     print(table(groups))
 
 
 if __name__ == "__main__":
-    common.run_main(train, __doc__)
+    run_main(train, __doc__)

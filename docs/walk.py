@@ -22,18 +22,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import common
 import dsa
 import losses
 import train_async
-import train_sync
-from buffer import Buffer, Group, from_bytes, group_to_parts, pack, staleness, to_bytes
-from learner import make_generator, make_model, score
-from ledger import Ledger, audit, table
+from buffer import Buffer, staleness
+from learner import learner_step, pack, token_logprobs
 from model import pack_tokens
-from reward import decode_bytes, encode, solve, split_answers
+from reward import score, solve, split_answers
 from rollout import uniforms
-from weight_mailbox import Mailbox
+from runtime.checkpoint import sha256_of
+from runtime.config import Config, TrainingStopped
+from runtime.ledger import Ledger, audit, table
+from runtime.mailbox import Mailbox
+from runtime.messages import Group, from_bytes, group_to_parts, to_bytes
+from runtime.runlog import read_lines
+from runtime.setup import make_generator, make_model, open_training
+from runtime.tokenizer import decode_bytes, encode
 
 FLAGS = dict(groups_per_step=4, group_size=4, slots=24, steps=6, max_staleness=2, seed=0)
 FLAGS |= dict(eval_every=1000, reference_every=2, lr=0.003, entropy=0.0, kl_threshold=0.15)
@@ -58,8 +62,8 @@ def one_worker(generator) -> SimpleNamespace:
 
 def run_by_count(folder: Path) -> SimpleNamespace:
     """Train six steps with the parts of train_async.py; returns what the stations look at."""
-    config = dataclasses.replace(common.Config(), out=str(folder), **FLAGS)
-    config, task, run, learner, watch, _ = train_sync.open_training(config, "async", "cpu")
+    config = dataclasses.replace(Config(), out=str(folder), **FLAGS)
+    config, task, run, learner, watch, _ = open_training(config, "async", "cpu")
     generator = make_generator(config, task, make_model(config, task))
     generator.version = -1  # the first weights come from the mailbox, too
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
@@ -98,7 +102,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
 
     def step(batch: list[Group]) -> None:
         details = {"version": learner.version, "groups": [group.group_id for group in batch]}
-        metrics = train_sync.learner_step(learner, batch, config)
+        metrics = learner_step(learner, batch, config)
         details |= {"of": config.steps} | {name: metrics[name] for name in ("loss", "grad_norm")}
         watch.event("learner", "train", in_flight=len(buffer.outstanding), **details)
         seen.steps.append((batch, metrics, sorted(buffer.outstanding.values())))
@@ -118,7 +122,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
             publish(mailbox)
             train_async.settle(ledger, watch, buffer, flights, [])
     watch.close()
-    summary = {"steps": config.steps, "weights_sha256": common.sha256_of(learner.model.flat)}
+    summary = {"steps": config.steps, "weights_sha256": sha256_of(learner.model.flat)}
     (run / "summary.json").write_text(json.dumps(summary | {"ledger": ledger.totals()}))
     return seen
 
@@ -164,7 +168,7 @@ def distribution(seen, at: int, version: int) -> torch.Tensor:
 
 def logprobs_of(seen, model) -> torch.Tensor:
     """Log-probs of the episode's own tokens, as the learner computes them, with gradient."""
-    return train_sync.token_logprobs(model, [seen.t], seen.alphabet, seen.config.temperature)[0]
+    return token_logprobs(model, [seen.t], seen.alphabet, seen.config.temperature)[0]
 
 
 def advantages_of(seen) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,7 +367,7 @@ def steps(seen) -> list[str]:
 
 def log(seen) -> list[str]:
     lines, keep = [], ("kind", "group", "groups", "version", "worker", "digest", "swaps")
-    for number, event in enumerate(common.read_lines(seen.run / "events.jsonl"), start=1):
+    for number, event in enumerate(read_lines(seen.run / "events.jsonl"), start=1):
         if GROUP in (event.get("group"), *event.get("groups", ())):
             if "digest" in event:  # it depends on every bit, so on the processor
                 event |= {"digest": hex(event["digest"]), "swaps": event["swaps"][SAMPLE]}
@@ -381,8 +385,8 @@ def replay(seen) -> list[str]:
     told = io.StringIO()
     try:
         with contextlib.redirect_stdout(told):
-            train_async.train(dataclasses.replace(common.Config(), replay=str(seen.run)))
-    except common.TrainingStopped as error:
+            train_async.train(dataclasses.replace(Config(), replay=str(seen.run)))
+    except TrainingStopped as error:
         return [str(error)]
     return told.getvalue().replace("weights ", "weights 0x").splitlines()
 

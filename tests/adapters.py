@@ -18,12 +18,13 @@ import dsa
 import losses
 import rollout
 import train_async
-from buffer import Buffer, Group, Trajectory
+from buffer import Buffer
 from buffer import staleness as staleness_of
-from checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
-from common import Config
 from losses import group_advantages, token_mean  # noqa: F401
 from model import dense_packed, pack_tokens
+from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
+from runtime.config import Config
+from runtime.messages import Group, Trajectory
 
 NAMES = {
     "ex01": "causal_attention",

@@ -31,15 +31,17 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import checkpoint  # noqa: E402
-import common  # noqa: E402
+import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
-import weight_mailbox  # noqa: E402
-from buffer import to_bytes  # noqa: E402
-from ledger import audit  # noqa: E402
-from report import spread  # noqa: E402
-from transport import Line  # noqa: E402
+from lab.plots import spread  # noqa: E402
+from runtime import checkpoint, runlog  # noqa: E402
+from runtime import mailbox as weight_mailbox  # noqa: E402
+from runtime.config import Config, TrainingStopped, run_main
+from runtime.ledger import audit  # noqa: E402
+from runtime.messages import to_bytes  # noqa: E402
+from runtime.processes import Line  # noqa: E402
+from runtime.runlog import read_lines  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
 POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")
@@ -252,10 +254,10 @@ def break_learner(folder: str) -> None:
         else:
             die()
 
-    before(train_sync, "update_weights", "train", train)
+    before(learner, "update_weights", "train", train)
     before(weight_mailbox.Mailbox, "publish", "publish", lambda fault, *_: hurt(fault["kind"]))
     before(checkpoint, "save_checkpoint", "checkpoint", write)
-    before(common, "append_lines", "log", write)
+    before(runlog, "append_lines", "log", write)
 
 
 def note_losses(folder: str) -> None:
@@ -281,18 +283,18 @@ def checkpoint_kills(folder: Path, rounds: int) -> dict:
     times, and resumed each time; and one that is left alone."""
     steps, parts = rounds * len(OFFSETS) + 1, folder / "parts"
     flags = {**FLAGS, "reference_every": 2, "checkpoint_every": 1, "steps": steps}
-    config = common.Config(**flags, out=str(folder / "whole"))
+    config = Config(**flags, out=str(folder / "whole"))
     quietly(train_sync.train, config)
     config = dataclasses.replace(config, out=str(parts))
     killed_at("after replace", lambda: train_sync.train(config))  # the first one, at version 0
-    resume = common.Config(resume=str(parts))
+    resume = Config(resume=str(parts))
     for offset in tqdm(OFFSETS * rounds, "kills in a checkpoint"):
         killed_at(offset, lambda: train_sync.train(resume))
     version = checkpoint.load_checkpoint(parts)["version"]
     quietly(train_sync.train, resume)
     summaries = [folder / name / "summary.json" for name in ("whole", "parts")]
     one, other = (json.loads(path.read_text())["weights_sha256"] for path in summaries)
-    rows = [row["step"] for row in common.read_lines(parts / "metrics.jsonl")]
+    rows = [row["step"] for row in read_lines(parts / "metrics.jsonl")]
     assert rows == list(range(steps + 1)), rows
     return {
         "kills": rounds * len(OFFSETS),
@@ -338,7 +340,7 @@ def campaign(folder: Path, faults: int, seed: int = 0):
             runs.append(run_plan(place, plan, **flags) | {"flags": flags})
             shutil.rmtree(place)
             progress.update(len(runs[-1]["faults"]))
-        except (AssertionError, ValueError, common.TrainingStopped) as error:
+        except (AssertionError, ValueError, TrainingStopped) as error:
             failures.append({"said": str(error), "plan": plan, "flags": flags})
             tqdm.write(f"FAILED: {error}; {flags}")
         yield told(runs) | {"failures": failures, "seed": seed, "runs": runs}
@@ -437,15 +439,15 @@ def group_is_gone(group: int, seconds: float = 10.0) -> bool:
 
 def judged(run: Path, folder: Path, flags: dict) -> dict:
     """What became of the prompts of a finished run, and how quickly losses were noticed."""
-    events, (_, ledger) = common.read_lines(run / "events.jsonl"), audit(run)
+    events, (_, ledger) = read_lines(run / "events.jsonl"), audit(run)
     summary = json.loads((run / "summary.json").read_text())
     trained = [g for e in events if e["kind"] == "train" for g in e["groups"]]
     wanted = range(flags["steps"] * flags["groups_per_step"])
-    times = [row["t"] for row in common.read_lines(run / "metrics.jsonl")]
+    times = [row["t"] for row in read_lines(run / "metrics.jsonl")]
     marks = (folder / "faults").glob("[0-9]*.json")
     struck = {int(mark.stem): json.loads(mark.read_text()) for mark in marks}
     plan = json.loads((folder / "faults" / "plan.json").read_text())
-    noticed = common.read_lines(folder / "faults" / "noticed.jsonl")
+    noticed = read_lines(folder / "faults" / "noticed.jsonl")
     deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]
     waits = {"dead": [], "stopped": []}
     for death in deaths:
@@ -458,8 +460,8 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     totals = ledger.totals()
     replayed = True
     try:
-        quietly(train_async.train, common.Config(replay=str(run)))
-    except common.TrainingStopped as error:  # it names what came from outside, and nothing else
+        quietly(train_async.train, Config(replay=str(run)))
+    except TrainingStopped as error:  # it names what came from outside, and nothing else
         replayed = str(error)
         nan = any(plan[i]["kind"] == "NaN gradient" for i in struck)
         assert nan and replayed.endswith("was nan"), replayed
@@ -485,7 +487,7 @@ def main(folder: str, *flags: str) -> None:
     break_learner(folder)
     note_losses(folder)
     sys.argv = ["train_async.py", *flags]
-    common.run_main(train_async.train, "a trainer with a plan")
+    run_main(train_async.train, "a trainer with a plan")
 
 
 if __name__ == "__main__":

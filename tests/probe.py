@@ -13,21 +13,23 @@ import torch
 
 sys.path.insert(0, "")  # the tree in which it runs, not the one in which it lies
 
-import common
 import learner as room
-from buffer import apply_verdicts
+from learner import learner_step
+from reward import score
 from rollout import generate
-from train_sync import learner_step
+from runtime.config import Config
+from runtime.messages import apply_verdicts
+from runtime.setup import make_generator, make_learner, make_task
 
 WARM_UP, MEASURED = 2, 10
 
 
 def main(task_name: str) -> None:
     torch.set_num_threads(1)
-    config = dataclasses.replace(common.Config(), task=task_name, steps=300)
-    task = room.make_task(config)
-    learner = room.make_learner(config, task, "cpu")
-    generator = room.make_generator(config, task, learner.model)
+    config = dataclasses.replace(Config(), task=task_name, steps=300)
+    task = make_task(config)
+    learner = make_learner(config, task, "cpu")
+    generator = make_generator(config, task, learner.model)
     seconds, tokens = {"generator": 0.0, "learner": 0.0}, 0
     for step in range(WARM_UP + MEASURED):
         begin = time.process_time()
@@ -35,7 +37,7 @@ def main(task_name: str) -> None:
         groups = generate(generator, room.new_groups(learner, task, config.groups_per_step))
         generated = time.process_time()
         for group in groups:
-            apply_verdicts(group, room.score(group, task, config))
+            apply_verdicts(group, score(group, task, config))
         verified = time.process_time()
         metrics = learner_step(learner, groups, config)
         if step >= WARM_UP:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 import bench
-import common
-import compare
-import report
-import tables
+from lab import races as compare
+from lab import tables
+from lab.plots import load_result
+from runtime.devices import describe_machine
+from runtime.report import draw_run, summarise
+from runtime.runlog import append_lines
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -22,7 +24,7 @@ def test_the_readme_has_the_measured_numbers():
 
 
 def test_the_first_paragraph_says_how_many_seeds_found_everything():
-    solved = [row["after"]["solved"] for row in report.load_result("tasks")["tasks"]["guess"]]
+    solved = [row["after"]["solved"] for row in load_result("tasks")["tasks"]["guess"]]
     fewest = round(16 * min(solved))
     assert f"all 16 numbers for {solved.count(1.0)} of {len(solved)} seeds" in README
     assert min(solved) == 1.0 or f"\n{fewest} of them for the fifth" in README
@@ -42,17 +44,17 @@ def test_every_file_in_the_reading_order_exists():
 
 
 def test_measured_runs_kept_their_promises():
-    tasks = report.load_result("tasks")["tasks"]
+    tasks = load_result("tasks")["tasks"]
     for rows in tasks.values():
         for row in rows:
             assert row["staleness"]["max"] <= row["staleness"]["bound"]
             assert row["groups"]["admitted"] == row["groups"]["trained"]
-    for row in report.load_result("staleness")["runs"]:
+    for row in load_result("staleness")["runs"]:
         assert row["max"] <= row["bound"] == row["max_staleness"]
 
 
 def test_faults_and_replays_kept_their_promises():
-    faults, replays = report.load_result("faults"), report.load_result("replay")["runs"]
+    faults, replays = load_result("faults"), load_result("replay")["runs"]
     assert faults["faults"] >= 300 and faults["failures"] == []
     assert faults["lost"] == faults["duplicated"] == 0
     assert all(run["staleness"]["max"] <= run["staleness"]["bound"] for run in faults["runs"])
@@ -63,7 +65,7 @@ def test_faults_and_replays_kept_their_promises():
 
 
 def test_the_recipe_kept_its_promises():
-    recipe = report.load_result("recipe")
+    recipe = load_result("recipe")
     strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
     assert strict == "in 9 of 9 (seed, length)"
     assert shown["never the other way round"] and shown["full within 1 point of dense at 8x"]
@@ -74,8 +76,8 @@ def test_the_recipe_kept_its_promises():
 def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"task": "guess", "mode": "async"}))
-    common.append_lines(folder / "events.jsonl", events)
-    common.append_lines(folder / "metrics.jsonl", rows)
+    append_lines(folder / "events.jsonl", events)
+    append_lines(folder / "metrics.jsonl", rows)
     return folder
 
 
@@ -88,7 +90,7 @@ def test_pictures_come_from_the_run_folder_alone(tmp_path):
         events.append({"process": "reward-0", "kind": "score", "t": step + 0.5, "seconds": 0.01})
         rows.append({"t": step + 1.0, "step": step + 1, "reward": step / 12} | AGES)
     rows[-1]["eval"] = {"solved": 0.9}
-    report.draw_run(run_folder(tmp_path / "run", events, rows))
+    draw_run(run_folder(tmp_path / "run", events, rows))
     for name in ("reward.png", "timeline.png"):
         assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -103,7 +105,7 @@ def test_the_summary_counts_all_steps(tmp_path):
         rows.append({"t": float(step), "step": step, "reward": 0.5, "reference_share": 0.1} | AGES)
     rows[-1] |= {"eval": {"solved": 0.9, "reward": 0.6, "turns": 3.5}, "staleness_max": 3}
     folder = run_folder(tmp_path / "run", [], rows)
-    text = report.summarise(folder, {"staleness_bound": 4, "steps": 3, "wall_s": 3.0})
+    text = summarise(folder, {"staleness_bound": 4, "steps": 3, "wall_s": 3.0})
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
     assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
@@ -158,7 +160,7 @@ def test_claims_quote_the_results(monkeypatch, tmp_path):
         for mode, rate in rates.items()
         for i in range(3)
     ]
-    real, made_up = report.load_result, {"async": {"runs": runs}}
+    real, made_up = load_result, {"async": {"runs": runs}}
     monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or real(name))
     for name in ("async", "scale"):
         (tmp_path / f"{name}.json").touch()
@@ -213,8 +215,8 @@ def test_sparse_attention_is_compared_with_the_quickest_dense_one():
 
 
 def test_without_a_gpu_its_benchmark_says_so(monkeypatch, capsys):
-    machine = common.describe_machine() | {"gpus": []}
-    monkeypatch.setattr(common, "describe_machine", lambda: machine)
+    machine = describe_machine() | {"gpus": []}
+    monkeypatch.setattr(compare, "describe_machine", lambda: machine)
     with pytest.raises(SystemExit) as stopped:
         bench.main(["async", "gpu"])
     assert stopped.value.code == 2 and "no CUDA device" in capsys.readouterr().err

@@ -16,17 +16,16 @@ import numpy as np
 import pytest
 
 import buffer as buffer_room
-from buffer import (
+from buffer import Buffer, staleness
+from learner import pack
+from runtime.messages import (
     ARRAYS,
-    Buffer,
     Group,
     Trajectory,
     from_bytes,
     group_flaw,
     group_from_parts,
     group_to_parts,
-    pack,
-    staleness,
     to_bytes,
     verdict_flaw,
 )

@@ -8,12 +8,14 @@ import pytest
 import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
-import checkpoint
-import common
-from buffer import Group, Trajectory
-from checkpoint import completed_groups, load_checkpoint, save_checkpoint
-from learner import make_generator, make_learner, make_task, new_groups, score
+from learner import new_groups
+from reward import score
 from rollout import generate
+from runtime import checkpoint
+from runtime.checkpoint import completed_groups, load_checkpoint, save_checkpoint
+from runtime.config import Config, UserError
+from runtime.messages import Group, Trajectory
+from runtime.setup import make_generator, make_learner, make_task
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
 
@@ -45,7 +47,7 @@ def test_a_user_can_load_one_with_torch(folder):
 
 
 def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, capsys):
-    with pytest.raises(common.UserError, match="must hold a checkpoint"):
+    with pytest.raises(UserError, match="must hold a checkpoint"):
         load_checkpoint(folder)
     save_checkpoint(folder, 1, state(1.0))
     path = save_checkpoint(folder, 2, state(2.0))
@@ -62,7 +64,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, capsys):
     assert load_checkpoint(folder)["weights"].tolist() == [2.0] * 5
     for old in (1, 2):
         (folder / f"checkpoints/step000000{old}.pt").write_bytes(b"nothing")
-    with pytest.raises(common.UserError, match="must hold a checkpoint that is whole"):
+    with pytest.raises(UserError, match="must hold a checkpoint that is whole"):
         load_checkpoint(folder)
 
 
@@ -81,8 +83,8 @@ def test_a_run_killed_in_every_checkpoint_ends_bitwise_the_same(tmp_path):
     assert checkpoint_kills(tmp_path, 1)["bitwise_equal"]
 
 
-def config_of(folder, **flags) -> common.Config:
-    return dataclasses.replace(common.Config(), out=str(folder), **SMALL | flags)
+def config_of(folder, **flags) -> Config:
+    return dataclasses.replace(Config(), out=str(folder), **SMALL | flags)
 
 
 def test_completed_groups_come_back_as_they_were(folder):

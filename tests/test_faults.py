@@ -9,11 +9,14 @@ import faults
 import pytest
 from faults import fail_at, run_plan
 
-import common
 import train_async
-from buffer import Buffer, Group, group_to_parts
-from learner import make_generator, make_learner, make_task, new_groups
+from buffer import Buffer
+from learner import new_groups
 from rollout import generate
+from runtime.config import Config, TrainingStopped
+from runtime.messages import Group, group_to_parts
+from runtime.runlog import read_lines
+from runtime.setup import make_generator, make_learner, make_task
 
 
 def test_a_run_survives_what_befalls_it(tmp_path):
@@ -32,7 +35,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     assert "File too large" in stopped and "step0000012.pt" in stopped and finished == "finished"
     (dead,) = result["noticed_after_s"]["dead"]
     assert dead < 10
-    reasons = [n["reason"] for n in common.read_lines(tmp_path / "run/faults/noticed.jsonl")]
+    reasons = [n["reason"] for n in read_lines(tmp_path / "run/faults/noticed.jsonl")]
     assert reasons == [
         "died (exit code -9)",
         "sent a damaged message (token id 70000, must be 0 to 511)",
@@ -106,7 +109,7 @@ def test_groups_that_nobody_asked_for_are_named(flights):
 
 def test_a_run_that_stands_still_stops_by_itself(flights, monkeypatch):
     """Everybody says that they live, and nothing moves."""
-    config, now, progress = common.Config(stall=60.0), [100.0], {}
+    config, now, progress = Config(stall=60.0), [100.0], {}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     flights.issue([Group(3, 5, {})])
 
@@ -121,14 +124,12 @@ def test_a_run_that_stands_still_stops_by_itself(flights, monkeypatch):
     after(50, tokens=7)
     after(50, tokens=7, version=1)
     after(59, tokens=7, version=1)
-    with pytest.raises(
-        common.TrainingStopped, match="60 s .--stall.; 1 groups .* {3: 'rollout-0'}"
-    ):
+    with pytest.raises(TrainingStopped, match="60 s .--stall.; 1 groups .* {3: 'rollout-0'}"):
         after(2, tokens=7, version=1)
 
 
 def test_a_group_that_killed_its_verifiers_counts_as_failed(flights):
-    config = dataclasses.replace(common.Config(), group_size=2, slots=8)
+    config = dataclasses.replace(Config(), group_size=2, slots=8)
     task = make_task(config)
     learner = make_learner(config, task, "cpu")
     (group,) = generate(make_generator(config, task, learner.model), new_groups(learner, task, 1))

@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-import common
-import lab
-import lab_pipeline
 import losses
-from report import RESULTS, load_result
+from lab import exact as lab
+from lab import exact_pipeline as lab_pipeline
+from lab.plots import RESULTS, load_result
+from runtime.config import parse
 
 TASKS = {1: lab.TASKS["one token"], 3: lab.TASKS["three tokens"]}
 CHAINS = {length: lab.policies(task, 0) for length, task in TASKS.items()}
@@ -252,6 +252,6 @@ def test_results_are_those_that_the_page_quotes():
 @pytest.mark.parametrize("argv", [["--samples", "3"], ["--seed", "x"], ["--colour", "1"]])
 def test_a_mistake_is_one_line(argv, capsys):
     with pytest.raises(SystemExit) as stop:
-        common.parse("", argv, lab.Settings)
+        parse("", argv, lab.Settings)
     assert stop.value.code == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

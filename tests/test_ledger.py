@@ -8,8 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffer import Buffer, Group
-from ledger import AGAIN, BUFFER, PLACES, WORKER, Ledger, audit, forget_after, read_log, table
+from buffer import Buffer
+from runtime.ledger import (
+    AGAIN,
+    BUFFER,
+    PLACES,
+    WORKER,
+    Ledger,
+    audit,
+    forget_after,
+    read_log,
+    table,
+)
+from runtime.messages import Group
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = {"kind": "checkpoint", "version": 2, "groups": [4, 5]}

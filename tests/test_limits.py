@@ -13,12 +13,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import limits
 import reward
-from buffer import Group, Trajectory
-from common import Config
-from learner import make_environment, score
-from reward import Step, encode, make_task, verify
+from reward import Step, make_task, score, verify
+from rollout import make_environment
+from runtime import limits
+from runtime.config import Config
+from runtime.messages import Group, Trajectory
+from runtime.tokenizer import encode
 
 
 def test_guarded_serves_environments_too():

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, PRESETS, ModelConfig, named_weights, pack_tokens, shared_prefixes
+from model import GPT, PRESETS, ModelConfig, pack_tokens, shared_prefixes
+from runtime.huggingface import named_weights
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns

@@ -11,15 +11,15 @@ import math
 import pytest
 import torch
 
-import common
 import pretrain
-import recipe
 import reward
-from buffer import Group
-from learner import make_environment
+from lab import recipe
 from model import GPT, attend_packed, dense_packed, pack_tokens
 from pretrain import Settings, indexer_loss, losses_of, make_batch, parts_of, watched_attention
-from rollout import Generator, generate
+from rollout import Generator, generate, make_environment
+from runtime.config import Config, UserError, parse
+from runtime.messages import Group
+from runtime.tokenizer import decode_bytes
 
 SMALL = Settings(chunk_size=2, top_k=4, tokens=128)  # attends to 8 keys: prompts of 16 to 128
 SHAPES = pytest.mark.parametrize("chunk_size, top_k", [(1, 8), (2, 4), (4, 4)])
@@ -54,7 +54,7 @@ def same(before: list, after: list) -> list[bool]:
 def test_every_question_of_a_text_is_answered_by_its_table(length):
     task = reward.make_task(f"recall:{length}", 3)
     tokens, columns = pretrain.make_text(task, 5)
-    text = reward.decode_bytes(tokens.tolist()).decode()
+    text = decode_bytes(tokens.tolist()).decode()
     table, *questions = text.split("?")
     assert task.reset(5, "train")["prompt"].startswith(table)
     pairs = dict(pair.split("=") for pair in table.split(";")[:-1])
@@ -62,7 +62,7 @@ def test_every_question_of_a_text_is_answered_by_its_table(length):
     for question in questions:
         key, value = question.removesuffix("<|end|>").split("=")
         assert pairs[key] == value
-    answers = reward.decode_bytes(tokens[columns].tolist()).decode()
+    answers = decode_bytes(tokens[columns].tolist()).decode()
     assert answers == "".join(question.split("=")[1] for question in questions)
 
 
@@ -214,7 +214,7 @@ def test_learning_lowers_the_divergence():
 
 def test_accuracy_is_what_the_generator_answers():
     """The exam's answers are replaced by what the sparse generator says, greedily: all correct."""
-    model, config = make(), common.Config(task="recall:64")
+    model, config = make(), Config(task="recall:64")
     task = reward.make_task(config.task)
     generator = Generator(model, make_environment(config, task), 8, task.context, 1, temperature=0)
     said = generate(generator, [Group(i, 0, task.reset(i, "eval")) for i in range(8)])
@@ -281,7 +281,7 @@ def test_the_verdict_looks_at_every_seed():
 
 
 def test_too_few_keys_are_refused():
-    with pytest.raises(common.UserError, match="--top-k 4: must attend to at least 8 keys"):
+    with pytest.raises(UserError, match="--top-k 4: must attend to at least 8 keys"):
         recipe.main(Settings(top_k=4))
 
 
@@ -296,6 +296,6 @@ def test_too_few_keys_are_refused():
 )
 def test_a_wrong_flag_costs_one_line(flags, said, capsys):
     with pytest.raises(SystemExit) as stopped:
-        common.parse(recipe.__doc__, flags, Settings)
+        parse(recipe.__doc__, flags, Settings)
     line = capsys.readouterr().err
     assert stopped.value.code == 2 and line.count("\n") == 1 and said in line

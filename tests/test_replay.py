@@ -14,13 +14,18 @@ from types import SimpleNamespace
 
 import pytest
 
-import common
 import reward
 import train_async
 import train_sync
-from buffer import Buffer, Group
-from learner import make_generator, make_model, score
-from ledger import Ledger
+from buffer import Buffer
+from learner import learner_step
+from reward import score
+from runtime.checkpoint import sha256_of
+from runtime.config import Config, TrainingStopped, UserError
+from runtime.ledger import Ledger
+from runtime.messages import Group
+from runtime.runlog import read_lines
+from runtime.setup import make_generator, make_model, open_training
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 12, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}
@@ -60,9 +65,9 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
 
     `out_of_time` is the share of verdicts that came too late.
     """
-    config = dataclasses.replace(common.Config(), out=str(folder), seed=seed, **FLAGS | flags)
+    config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
-    config, task, run, learner, watch, _ = train_sync.open_training(config, "async", "cpu")
+    config, task, run, learner, watch, _ = open_training(config, "async", "cpu")
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     pool, ledger, lives = Workers(config, task, workers), Ledger(), 2
     flights = train_async.Flights(pool)
@@ -100,24 +105,24 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
         buffer.dropped.clear()
         if batch:
             ids, step = [group.group_id for group in batch], learner.version
-            metrics = train_sync.learner_step(learner, batch, config)
+            metrics = learner_step(learner, batch, config)
             details = {"version": step, "groups": ids, "of": config.steps}
             details |= {name: metrics[name] for name in ("loss", "grad_norm")}
             watch.event("learner", "train", in_flight=len(buffer.outstanding), **details)
             train_async.settle(ledger, watch, buffer, flights, [])
     watch.close()
-    summary = {"steps": config.steps, "weights_sha256": common.sha256_of(learner.model.flat)}
+    summary = {"steps": config.steps, "weights_sha256": sha256_of(learner.model.flat)}
     summary["ledger"] = ledger.totals()
     (run / "summary.json").write_text(json.dumps(summary))
     return summary
 
 
 def replay(folder: Path, **flags) -> None:
-    train_async.train(dataclasses.replace(common.Config(), replay=str(folder), **flags))
+    train_async.train(dataclasses.replace(Config(), replay=str(folder), **flags))
 
 
 def scores_of(folder: Path) -> list[dict]:
-    return [e for e in common.read_lines(folder / "events.jsonl") if e["kind"] == "score"]
+    return [e for e in read_lines(folder / "events.jsonl") if e["kind"] == "score"]
 
 
 def rewrite(folder: Path, line: int, change) -> None:
@@ -130,7 +135,7 @@ def rewrite(folder: Path, line: int, change) -> None:
 
 
 def differs(folder: Path, message: str) -> None:
-    with pytest.raises(common.TrainingStopped, match=message):
+    with pytest.raises(TrainingStopped, match=message):
         replay(folder)
 
 
@@ -178,7 +183,7 @@ def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, monkeypatch, swa
     assert 5 < sum(len(event.get("failed", {})) for event in scores) < 60
     replay(tmp_path / "run")
     event = next(event for event in scores if "failed" in event)
-    line = 1 + common.read_lines(tmp_path / "run" / "events.jsonl").index(event)
+    line = 1 + read_lines(tmp_path / "run" / "events.jsonl").index(event)
     rewrite(tmp_path / "run", line, lambda event: event.pop("failed"))
     differs(tmp_path / "run", f"line {line}: .* the score of group {event['group']}: a sample")
 
@@ -187,7 +192,7 @@ def test_the_first_event_that_differs_is_named(tmp_path):
     """Mutations of a log: each is found, at its own line."""
     wander(tmp_path / "run", 3, 2)
     path = tmp_path / "run" / "events.jsonl"
-    log, whole = common.read_lines(path), path.read_text()
+    log, whole = read_lines(path), path.read_text()
     trained = {g for event in log if event["kind"] == "train" for g in event["groups"]}
 
     def mutate(line, change, message):
@@ -248,14 +253,14 @@ def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path):
     wander(tmp_path / "run", 4, 1, steps=2)
 
     def refused(message, folder=tmp_path / "run", **flags):
-        with pytest.raises(common.UserError, match=message):
+        with pytest.raises(UserError, match=message):
             replay(folder, **flags)
 
     refused("--replay .*nowhere: must be a run folder", tmp_path / "nowhere")
     refused("--steps 5: must be left out with --replay .the run has 2.", steps=5)
     refused("--swap drain: must be left out with --replay", swap="drain")
-    with pytest.raises(common.UserError, match="--replay here: must be left out in train_sync"):
-        train_sync.train(dataclasses.replace(common.Config(), replay="here"))
+    with pytest.raises(UserError, match="--replay here: must be left out in train_sync"):
+        train_sync.train(dataclasses.replace(Config(), replay="here"))
     events, config, summary = (
         tmp_path / "run" / name for name in ("events.jsonl", "config.json", "summary.json")
     )

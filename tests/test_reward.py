@@ -20,7 +20,17 @@ import numpy as np
 import pytest
 
 import reward
-from reward import END, PAD, VOCAB_SIZE, Step, decode_bytes, encode, last_number, make_task, verify
+from reward import Step, last_number, make_task, verify
+from runtime.tokenizer import (
+    END,
+    PAD,
+    VOCAB_SIZE,
+    decode_bytes,
+    encode,
+    load_tokenizer,
+    tokenizer,
+    tokenizer_hash,
+)
 
 VOCABULARY = Path(reward.__file__).with_name("vocab.tiktoken")
 SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "recall", "recall:16"]
@@ -49,13 +59,13 @@ def build_vocabulary() -> bytes:
 
 def test_the_vocabulary_file_is_the_one_described():
     assert VOCABULARY.read_bytes() == build_vocabulary(), "write it again, see the docstring"
-    encoding = reward.tokenizer()
+    encoding = tokenizer()
     assert encoding.n_vocab == VOCAB_SIZE == 512
     assert encoding.encode("<|end|><|pad|>", allowed_special="all") == [END, PAD]
 
 
 def test_every_token_can_be_reached_by_merging():
-    ranks = reward.tokenizer()._mergeable_ranks
+    ranks = tokenizer()._mergeable_ranks
     for token, rank in ranks.items():
         parts = [bytes([value]) for value in token]
         while len(parts) > 1:  # byte-pair merging, without tiktoken's look-up of whole pieces
@@ -101,7 +111,7 @@ def test_round_trip_of_any_text():
 
 def test_round_trip_of_any_bytes_and_of_long_text():
     data = random.Random(1).randbytes(5000)
-    table = {reward.tokenizer().decode_single_token_bytes(t): t for t in range(END)}
+    table = {tokenizer().decode_single_token_bytes(t): t for t in range(END)}
     assert decode_bytes([table[bytes([value])] for value in data]) == data
     start = time.perf_counter()
     for text in ["a" * 300_000, "7" * 100_000, "é " * 50_000]:
@@ -118,17 +128,17 @@ def test_unknown_token_ids_are_refused(token):
 def test_the_hash_follows_the_content_and_nothing_is_cached(tmp_path):
     path = tmp_path / "v.tiktoken"
     path.write_bytes(build_vocabulary().replace(b"\n", b"\r\n"))
-    first = reward.load_tokenizer(path)
-    assert reward.tokenizer_hash(first) == reward.tokenizer_hash(reward.tokenizer())
-    assert first.name.endswith(reward.tokenizer_hash(first))
-    assert len(reward.tokenizer_hash(first)) == 64
+    first = load_tokenizer(path)
+    assert tokenizer_hash(first) == tokenizer_hash(tokenizer())
+    assert first.name.endswith(tokenizer_hash(first))
+    assert len(tokenizer_hash(first)) == 64
     lines = build_vocabulary().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
-    second = reward.load_tokenizer(path)
+    second = load_tokenizer(path)
     assert second.n_vocab == 511, "the old vocabulary came back"
     path.write_bytes(b"".join([*lines[:-2], b"YWNr 508\n", b"dGVy 509\n"]))
-    third = reward.load_tokenizer(path)  # two tokens have changed places
-    assert len({reward.tokenizer_hash(encoding) for encoding in (first, second, third)}) == 3
+    third = load_tokenizer(path)  # two tokens have changed places
+    assert len({tokenizer_hash(encoding) for encoding in (first, second, third)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -147,13 +157,13 @@ def test_a_damaged_vocabulary_is_refused_in_one_line(tmp_path, damage, complaint
     path = tmp_path / "v.tiktoken"
     path.write_bytes(b"\n".join(damage(build_vocabulary().splitlines())))
     with pytest.raises(ValueError, match=complaint) as error:
-        reward.load_tokenizer(path)
+        load_tokenizer(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_missing_vocabulary_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere.tiktoken.*No such file"):
-        reward.load_tokenizer(tmp_path / "nowhere.tiktoken")
+        load_tokenizer(tmp_path / "nowhere.tiktoken")
 
 
 # ---------------------------------------------------------------------------------- protocol

@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-import learner
-import reward
 import rollout
-import train_sync
-from buffer import Group
 from cache import decode, make_cache, prefill
-from common import Config
+from learner import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
-from rollout import Environment, Generator, generate, noise_keys, sample, uniforms
+from reward import score
+from rollout import Environment, Generator, alphabet_of, generate, noise_keys, sample, uniforms
+from runtime.config import Config
+from runtime.messages import Group
+from runtime.setup import make_generator, make_model, make_task
+from runtime.tokenizer import encode
 
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
@@ -93,7 +94,7 @@ def assert_same(a, b) -> None:
 def recomputed(model: GPT, t, temperature=1.0) -> np.ndarray:
     """The learner's log-probs of a trajectory's generated tokens."""
     with torch.no_grad():
-        found, _ = train_sync.token_logprobs(model, [t], torch.arange(LETTERS), temperature)
+        found, _ = token_logprobs(model, [t], torch.arange(LETTERS), temperature)
     return found.numpy()
 
 
@@ -315,28 +316,28 @@ def test_logprobs_are_those_of_the_learner(kind, temperature):
 def test_real_tasks(task, attention):
     """The trainers' own generator: same episodes alone, the learner's log-probs, a fair verdict."""
     config = Config(task=task, attention=attention, chunk_size=4, top_k=2, slots=16, group_size=4)
-    task, groups = learner.make_task(config), {}
-    model = learner.make_model(config, task)
+    task, groups = make_task(config), {}
+    model = make_model(config, task)
     for ids in (range(6), [3]):
-        generator = learner.make_generator(config, task, model)
+        generator = make_generator(config, task, model)
         done = generate(generator, [Group(i, 0, task.reset(i, "train")) for i in ids])
         groups[len(ids)] = {g.group_id: g for g in done}
     for a, b in zip(groups[1][3].trajectories, groups[6][3].trajectories, strict=True):
         assert_same(a, b)
-    alphabet = torch.from_numpy(learner.alphabet_of(task))
+    alphabet = torch.from_numpy(alphabet_of(task))
     for group in groups[6].values():
         for t in group.trajectories:
             cut = task.stop and t.tokens[-1] not in task.stop
             assert t.finish == ("length" if cut else "stop")
             assert len(t.tokens) <= task.context
             assert len(t.turns) <= task.max_turns
-            prompt = reward.encode(group.problem["prompt"])
+            prompt = encode(group.problem["prompt"])
             assert t.tokens[: len(prompt)].tolist() == prompt
             assert set(t.tokens[t.loss_mask].tolist()) <= set(alphabet.tolist())
-        verdicts = learner.score(group, task, Config())
+        verdicts = score(group, task, Config())
         assert all(v.error is None for v in verdicts)
         with torch.no_grad():
-            found, _ = train_sync.token_logprobs(model, group.trajectories, alphabet, 1.0)
+            found, _ = token_logprobs(model, group.trajectories, alphabet, 1.0)
         wanted = np.concatenate([t.logprobs[t.loss_mask] for t in group.trajectories])
         np.testing.assert_allclose(found.numpy(), wanted, rtol=0, atol=1e-5)
 
@@ -698,7 +699,7 @@ def test_a_mistake_in_respond_itself_is_not_hidden(beside):
 def test_tokens_are_never_made_into_text_and_back():
     """Prompt and observation are spelt byte by byte: a tokenizer would merge them."""
     spelt = list(b"reverse the number")
-    assert reward.encode(bytes(spelt).decode()) != spelt
+    assert encode(bytes(spelt).decode()) != spelt
     requests_seen = []
 
     def respond(requests):
@@ -806,8 +807,8 @@ def test_by_default_a_cpu_compiles_nothing(attention, how, monkeypatch):
     monkeypatch.setattr(rollout, "captured", lambda *_, **__: pytest.fail("captured"))
     config = Config(attention=attention, slots=8, **({} if how == "auto" else {"compile": how}))
     assert config.compile == how
-    task = learner.make_task(config)
-    assert learner.make_generator(config, task, learner.make_model(config, task)).fed_prompts == 0
+    task = make_task(config)
+    assert make_generator(config, task, make_model(config, task)).fed_prompts == 0
 
 
 @kinds
@@ -842,7 +843,7 @@ def test_on_a_gpu_the_logprobs_are_still_the_learners(kind, compiled):
         for t in group.trajectories:
             alphabet = torch.arange(LETTERS, device="cuda")
             with torch.no_grad():
-                found, _ = train_sync.token_logprobs(model, [t], alphabet, 1.0)
+                found, _ = token_logprobs(model, [t], alphabet, 1.0)
             wanted = t.logprobs[t.loss_mask]
             np.testing.assert_allclose(found.cpu().numpy(), wanted, rtol=0, atol=1e-4)
             assert dataclasses.is_dataclass(t)

@@ -6,12 +6,13 @@ import json
 import numpy as np
 import pytest
 
-import report
-import simulate
-from calibrate import calibrate, fit, read_run
-from ledger import Ledger
-from pipeline import Costs, Log, Pipeline, Setup, measure, predict
-from simulate import Question, advise, score
+from lab import plots, simulate
+from lab.calibrate import calibrate, fit, read_run
+from lab.pipeline import Costs, Log, Pipeline, Setup, measure, predict
+from lab.plots import load_result
+from lab.simulate import Question, advise, score
+from runtime import report
+from runtime.ledger import Ledger
 
 RANDOM = np.random.default_rng(0)
 GROUPS = [
@@ -212,7 +213,7 @@ def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path, judges):
 
 
 def test_costs_survive_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
     simulate.save_costs({"toy": KNOWN})
     assert simulate.load_costs() == {"toy": KNOWN}
 
@@ -230,8 +231,8 @@ def test_costs_survive_the_file(tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_cost_one_line(arguments, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    monkeypatch.setattr(simulate, "load_result", report.load_result)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path)
+    monkeypatch.setattr(simulate, "load_result", load_result)
     with pytest.raises(simulate.UserError, match=message):
         if arguments[0] == "score":
             simulate.save_costs({"toy": KNOWN})

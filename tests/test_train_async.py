@@ -16,13 +16,14 @@ import pytest
 import torch
 from faults import group_is_gone
 
-import checkpoint
-import common
 import train_async
 import train_sync
 from buffer import Buffer
-from checkpoint import completed_groups, load_checkpoint
-from ledger import audit
+from runtime import checkpoint
+from runtime.checkpoint import completed_groups, load_checkpoint
+from runtime.config import Config, TrainingStopped
+from runtime.ledger import audit
+from runtime.runlog import read_lines
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 6}
@@ -35,8 +36,8 @@ def nobody_is_left():
     assert multiprocessing.active_children() == []
 
 
-def config_of(folder, **flags) -> common.Config:
-    return dataclasses.replace(common.Config(), **{"out": str(folder), **SMALL, **flags})
+def config_of(folder, **flags) -> Config:
+    return dataclasses.replace(Config(), **{"out": str(folder), **SMALL, **flags})
 
 
 def summary_of(folder) -> dict:
@@ -44,7 +45,7 @@ def summary_of(folder) -> dict:
 
 
 def trained_groups(folder) -> list[int]:
-    events = common.read_lines(folder / "events.jsonl")
+    events = read_lines(folder / "events.jsonl")
     return [g for e in events if e["kind"] == "train" for g in e["groups"]]
 
 
@@ -57,13 +58,13 @@ def balanced(folder) -> dict:
 
 def replayed(folder) -> None:
     """Execute a run again; an event or final weights that differ raise TrainingStopped."""
-    train_async.train(dataclasses.replace(common.Config(), replay=str(folder)))
+    train_async.train(dataclasses.replace(Config(), replay=str(folder)))
 
 
 def kinds_of(folder) -> dict[str, set[str]]:
     """Kinds of events in a run's log, with the processes that they happened to."""
     kinds: dict[str, set[str]] = {}
-    for event in common.read_lines(folder / "events.jsonl"):
+    for event in read_lines(folder / "events.jsonl"):
         kinds.setdefault(event["kind"], set()).add(event["process"])
     return kinds
 
@@ -121,7 +122,7 @@ def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
     """A thread that kills the worker `name` once `steps` steps are done."""
 
     def wait_and_kill():
-        while len(common.read_lines(folder / "metrics.jsonl")) <= steps:
+        while len(read_lines(folder / "metrics.jsonl")) <= steps:
             time.sleep(0.02)
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
         os.kill(victim.pid, signal.SIGKILL)
@@ -146,7 +147,7 @@ def test_kill_9_is_named_and_survived(tmp_path, capsys, name, judges):
     totals, kinds = balanced(folder), kinds_of(folder)
     assert totals["lost"] == totals["requeued"] == summary["groups"]["requeued"]
     assert (totals["lost"] > 0) == (name == "rollout-0") == ("requeue" in kinds)
-    spawned = [e for e in common.read_lines(folder / "events.jsonl") if e["kind"] == "spawn"]
+    spawned = [e for e in read_lines(folder / "events.jsonl") if e["kind"] == "spawn"]
     assert len(spawned) == 1 + len(kinds["spawn"])
     replayed(folder)
 
@@ -180,7 +181,7 @@ def test_a_group_that_is_not_issued_again_is_named(tmp_path, monkeypatch):
 def test_a_worker_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_path):
     folder = tmp_path / "run"
     thread = kill_when(folder, "rollout-0", 3)
-    with pytest.raises(common.TrainingStopped, match="rollout-0 died .exit code -9.*rollout-0.log"):
+    with pytest.raises(TrainingStopped, match="rollout-0 died .exit code -9.*rollout-0.log"):
         train_async.train(config_of(folder, steps=100_000, restarts=0))
     thread.join(1)
     assert load_checkpoint(folder)["version"] >= 3
@@ -194,7 +195,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
         command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 60
-    while len(common.read_lines(folder / "metrics.jsonl")) < 8:
+    while len(read_lines(folder / "metrics.jsonl")) < 8:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
     asked = time.monotonic()
@@ -210,7 +211,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
     assert balanced(folder)["in_flight"] == len(state["in_flight"])
 
     steps = state["version"] + 10
-    resume = dataclasses.replace(common.Config(), resume=str(folder), steps=steps)
+    resume = dataclasses.replace(Config(), resume=str(folder), steps=steps)
     train_async.train(resume)
     assert sorted(trained_groups(folder)) == list(range(4 * steps))
     totals = balanced(folder)  # of both parts
@@ -232,8 +233,8 @@ def test_groups_that_were_complete_are_not_made_again(tmp_path, monkeypatch):
         paths.pop().unlink()
     state = load_checkpoint(folder)
     kept = [group.group_id for group in completed_groups(state)]
-    train_async.train(dataclasses.replace(common.Config(), resume=str(folder), steps=20))
-    events = common.read_lines(folder / "events.jsonl")
+    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=20))
+    events = read_lines(folder / "events.jsonl")
     scored = [e["group"] for e in events if e["kind"] == "score"]
     assert all(scored.count(group) == 1 for group in kept)
     assert sorted(trained_groups(folder)) == list(range(80))
@@ -252,7 +253,7 @@ def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
         [*command, "--checkpoint-every=5"], cwd=ROOT, start_new_session=True, stderr=-3, stdout=-3
     )
     deadline = time.monotonic() + 60
-    while len(common.read_lines(folder / "metrics.jsonl")) < 9:
+    while len(read_lines(folder / "metrics.jsonl")) < 9:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
@@ -262,9 +263,7 @@ def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
         file.write('{"t": 1.0, "kind": "sw')  # a line that was being written
     state = load_checkpoint(folder)
     assert state["version"] % 5 == 0 and state["in_flight"]
-    train_async.train(
-        dataclasses.replace(common.Config(), resume=str(folder), steps=state["version"] + 6)
-    )
+    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=state["version"] + 6))
     assert balanced(folder)["trained"] == 4 * (state["version"] + 6)
     assert sorted(trained_groups(folder)) == list(range(4 * (state["version"] + 6)))
     replayed(folder)

@@ -9,37 +9,44 @@ import numpy as np
 import pytest
 import torch
 
-import common
-import learner
+import learner as learner_room
 import losses
 import reward
+import rollout
 import train_async
 import train_sync
-from buffer import apply_verdicts, pack
-from checkpoint import load_checkpoint
-from model import GPT, PRESETS, ModelConfig, named_weights
+from learner import evaluate, group_signal, learner_step, pack, token_logprobs
+from model import GPT, PRESETS, ModelConfig
 from rollout import generate
+from runtime import setup as setup_room
+from runtime.checkpoint import load_checkpoint
+from runtime.config import Config, TrainingStopped, UserError, run_main
+from runtime.huggingface import named_weights
+from runtime.messages import apply_verdicts
+from runtime.runlog import read_lines
+from runtime.setup import make_model, make_task
+from runtime.tokenizer import VOCAB_SIZE, encode
 
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
 
 
-def config_of(folder=None, **flags) -> common.Config:
-    return dataclasses.replace(common.Config(), **{"out": str(folder or ""), **SMALL, **flags})
+def config_of(folder=None, **flags) -> Config:
+    return dataclasses.replace(Config(), **{"out": str(folder or ""), **SMALL, **flags})
 
 
 def batch_of(config, task=None):
     """A learner and one scored batch."""
-    task = task or train_sync.make_task(config)
-    learner = train_sync.make_learner(config, task, "cpu")
-    generator = train_sync.make_generator(config, task, learner.model)
-    groups = generate(generator, train_sync.new_groups(learner, task, config.groups_per_step))
+    task = task or setup_room.make_task(config)
+    learner = setup_room.make_learner(config, task, "cpu")
+    generator = setup_room.make_generator(config, task, learner.model)
+    groups = generate(generator, learner_room.new_groups(learner, task, config.groups_per_step))
     for group in groups:
-        apply_verdicts(group, train_sync.score(group, task, config))
+        apply_verdicts(group, reward.score(group, task, config))
     return learner, groups, task
 
 
 def rows_of(folder) -> list[dict]:
-    return common.read_lines(folder / "metrics.jsonl")
+    return read_lines(folder / "metrics.jsonl")
 
 
 def test_a_run_leaves_everything_behind(tmp_path, capsys):
@@ -78,7 +85,7 @@ def test_a_run_with_late_evaluations_goes_on(tmp_path):
     run = tmp_path / "run"
     train_sync.train(config_of(run, eval_when="late", eval_every=2, steps=3, checkpoint_every=3))
     seconds = rows_of(run)[3]["t"]
-    train_sync.train(dataclasses.replace(common.Config(), resume=str(run), steps=5))
+    train_sync.train(dataclasses.replace(Config(), resume=str(run), steps=5))
     rows = rows_of(run)
     assert [r["step"] for r in rows if "eval" in r] == [0, 2, 3, 4, 5]
     assert [r["step"] for r in rows if "seconds" in r] == [1, 2, 3, 4, 5]
@@ -90,7 +97,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
     train_sync.train(config_of(run, checkpoint_every=3))
     whole = load_checkpoint(run)
     (run / "checkpoints/step0000006.pt").unlink()  # as if it had been killed after step 3
-    resume = dataclasses.replace(common.Config(), resume=str(run))
+    resume = dataclasses.replace(Config(), resume=str(run))
     train_sync.train(resume)
     again = load_checkpoint(run)
     assert torch.equal(whole["weights"], again["weights"]) and again["version"] == 6
@@ -102,32 +109,32 @@ def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
 
 @pytest.mark.parametrize("positions, fits", [("learned", False), ("rope", True)])
 def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fits):
-    shape = dict(PRESETS["tiny"], vocab_size=reward.VOCAB_SIZE, context=9, positions=positions)
+    shape = dict(PRESETS["tiny"], vocab_size=VOCAB_SIZE, context=9, positions=positions)
     model = GPT(ModelConfig(**shape, attention="dsa", scoring="indexer", top_k=2), seed=5)
     path = tmp_path / "weights.pt"
     torch.save({"shape": model.config.__dict__, "weights": model.flat}, path)
     flags = {"init": str(path), "task": "reverse:4", "steps": 2}  # it needs 10 positions
     if not fits:
-        with pytest.raises(common.UserError, match=r"--init .*: must have 10 positions .* has 9"):
+        with pytest.raises(UserError, match=r"--init .*: must have 10 positions .* has 9"):
             train_sync.train(config_of(tmp_path / "run", **flags))
         return
     config = config_of(tmp_path / "run", **flags)
-    start = learner.make_model(config, learner.make_task(config))
+    start = make_model(config, make_task(config))
     assert torch.equal(start.flat, model.flat) and start.config.attention == "dsa"
     train_sync.train(config)
     start.flat.copy_(load_checkpoint(tmp_path / "run")["weights"])
     frozen, moved = named_weights(model), named_weights(start)
     for name, weight in moved.items():  # an indexer is frozen in RL: no gradient reaches it
         assert torch.equal(weight, frozen[name]) == (".indexer." in name), name
-    train_sync.train(dataclasses.replace(common.Config(), resume=str(tmp_path / "run"), steps=3))
+    train_sync.train(dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=3))
 
 
 def test_resume_never_overwrites_a_finished_run(tmp_path):
     run = tmp_path / "run"
     train_sync.train(config_of(run, steps=2))
     before = (run / "summary.json").read_text()
-    resume = dataclasses.replace(common.Config(), resume=str(run))
-    with pytest.raises(common.UserError, match="--steps 2: must be more than the 2 steps"):
+    resume = dataclasses.replace(Config(), resume=str(run))
+    with pytest.raises(UserError, match="--steps 2: must be more than the 2 steps"):
         train_sync.train(resume)
     assert (run / "summary.json").read_text() == before
     train_sync.train(dataclasses.replace(resume, steps=4))
@@ -152,20 +159,20 @@ def test_slow_environments_cost_only_their_own_episodes():
         return base.step(problem, answers)
 
     task = dataclasses.replace(base, step=step)
-    environment = train_sync.make_environment(config_of(reward_seconds=0.05), task)
-    tokens = np.array([*reward.encode("guess"), *reward.encode(" 7")])
+    environment = rollout.make_environment(config_of(reward_seconds=0.05), task)
+    tokens = np.array([*encode("guess"), *encode(" 7")])
     requests = [({"secret": s}, tokens, [(1, 2)]) for s in (1, 3, 9, 3, 7)]
     begin = time.monotonic()
     replies = environment.respond(requests)
     assert [replies[1], replies[3]] == ["env_timeout"] * 2 and time.monotonic() - begin < 3
-    assert [replies[0], replies[2], replies[4]] == [reward.encode("<"), reward.encode(">"), None]
+    assert [replies[0], replies[2], replies[4]] == [encode("<"), encode(">"), None]
 
 
 def test_one_learner_only():
-    with pytest.raises(common.UserError, match="--learners 2: must be 1 in train_sync.py"):
+    with pytest.raises(UserError, match="--learners 2: must be 1 in train_sync.py"):
         train_sync.train(config_of(learners=2))
     message = "--rollout-weights bfloat16: must be float32 in train_sync.py"
-    with pytest.raises(common.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         train_sync.train(config_of(rollout_weights="bfloat16"))
 
 
@@ -181,7 +188,7 @@ def test_same_weights_give_the_same_logprobs():
         learner, groups, _ = batch_of(config)
         for group in groups:
             for t in group.trajectories:
-                found, _ = train_sync.token_logprobs(learner.model, [t], learner.alphabet, 1.0)
+                found, _ = token_logprobs(learner.model, [t], learner.alphabet, 1.0)
                 sampled = torch.from_numpy(t.logprobs[t.loss_mask])
                 assert (found - sampled).abs().max() <= 1e-5, attention
 
@@ -192,7 +199,7 @@ def test_gradient_does_not_depend_on_the_packing():
     gradients = []
     for budget in (1, 40, 10_000):
         one = config_of(task="reverse", token_budget=budget, lr=0.0, grad_clip=0.0)
-        train_sync.learner_step(learner, groups, one)
+        learner_step(learner, groups, one)
         gradients.append(learner.model.flat_grad.clone())
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
@@ -204,14 +211,14 @@ def test_a_batch_that_fits_the_token_budget_is_one_micro_batch(monkeypatch):
     learner, groups, _ = batch_of(config)
     lengths = [len(t.tokens) for g in groups for t in g.trajectories]
     assert len(pack(lengths, sum(lengths))) == 2 and len(pack(lengths, 4096)) == 1
-    sizes, compute = [], train_sync.token_logprobs
+    sizes, compute = [], token_logprobs
 
     def counted(model, batch, *how):
         sizes.append(len(batch))
         return compute(model, batch, *how)
 
-    monkeypatch.setattr(train_sync, "token_logprobs", counted)
-    train_sync.learner_step(learner, groups, config)
+    monkeypatch.setattr(learner_room, "token_logprobs", counted)
+    learner_step(learner, groups, config)
     assert sizes == [len(lengths)]
 
 
@@ -219,18 +226,18 @@ def test_a_step_raises_the_probability_of_what_was_good():
     config = config_of(task="reverse", objective="reinforce", entropy=0.0, reference_every=0)
     learner, groups, _ = batch_of(config)
     flat = [t for g in groups for t in g.trajectories]
-    advantages, _ = train_sync.group_signal(groups, config.advantage)
+    advantages, _ = group_signal(groups, config.advantage)
 
     def gain():  # sum of A log pi: the quantity whose gradient was followed
         with torch.no_grad():
             parts = [
-                float(a) * train_sync.token_logprobs(learner.model, [t], learner.alphabet, 1.0)[0]
+                float(a) * token_logprobs(learner.model, [t], learner.alphabet, 1.0)[0]
                 for a, t in zip(advantages, flat, strict=True)
             ]
         return float(torch.cat(parts).sum())
 
     before = gain()
-    metrics = train_sync.learner_step(learner, groups, config)
+    metrics = learner_step(learner, groups, config)
     assert gain() > before
     assert learner.version == 1 and metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
 
@@ -238,7 +245,7 @@ def test_a_step_raises_the_probability_of_what_was_good():
 def test_metrics_speak_of_all_micro_batches():
     config = config_of(task="reverse", token_budget=30)
     learner, groups, _ = batch_of(config)
-    metrics = train_sync.learner_step(learner, groups, config)
+    metrics = learner_step(learner, groups, config)
     everything = [t for g in groups for t in g.trajectories]
     assert metrics["tokens"] == sum(int(t.loss_mask.sum()) for t in everything)
     assert metrics["reward"] == pytest.approx(np.mean([t.reward for t in everything]))
@@ -248,9 +255,9 @@ def test_metrics_speak_of_all_micro_batches():
 def test_reference_follows_the_policy_and_feeds_the_damper():
     config = config_of(task="reverse", reference_every=1, reference_refresh=2, lr=0.01)
     learner, groups, _ = batch_of(config)
-    train_sync.learner_step(learner, groups, config)
+    learner_step(learner, groups, config)
     assert not torch.equal(learner.reference.flat, learner.model.flat)
-    train_sync.learner_step(learner, groups, config)  # version 2: a snapshot is taken
+    learner_step(learner, groups, config)  # version 2: a snapshot is taken
     assert torch.equal(learner.reference.flat, learner.model.flat)
     embedding = learner.reference.embed_tokens.weight
     assert torch.equal(embedding, learner.model.embed_tokens.weight)
@@ -262,7 +269,7 @@ def test_damper_lowers_the_learning_rate():
     config = config_of(task="reverse", reference_every=1, lr=0.01)
     learner, groups, _ = batch_of(config)
     learner.damper = dataclasses.replace(learner.damper, window=(4.0,) * 10)
-    metrics = train_sync.learner_step(learner, groups, config)
+    metrics = learner_step(learner, groups, config)
     assert metrics["lr"] == pytest.approx(0.6 * config.lr)
     assert metrics["reference_weight"] > config.reference_weight
 
@@ -276,10 +283,10 @@ def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, monke
     config = config_of(tmp_path / "run", objective="reinforce")
     learner, groups, _ = batch_of(config)
     weights = learner.model.flat.clone()
-    metrics = train_sync.learner_step(learner, groups, config)
+    metrics = learner_step(learner, groups, config)
     assert metrics["skipped"] == 1 and torch.equal(weights, learner.model.flat)
     assert learner.version == 1  # the batch is used up
-    with pytest.raises(common.TrainingStopped, match="not finite three times in a row"):
+    with pytest.raises(TrainingStopped, match="not finite three times in a row"):
         train_sync.train(config)
     assert (tmp_path / "run/bad_batch.pt").is_file()
     assert all("reward" in r for r in rows_of(tmp_path / "run")[1:])
@@ -298,7 +305,7 @@ def failing(bad_share: int):
 
 
 def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_sync, "make_task", lambda config: failing(4))
+    monkeypatch.setattr(setup_room, "make_task", lambda config: failing(4))
     train_sync.train(config_of(tmp_path / "run", max_failures=1.0))
     rows = rows_of(tmp_path / "run")[1:]
     failures = sum(n for r in rows for n in r["failures"].values())
@@ -307,18 +314,18 @@ def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeyp
 
 
 def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_sync, "make_task", lambda config: failing(1))
-    with pytest.raises(common.TrainingStopped, match="16 of 16 episodes failed.*verifier_error"):
+    monkeypatch.setattr(setup_room, "make_task", lambda config: failing(1))
+    with pytest.raises(TrainingStopped, match="16 of 16 episodes failed.*verifier_error"):
         train_sync.train(config_of(tmp_path / "run"))
 
 
 def test_evaluation_changes_nothing():
     config = config_of(task="guess")
-    task = train_sync.make_task(config)
-    learner = train_sync.make_learner(config, task, "cpu")
+    task = setup_room.make_task(config)
+    learner = setup_room.make_learner(config, task, "cpu")
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
-    first = train_sync.evaluate(learner, config, task)
-    assert first == train_sync.evaluate(learner, config, task)
+    first = evaluate(learner, config, task)
+    assert first == evaluate(learner, config, task)
     assert torch.equal(weights, learner.model.flat) and torch.equal(state, torch.get_rng_state())
     assert 0 <= first["solved"] <= 1 and 1 <= first["turns"] <= 6
 
@@ -340,7 +347,7 @@ def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, words):
     argv = [a for k, v in flags.items() for a in ("--" + k, str(v))]
     monkeypatch.setattr(sys, "argv", ["train_sync.py", "--out", str(tmp_path / "run"), *argv])
     with pytest.raises(SystemExit) as stop:
-        common.run_main(train_sync.train, "test")
+        run_main(train_sync.train, "test")
     line = capsys.readouterr().err
     assert stop.value.code == 2 and line.count("\n") == 1
     for word in words:
@@ -353,7 +360,7 @@ def test_malformed_jsonl_is_named_by_its_line(tmp_path, monkeypatch, capsys):
     path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "3+3="}\n')
     monkeypatch.setattr(sys, "argv", ["train_sync.py", "--task", f"jsonl:{path}"])
     with pytest.raises(SystemExit) as stop:
-        common.run_main(train_sync.train, "test")
+        run_main(train_sync.train, "test")
     assert stop.value.code == 2 and "line 2" in capsys.readouterr().err
 
 
@@ -369,8 +376,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     train_sync.train(config_of(tmp_path / "run", steps=1))
     path = tmp_path / "run/config.json"
     path.write_text(path.read_text().replace('"positions": "learned"', '"positions": "rope"'))
-    resume = dataclasses.replace(common.Config(), resume=str(tmp_path / "run"), steps=2)
+    resume = dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=2)
     before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    with pytest.raises(common.UserError, match="its positions is learned and this run's is rope"):
+    with pytest.raises(UserError, match="its positions is learned and this run's is rope"):
         train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())

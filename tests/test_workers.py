@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-import common
-import workers
-from learner import make_learner, make_task
-from weight_mailbox import Mailbox
+from runtime import workers
+from runtime.config import Config
+from runtime.mailbox import Mailbox
+from runtime.setup import make_learner, make_task
 
 
 class Script:
@@ -38,10 +38,10 @@ class Script:
 
 def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(monkeypatch):
     """The span ends before it waits for work, and has the first token boundary in it."""
-    config = dataclasses.replace(common.Config(), task="reverse", slots=4, group_size=4)
+    config = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
     task, made, make = make_task(config), [], workers.make_generator
     monkeypatch.setattr(workers.gc, "freeze", lambda: None)
-    monkeypatch.setattr(workers.common, "set_threads", lambda *_: None)
+    monkeypatch.setattr(workers, "set_threads", lambda *_: None)
     monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
     flat = make_learner(config, task, "cpu").model.flat
     mailbox = Mailbox(flat.numel())

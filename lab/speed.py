@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import common
-from report import RESULTS, load_result, save_result, spread
-
-# ---------------------------------------------------------------------------------- generator
+from lab.plots import RESULTS, load_result, save_result, spread
+from runtime.config import Config, fail
+from runtime.devices import describe_machine
 
 
 def our_speed(model, prompts: list[list[int]], lengths: list[int], slots: int) -> float:
@@ -75,7 +74,7 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
     try:
         import transformers
     except ImportError:
-        common.fail(ValueError("generator: needs the package transformers (pip install it)"))
+        fail(ValueError("generator: needs the package transformers (pip install it)"))
     shape = ModelConfig(
         **PRESETS["small"], context=512, positions="rope", qk_norm=True, init_std=0.02
     )
@@ -107,7 +106,7 @@ def bench_generator(rounds: int = 5, slots: int = 64) -> None:
             [len(p["answer"]) + 1 for p in problems],
         ),
     }
-    result = {"machine": common.describe_machine(), "transformers": transformers.__version__}
+    result = {"machine": describe_machine(), "transformers": transformers.__version__}
     result |= {"parameters": ours.flat.numel(), "slots": slots, "workloads": {}}
     for name, (prompts, lengths) in workloads.items():
         speeds: dict[str, list[float]] = {"nanoglm": [], "transformers": []}
@@ -138,11 +137,11 @@ def bench_compile(rounds: int = 9, batch: int = 16) -> None:
     from rollout import generate
 
     torch.set_num_threads(1)
-    result = {"machine": common.describe_machine(), "slots": 16 * batch, "tasks": {}}
+    result = {"machine": describe_machine(), "slots": 16 * batch, "tasks": {}}
     for name in ("guess", "reverse", "sum"):
         by, seconds, speeds = {}, {}, {"no": [], "decode": []}
         for how in speeds:
-            config = common.Config(task=name, compile=how, slots=16 * batch)
+            config = Config(task=name, compile=how, slots=16 * batch)
             task, start = make_task(config), time.perf_counter()
             by[how] = make_generator(config, task, make_model(config, task))
             seconds[how] = time.perf_counter() - start
@@ -159,9 +158,6 @@ def bench_compile(rounds: int = 9, batch: int = 16) -> None:
     save_result("compile", result)
 
 
-# ---------------------------------------------------------------------------- sparse attention
-
-
 def bench_decode(slots: int = 16, rounds: int = 7) -> None:
     """Model `small`, on a GPU or one CPU thread: one decoded token a slot at growing context, dense
     against sparse in turn; and peak memory of a sparse prefill on CPU -> results/decode-*.json."""
@@ -173,7 +169,7 @@ def bench_decode(slots: int = 16, rounds: int = 7) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lengths = [2**i for i in (range(12, 18) if device == "cuda" else range(12, 15))]
     torch.set_num_threads(1)
-    result = {"machine": common.describe_machine(), "model": "small", "slots": slots, "rows": []}
+    result = {"machine": describe_machine(), "model": "small", "slots": slots, "rows": []}
     kinds = {"dense": {}}
     for chunk_size, top_k in ((64, 16), (64, 8), (16, 16)):
         sparse = {"attention": "dsa", "chunk_size": chunk_size, "top_k": top_k}
@@ -278,7 +274,7 @@ def bench_dsa(rounds: int = 3) -> None:
         with sdpa_kernel(getattr(SDPBackend, backend)):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    result = {"machine": common.describe_machine(), **shape, "chunks": "16 of 64", "rows": []}
+    result = {"machine": describe_machine(), **shape, "chunks": "16 of 64", "rows": []}
     for length in tqdm(shape["lengths"], unit="length"):
         tensors = [
             torch.randn(length, heads, width, dtype=getattr(torch, shape["dtype"]), device=device)

@@ -24,13 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-import common
-from calibrate import KEEP, calibrate, read_run
-from common import Config, UserError, flag
-from pipeline import Costs, Log, Setup, measure, predict
-from report import BLUE, GREEN, GREY, ORANGE, RESULTS, canvas, load_result, save_result
-
-# ------------------------------------------------------------------------------------------ score
+from lab.calibrate import KEEP, calibrate, read_run
+from lab.pipeline import Costs, Log, Setup, measure, predict
+from lab.plots import RESULTS, load_result, save_result
+from runtime.config import Config, UserError, fail, flag, parse
+from runtime.devices import describe_machine
+from runtime.report import BLUE, GREEN, GREY, ORANGE, canvas
 
 
 def score(logs: list[Log], known: dict[str, Costs]) -> list[dict]:
@@ -86,9 +85,6 @@ def draw_score(rows: list[dict]) -> None:
     )
     figure.savefig(RESULTS / "simulate.png", dpi=120)
     plt.close(figure)
-
-
-# ------------------------------------------------------------------------------- advise and scale
 
 
 @dataclass(frozen=True)
@@ -152,6 +148,8 @@ ASSUMED = (
     "eta = 2, caches kept, nobody fails; a verification takes 0.1 s, and 16 run at once",
     "the baseline generates with continuous batching, then trains, on the same devices",
 )
+
+
 PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
     ("AReaL 1.5B, 16 nodes", "arXiv 2505.24298 [P]", 128, 1.5, "2.77x"),
     ("AReaL 7B, 24 nodes", "arXiv 2505.24298 [P]", 192, 7.0, "2.27x"),
@@ -232,9 +230,6 @@ def draw_scale(result: dict) -> None:
     plt.close(figure)
 
 
-# ----------------------------------------------------------------------------------- command line
-
-
 def table(rows: list[dict]) -> str:
     """Rows with the same keys as text, one line each."""
 
@@ -280,11 +275,11 @@ def main(arguments: list[str]) -> None:
             print(f"generation takes {', '.join(times)} times as long (pipeline.py)")
     elif command == "score" and rest:
         rows = score([read_run(run) for run in rest], load_costs())
-        save_result("simulate", {"machine": common.describe_machine(), "runs": rows})
+        save_result("simulate", {"machine": describe_machine(), "runs": rows})
         draw_score(rows)
         print(table(rows), "\n*: predicted; idle: of workers and learners together")
     elif command == "advise":
-        print(advise(common.parse(__doc__, rest, Question), load_costs()))
+        print(advise(parse(__doc__, rest, Question), load_costs()))
     elif command == "scale" and not rest:
         result = scale(load_costs())
         save_result("scale", result)
@@ -302,4 +297,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        common.fail(error)
+        fail(error)

@@ -25,6 +25,8 @@ from pathlib import Path
 
 # kind of event -> the states in which it may find a group, and the one in which it leaves it
 ALIVE = ("admitted", "started", "finished", "scored")
+
+
 MOVES = {
     "admit": (("unknown",), "admitted"),
     "start": (("admitted",), "started"),
@@ -35,9 +37,15 @@ MOVES = {
     "lost": (ALIVE, "lost"),
     "requeue": (("lost",), "admitted"),
 }
+
+
 # state of a group in flight -> where the trainer must have it
 WORKER, BUFFER, AGAIN = "with a worker", "in the buffer", "to be issued again"
+
+
 PLACES = {"admitted": WORKER, "started": WORKER, "finished": WORKER}
+
+
 PLACES |= {"scored": BUFFER, "lost": AGAIN}
 
 
@@ -98,9 +106,6 @@ def table(totals: dict) -> str:
     cells["lost and issued again"] = totals["requeued"]
     head = "   ".join(cells)
     return head + "\n" + "   ".join(f"{n:{len(name)},}" for name, n in cells.items())
-
-
-# ------------------------------------------------------------------------------------ the log file
 
 
 def read_log(path: Path, use: Callable[[dict], None]) -> int:

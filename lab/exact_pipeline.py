@@ -18,22 +18,28 @@ from torch import Tensor
 
 import losses
 from cache import decode, make_cache, prefill
+from lab.pipeline import Costs, Pipeline, Setup, end
+from lab.plots import draw_panels
 from model import GPT, ModelConfig, generated_logprobs, pack_tokens
-from pipeline import Costs, Pipeline, Setup, end
-from report import BLUE, GREY, ORANGE, draw_panels
+from runtime.report import BLUE, GREY, ORANGE
 
 PROMPT, LETTERS = [5, 6, 7, 5, 6, 4], torch.arange(4)
+
+
 MODES = {"recompute": BLUE, "keep": ORANGE, "drain": GREY}
+
+
 STEPS = range(1, 9)  # between the weights before a swap and behind it
+
+
 LENGTHS = {
     ("wait", "trained"): BLUE,
     ("drop", "trained"): ORANGE,
     ("drop", "admitted"): GREY + "--",
 }
+
+
 SHARES = np.geomspace(1, 0.001, 100)  # of answers that are at least so long
-
-
-# ---- the weight swap ----
 
 
 def learner_logprobs(model: GPT, responses: Tensor) -> Tensor:
@@ -104,9 +110,6 @@ def swap_part(task, seed: int) -> tuple[dict, list[tuple]]:
     return curves, claims
 
 
-# ---- what is dropped ----
-
-
 def drop_part(seed: int, steps: int = 375) -> tuple[dict, list[tuple]]:
     """Lengths of what is admitted and of what is trained, by rule; time in decode steps.
 
@@ -131,9 +134,6 @@ def drop_part(seed: int, steps: int = 375) -> tuple[dict, list[tuple]]:
         chance = torch.full_like(kept, 1 / len(kept))
         claims.append((f"length trained, {rule}", kept, chance, truth, rule == "wait"))
     return curves, claims
-
-
-# ---- pictures ----
 
 
 def draw(result: dict) -> None:

@@ -23,14 +23,23 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from tqdm import tqdm
 
-import common
-import lab_pipeline
 import losses
-from report import BLUE, GREEN, GREY, ORANGE, PURPLE, draw_panels, save_result
+from lab.exact_pipeline import draw as draw_pipeline
+from lab.exact_pipeline import drop_part, swap_part
+from lab.plots import draw_panels, save_result
+from runtime.config import flag, run_main
+from runtime.devices import describe_machine
+from runtime.report import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one size
+
+
 JUDGED = (0, 2, 8)  # staleness at which a sampled trace is held against theory
+
+
 CORRECTIONS = {"opsm": "decoupled_ppo", "vtrace": "reinforce", "sequence_is": "reinforce"}
+
+
 METHODS = (*losses.OBJECTIVES, *CORRECTIONS)
 
 
@@ -38,11 +47,8 @@ METHODS = (*losses.OBJECTIVES, *CORRECTIONS)
 class Settings:
     """What may be chosen; fields are flags."""
 
-    seed: int = common.flag(0, "of policies and samples", 0, 2**31 - 1)
-    samples: int = common.flag(100_000, "of each trace", 100, 10**7)
-
-
-# ---- the enumerated task ----
+    seed: int = flag(0, "of policies and samples", 0, 2**31 - 1)
+    samples: int = flag(100_000, "of each trace", 100, 10**7)
 
 
 class Task(NamedTuple):
@@ -104,9 +110,6 @@ def prefix_values(theta: Tensor, task: Task) -> Tensor:
     mu = logprobs_of(theta, task).sum(1).exp()
     visits = one_hot(task.prefix, task.shape[0]).sum(1).double()  # [R, P]
     return (((mu * task.rewards) @ visits) / (mu @ visits))[task.prefix]
-
-
-# ---- objectives and corrections ----
 
 
 def vtrace(log_ratio: Tensor, values: Tensor, rewards: Tensor, cap: float = 1.0) -> tuple:
@@ -181,9 +184,6 @@ def is_unbiased(method: str, length: int, staleness: int, touched: float) -> boo
     return length == 1 and touched == 0 and method != "reinforce"
 
 
-# ---- claims, and what a sample says about them ----
-
-
 def gradient_claim(
     name: str, gradients: Tensor, chance: Tensor, truth: Tensor, unbiased: bool
 ) -> tuple:
@@ -213,9 +213,6 @@ def verdict(claim: tuple, samples: int, seed: int) -> dict:
     ok = abs(estimate - predicted) <= 3 * error and (hidden or within == unbiased)
     row = dict(name=name, estimate=estimate, truth=truth, se=error, predicted=predicted)
     return row | dict(within=within, expected="unbiased" if unbiased else "biased", ok=ok)
-
-
-# ---- the experiments: each returns facts {label: [one a staleness]}, and claims ----
 
 
 def objectives_part(task: Task, seed: int) -> tuple[dict, list[tuple]]:
@@ -287,8 +284,6 @@ def kl_part(task: Task, seed: int) -> tuple[dict, list[tuple]]:
     return curves, claims
 
 
-# ---- pictures and the command ----
-
 # dashes are drawn over the full lines that they may coincide with
 STYLES = dict(
     sequence_is=BLUE, vtrace=BLUE + "--", ppo=ORANGE, gspo=ORANGE + "--", double_sided=ORANGE + ":",
@@ -328,8 +323,8 @@ def main(settings: Settings) -> None:
     begin, seed, deep = time.monotonic(), settings.seed, TASKS["three tokens"]
     parts = {name: (objectives_part, task) for name, task in TASKS.items()}
     parts |= {f"kl, {name}": (kl_part, task) for name, task in TASKS.items()}
-    parts |= {"advantages": (advantages_part, deep), "lengths": (lab_pipeline.drop_part,)}
-    parts["swap"] = (lab_pipeline.swap_part, make_task(4, 4))
+    parts |= {"advantages": (advantages_part, deep), "lengths": (drop_part,)}
+    parts["swap"] = (swap_part, make_task(4, 4))
     result, verdicts = {}, []
     for name, (part, *task) in tqdm(parts.items(), unit="part"):
         result[name], claims = part(*task, seed)
@@ -337,7 +332,7 @@ def main(settings: Settings) -> None:
     rewards = [true_gradient(theta, deep)[0] for theta in policies(deep, seed)]
     result["expected_reward"] = {"by_step": rewards, "optimum": float(deep.rewards.max())}
     draw(result)
-    lab_pipeline.draw(result)
+    draw_pipeline(result)
     print(" " * 36 + "  estimate     truth        SE predicted  theory says")
     for row in verdicts:
         numbers = "".join(f"{row[k]:10.4f}" for k in ("estimate", "truth", "se", "predicted"))
@@ -345,8 +340,8 @@ def main(settings: Settings) -> None:
         print(f"{row['name']:36}{numbers}  {row['expected']}{mark}")
     print(f"{sum(row['ok'] for row in verdicts)} of {len(verdicts)} as theory says")
     facts = dict(seed=seed, samples=settings.samples, seconds=round(time.monotonic() - begin, 1))
-    save_result("lab", facts | dict(verdicts=verdicts, machine=common.describe_machine()) | result)
+    save_result("lab", facts | dict(verdicts=verdicts, machine=describe_machine()) | result)
 
 
 if __name__ == "__main__":
-    common.run_main(main, __doc__, Settings)
+    run_main(main, __doc__, Settings)

@@ -14,20 +14,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import common
-from buffer import Group, group_from_parts, group_to_parts
-from checkpoint import load_checkpoint, restore
-from common import Config
-from learner import judge, make_generator, make_learner, make_model, make_task
+from learner import learner_step
+from reward import judge
 from rollout import COUNTED
-from train_sync import learner_step
-from transport import HOLD_SECONDS, Line
-from weight_mailbox import Mailbox
+from runtime.checkpoint import load_checkpoint, restore
+from runtime.config import Config
+from runtime.devices import set_threads
+from runtime.mailbox import Mailbox
+from runtime.messages import Group, group_from_parts, group_to_parts
+from runtime.processes import HOLD_SECONDS, Line
+from runtime.setup import make_generator, make_learner, make_model, make_task
 
 
 def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
-    common.set_threads(config, processes, device)
+    set_threads(config, processes, device)
     task = make_task(config)
     model = make_model(config, task).on(device)
     generator = make_generator(config, task, model, line.worker)
@@ -87,7 +88,7 @@ def reward_worker(line: Line, config: Config):
 
 def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
     """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
-    common.set_threads(config, processes, device)
+    set_threads(config, processes, device)
     learner = make_learner(config, make_task(config), device)
     if config.resume:
         restore(learner, load_checkpoint(Path(config.resume)), config)

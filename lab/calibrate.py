@@ -23,14 +23,22 @@ from pathlib import Path
 
 import numpy as np
 
-import common
-from common import UserError
-from pipeline import Costs, Log, Pipeline, Setup, end, overlap
+from lab.pipeline import Costs, Log, Pipeline, Setup, end, overlap
+from runtime.config import UserError
+from runtime.runlog import read_lines
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
+
+
 REFILL = ("episode", "refill", "prefill")
+
+
 TRAIN = ("train", "micro_batch", "train_token", "reference_token", "listen")
+
+
 BESIDE = np.linspace(1.0, 2.0, 41)  # what `beside` may be
+
+
 KEEP = 500  # groups: enough to draw from
 
 
@@ -40,9 +48,9 @@ def read_run(folder: str) -> Log:
     if not ((path / "config.json").is_file() and (path / "events.jsonl").is_file()):
         raise UserError(f"{folder}: must be a run folder (with config.json and events.jsonl)")
     config, events = json.loads((path / "config.json").read_text()), defaultdict(list)
-    for event in common.read_lines(path / "events.jsonl"):
+    for event in read_lines(path / "events.jsonl"):
         events[event["kind"]].append(event)
-    rows = [row for row in common.read_lines(path / "metrics.jsonl") if "seconds" in row]
+    rows = [row for row in read_lines(path / "metrics.jsonl") if "seconds" in row]
     names = {f.name for f in fields(Setup)}
     setup = Setup(**{name: value for name, value in config.items() if name in names})
     setup.eta, setup.synchronous = config["max_staleness"], config["mode"] == "sync"

@@ -21,21 +21,15 @@ from pathlib import Path
 from torch import Tensor
 from tqdm import tqdm
 
-import common
-from buffer import Group, apply_verdicts
-from common import Config, TrainingStopped, UserError
-from learner import (
-    Learner,
-    make_generator,
-    make_learner,
-    make_model,
-    make_task,
-    resumed,
-    score,
-)
-from ledger import audit, script
+from learner import Learner, learner_step
+from reward import score
 from rollout import Generator
-from train_sync import learner_step
+from runtime.checkpoint import sha256_of
+from runtime.config import Config, TrainingStopped, UserError
+from runtime.devices import pick_devices, set_threads
+from runtime.ledger import audit, script
+from runtime.messages import Group, apply_verdicts
+from runtime.setup import make_generator, make_learner, make_model, make_task, resumed
 
 FOREVER = 2**30  # tokens
 
@@ -127,8 +121,8 @@ def replay(config: Config) -> None:
     """The whole run again; prints what is shown by it."""
     run = Path(config.replay)
     config, summary = recorded(config)
-    devices, task = common.pick_devices(config), make_task(config)
-    common.set_threads(config, sum(map(len, devices)), devices[0][0])
+    devices, task = pick_devices(config), make_task(config)
+    set_threads(config, sum(map(len, devices)), devices[0][0])
     if devices[0][0] != "cpu":
         print(
             "on a GPU, sums of gradients depend on the order of atomic additions: the episodes "
@@ -153,7 +147,7 @@ def replay(config: Config) -> None:
             compare(group, scores[group.group_id])
             done[group.group_id] = group
         step_again(learner, event, done, config)
-    sha256 = common.sha256_of(learner.model.flat)
+    sha256 = sha256_of(learner.model.flat)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
     episodes = sum(len(event["swaps"]) for event in trained)

@@ -1,27 +1,14 @@
-"""common.py: what every command shares: configuration, run folder, checkpoints, devices.
-
-One dataclass is the whole configuration: its fields become the flags (with hyphens), their help
-texts and their limits; a wrong value costs one line and exit code 2, never a traceback.
-Left out: everything about models, tasks and training.
-"""
+"""runtime/config.py."""
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import math
 import os
-import platform
 import shutil
-import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
-from tqdm import tqdm
 
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 
@@ -157,182 +144,6 @@ def fail(error: Exception) -> None:
     """Print one line to stderr and end the process with exit code 2."""
     sys.stderr.write(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}\n")
     raise SystemExit(2)
-
-
-# ---------------------------------------------------------------------------------------- devices
-
-
-def pick_devices(config: Config) -> tuple[list[str], list[str]]:
-    """Devices of the learners and of the rollout workers, one entry a process.
-
-    CPU: the learners and as many rollout workers as cores are left. One GPU: shared. Several
-    GPUs: learners take the first ones, rollout workers the others. Raises UserError.
-    """
-    gpus = torch.cuda.device_count()
-    name = config.device
-    if name == "auto":
-        name = "cuda" if gpus else "cpu"
-    index = name.removeprefix("cuda:")
-    if name not in ("cpu", "cuda") and not (name.startswith("cuda:") and index.isdigit()):
-        raise UserError(f"--device {config.device}: must be auto, cpu, cuda or cuda:N")
-    if name != "cpu" and (gpus == 0 or (index.isdigit() and int(index) >= gpus)):
-        raise UserError(f"--device {config.device}: this machine has {gpus} CUDA devices")
-    learners = config.learners
-    if name == "cpu":
-        return ["cpu"] * learners, ["cpu"] * (config.rollout_workers or max(1, cores() - learners))
-    if name != "cuda" or gpus == 1:
-        one = name if name != "cuda" else "cuda:0"
-        return [one] * learners, [one] * (config.rollout_workers or 1)
-    training = [f"cuda:{i % gpus}" for i in range(learners)]
-    rest = [f"cuda:{i}" for i in range(min(learners, gpus - 1), gpus)]
-    workers = config.rollout_workers or len(rest)
-    return training, [rest[i % len(rest)] for i in range(workers)]
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def set_threads(config: Config, processes: int, device: str = "cpu") -> None:
-    """Give this process its share of the cores, and its GPU."""
-    torch.set_num_threads(config.threads or max(1, cores() // processes))
-    if device != "cpu":
-        torch.cuda.set_device(device)
-
-
-# ------------------------------------------------------------------------------------- run folder
-
-
-def open_run(config: Config, mode: str) -> Path:
-    """Create the run folder, or reopen the one to resume; raises UserError, overwrites nothing."""
-    name = f"runs/{config.task.split(':')[0]}-{mode}-{time.strftime('%m%d-%H%M%S')}"
-    folder = Path(config.resume or config.out or name)
-    if config.resume:
-        record = json.loads((folder / "config.json").read_text())
-        if record["mode"] != mode:
-            raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
-        (folder / "config.json").write_text(json.dumps(record | {"steps": config.steps}, indent=1))
-        return folder
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--out {folder}: must be new or an empty folder")
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "logs").mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: must be writable ({error.strerror})") from error
-    record = {"mode": mode, **dataclasses.asdict(config), "machine": describe_machine()}
-    (folder / "config.json").write_text(json.dumps(record, indent=1))
-    return folder
-
-
-def describe_machine() -> dict:
-    """Versions and hardware, for the record of every measurement."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), cpu)
-    return {
-        "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",
-        "cores": cores(),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def append_lines(path: Path, records: list[dict]) -> None:
-    """Append records as JSON lines: all of them, or none when the disk is full (OSError)."""
-    with path.open("ab", buffering=0) as file:
-        size, data = file.tell(), "".join(json.dumps(record) + "\n" for record in records).encode()
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError as error:
-            file.truncate(size)
-            raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The records of a JSON-lines file, [] when it does not exist."""
-    return [json.loads(s) for s in path.read_text().splitlines()] if path.is_file() else []
-
-
-def forget_after(path: Path, version: int) -> float:
-    """Drop the metrics of steps that will be done again; returns the seconds of the last one."""
-    rows = [row for row in read_lines(path) if row["step"] <= version]
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    append_lines(partial, rows)
-    partial.replace(path)
-    return max(row["t"] for row in rows)
-
-
-def sha256_of(flat: torch.Tensor) -> str:
-    """Fingerprint of the weights: the sha256 of their bytes."""
-    return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
-
-
-# ---------------------------------------------------------------------------------------- watching
-
-
-class Stop:
-    """Ctrl-C sets a flag that the loops look at; a second one ends the process at once."""
-
-    def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self)
-        signal.signal(signal.SIGTERM, self)
-
-    def __call__(self, number, frame):
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-class Watch:
-    """What a person and the disk get to see of a run: a progress bar, and JSON lines."""
-
-    def __init__(self, run: Path, steps: int, done: int = 0, seconds: float = 0.0):
-        self.run, self.start = run, time.monotonic() - seconds
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
-        self.events, self.shown = [], {}
-        self.kept: list[tuple] = []  # (seconds, version, weights) of evaluations that are to come
-
-    def span(self, process: str, kind: str, begin: float, **details) -> float:
-        """Note what lasted from `begin` until now; returns its seconds."""
-        seconds = time.monotonic() - begin
-        self.event(process, kind, begin, seconds=seconds, **details)
-        return seconds
-
-    def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
-        """Note one event; times are seconds since the run began."""
-        at = (at or time.monotonic()) - self.start
-        self.events.append({"t": round(at, 6), "process": process, "kind": kind, **details})
-
-    def step(self, record: dict, **shown) -> None:
-        """One step is done: write its metrics and everything that happened, move the bar."""
-        self.shown |= shown
-        record = {"t": round(time.monotonic() - self.start, 3), **record}
-        append_lines(self.run / "metrics.jsonl", [record])
-        self.flush()
-        self.bar.set_postfix(self.shown, refresh=False)
-        self.bar.update()
-
-    def say(self, text: str) -> None:
-        """Print above the progress bar."""
-        self.bar.write(text)
-
-    def flush(self) -> None:
-        append_lines(self.run / "events.jsonl", self.events)
-        self.events = []
-
-    def close(self) -> float:
-        """Write what is left; returns the seconds since the run began."""
-        self.flush()
-        self.bar.close()
-        return time.monotonic() - self.start
 
 
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:

@@ -17,7 +17,10 @@ from functools import cache
 if sys.platform == "linux":
     import resource
 
+
 DIGITS = 4300  # of an integer that is read from text, or written: more take quadratic time
+
+
 sys.set_int_max_str_digits(DIGITS)  # Python's own limit, whatever the environment says
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 if sys.platform == "linux":
     import fcntl
 
+
 SHARED, PREFIX = Path("/dev/shm"), "nanoglm-"
 
 

@@ -6,15 +6,18 @@ import json
 import pytest
 import torch
 
-import common
-import learner
 import losses
+from runtime import devices
+from runtime.config import OBJECTIVES, Config, UserError, check, parse
+from runtime.devices import pick_devices, set_threads
+from runtime.runlog import open_run
+from runtime.setup import resumed
 
 
 def refused(capsys, *argv) -> str:
     """The one line that a wrong command line prints; asserts exit code 2."""
     with pytest.raises(SystemExit) as stop:
-        common.parse("test", list(argv))
+        parse("test", list(argv))
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "Traceback" not in err
@@ -49,29 +52,29 @@ def test_wrong_flags_cost_one_line(capsys, argv, words):
 
 
 def test_flags_are_the_fields():
-    config = common.parse("test", ["--task", "sort:5", "--max-staleness", "4", "--lr", "0.01"])
+    config = parse("test", ["--task", "sort:5", "--max-staleness", "4", "--lr", "0.01"])
     assert (config.task, config.max_staleness, config.lr) == ("sort:5", 4, 0.01)
-    assert all(f.metadata["help"] for f in dataclasses.fields(common.Config))
-    assert common.check(common.Config()) == common.Config()
+    assert all(f.metadata["help"] for f in dataclasses.fields(Config))
+    assert check(Config()) == Config()
 
 
 def test_objectives_on_the_command_line_are_those_of_losses():
-    assert set(common.OBJECTIVES) == set(losses.OBJECTIVES)
+    assert set(OBJECTIVES) == set(losses.OBJECTIVES)
     assert set(losses.ADVANTAGES) == {"grpo", "mean", "rloo"}
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1"])
 def test_unknown_device(name):
-    config = dataclasses.replace(common.Config(), device=name)
-    with pytest.raises(common.UserError, match=f"--device {name}: must be"):
-        common.pick_devices(config)
+    config = dataclasses.replace(Config(), device=name)
+    with pytest.raises(UserError, match=f"--device {name}: must be"):
+        pick_devices(config)
 
 
 def test_devices_are_split(monkeypatch):
     def split(gpus, cores=2, **flags):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(common, "cores", lambda: cores)
-        return common.pick_devices(dataclasses.replace(common.Config(), **flags))
+        monkeypatch.setattr(devices, "cores", lambda: cores)
+        return pick_devices(dataclasses.replace(Config(), **flags))
 
     assert split(0) == (["cpu"], ["cpu"])
     assert split(0, cores=8) == (["cpu"], ["cpu"] * 7)
@@ -81,9 +84,9 @@ def test_devices_are_split(monkeypatch):
     assert split(4, learners=2) == (["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"])
     assert split(4, device="cpu") == (["cpu"], ["cpu"])
     assert split(4, device="cuda:2") == (["cuda:2"], ["cuda:2"])
-    with pytest.raises(common.UserError, match="has 0 CUDA devices"):
+    with pytest.raises(UserError, match="has 0 CUDA devices"):
         split(0, device="cuda")
-    with pytest.raises(common.UserError, match="has 2 CUDA devices"):
+    with pytest.raises(UserError, match="has 2 CUDA devices"):
         split(2, device="cuda:2")
 
 
@@ -92,8 +95,8 @@ def test_a_process_computes_on_the_gpu_that_it_was_given(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    common.set_threads(common.Config(), 2, "cpu")
-    common.set_threads(common.Config(), 2, "cuda:1")
+    set_threads(Config(), 2, "cpu")
+    set_threads(Config(), 2, "cuda:1")
     assert chosen == ["cuda:1"]
 
 
@@ -101,24 +104,24 @@ def test_run_folder_is_never_overwritten(tmp_path):
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.txt").write_text("precious")
-    config = dataclasses.replace(common.Config(), out=str(full))
-    with pytest.raises(common.UserError, match="must be new or an empty folder"):
-        common.open_run(config, "sync")
+    config = dataclasses.replace(Config(), out=str(full))
+    with pytest.raises(UserError, match="must be new or an empty folder"):
+        open_run(config, "sync")
     assert [p.name for p in full.iterdir()] == ["thesis.txt"]
-    config = dataclasses.replace(common.Config(), out=str(full / "thesis.txt" / "run"))
-    with pytest.raises(common.UserError, match="must be writable"):
-        common.open_run(config, "sync")
-    run = common.open_run(dataclasses.replace(common.Config(), out=str(tmp_path / "a/b")), "sync")
+    config = dataclasses.replace(Config(), out=str(full / "thesis.txt" / "run"))
+    with pytest.raises(UserError, match="must be writable"):
+        open_run(config, "sync")
+    run = open_run(dataclasses.replace(Config(), out=str(tmp_path / "a/b")), "sync")
     record = json.loads((run / "config.json").read_text())
     assert record["mode"] == "sync" and record["machine"]["torch"] == torch.__version__
 
 
 def test_only_steps_may_change_on_resume(tmp_path):
-    base = dataclasses.replace(common.Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
-    run = common.open_run(base, "sync")
-    again = learner.resumed(dataclasses.replace(common.Config(), resume=str(run), steps=9))
+    base = dataclasses.replace(Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
+    run = open_run(base, "sync")
+    again = resumed(dataclasses.replace(Config(), resume=str(run), steps=9))
     assert (again.lr, again.steps) == (0.01, 9)
-    with pytest.raises(common.UserError, match="--lr 0.2: must be left out with --resume"):
-        learner.resumed(dataclasses.replace(common.Config(), resume=str(run), lr=0.2))
-    with pytest.raises(common.UserError, match="must be a run folder"):
-        learner.resumed(dataclasses.replace(common.Config(), resume=str(tmp_path)))
+    with pytest.raises(UserError, match="--lr 0.2: must be left out with --resume"):
+        resumed(dataclasses.replace(Config(), resume=str(run), lr=0.2))
+    with pytest.raises(UserError, match="must be a run folder"):
+        resumed(dataclasses.replace(Config(), resume=str(tmp_path)))

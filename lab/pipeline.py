@@ -22,7 +22,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from buffer import Buffer, Group, pack, staleness
+from buffer import Buffer, staleness
+from learner import pack
+from runtime.messages import Group
 
 
 @dataclass
@@ -84,9 +86,6 @@ class Log:
     setup: Setup
     events: dict[str, list[dict]]
     rows: list[dict]
-
-
-# --------------------------------------------------------------------------------------- simulate
 
 
 class Worker:
@@ -345,9 +344,6 @@ class Pipeline:
 def predict(setup: Setup, costs: Costs, seed: int = 0) -> dict[str, float]:
     """What `measure` finds in a simulated run."""
     return measure(Pipeline(setup, costs, seed).run())
-
-
-# ---------------------------------------------------------------------------------------- measure
 
 
 def end(event: dict) -> float:

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-import transport
-from buffer import from_bytes
-from transport import Line, Pool, WorkersFailed, last_words, messages_of
-from weight_mailbox import Mailbox
+from runtime import processes as transport
+from runtime.mailbox import Mailbox
+from runtime.messages import from_bytes
+from runtime.processes import Line, Pool, WorkersFailed, last_words, messages_of
 
 SHM = Path("/dev/shm")
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,15 +26,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from buffer import from_bytes, to_bytes
+from runtime.messages import from_bytes, to_bytes
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
+
+
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
+
+
 HOLD_SECONDS = 0.005  # a finished group waits this long for others to travel with
+
+
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
-
-
-# ------------------------------------------------------------------------------ the worker's side
 
 
 class Line:
@@ -96,9 +99,6 @@ def child_main(function, connection: Connection, worker: int, log: str, parent: 
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     function(Line(connection, worker), *arguments)
-
-
-# ------------------------------------------------------------------------------ the parent's side
 
 
 @dataclass

@@ -17,9 +17,15 @@ from pathlib import Path
 import torch
 
 import losses
-from buffer import Group, group_from_parts, group_to_parts
-from common import Config, UserError, Watch
 from learner import Learner
+from runtime.config import Config, UserError
+from runtime.messages import Group, group_from_parts, group_to_parts
+from runtime.runlog import RunLog
+
+
+def sha256_of(flat: torch.Tensor) -> str:
+    """Fingerprint of the weights: the sha256 of their bytes."""
+    return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
@@ -81,7 +87,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     }
 
 
-def checkpoint(learner: Learner, run: Path, watch: Watch, in_flight=(), completed=()) -> None:
+def checkpoint(learner: Learner, run: Path, watch: RunLog, in_flight=(), completed=()) -> None:
     """Save a checkpoint: ids of all groups in flight, and those of them that are complete.
 
     Its event is on disk before its file is: see ledger.forget_after.

@@ -24,20 +24,24 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import common
 import dsa
-import report
-import reward
-from buffer import apply_verdicts
-from learner import Learner, alphabet_of, make_generator, new_groups, score
+from lab.plots import RESULTS, save_result
+from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT, Packed, attend_packed, dense_packed, pack_tokens
 from pretrain import Settings, grow, make_model, parts_of, train, watched_attention
-from report import RESULTS, save_result
-from rollout import generate
-from train_sync import learner_step
+from reward import LIMITS, make_task, score
+from rollout import alphabet_of, generate
+from runtime.config import Config, UserError, run_main
+from runtime.devices import cores, describe_machine
+from runtime.messages import apply_verdicts
+from runtime.report import BLUE, GREEN, GREY, ORANGE, PURPLE, canvas
+from runtime.setup import make_generator
+from runtime.tokenizer import END, encode
 
 VARIANTS = ("dense", "random indexer", "mean keys", "warm-up only", "full recipe", "after RL")
+
+
 MAPPED = ("random indexer", "warm-up only", "full recipe")  # with mass and map
 
 
@@ -54,9 +58,9 @@ def attention_of(model: GPT, packed: Packed, kind: str) -> Callable:
 
 def exam(length: int, problems: int) -> tuple[Tensor, Tensor]:
     """Held-out prompts of recall:`length` with their answers: tokens [P, T], alphabet [V']."""
-    task = reward.make_task(f"recall:{length}")
+    task = make_task(f"recall:{length}")
     found = [task.reset(i, "eval") for i in range(problems)]
-    tokens = [reward.encode(p["prompt"] + p["answer"]) + [reward.END] for p in found]
+    tokens = [encode(p["prompt"] + p["answer"]) + [END] for p in found]
     return torch.tensor(tokens), torch.from_numpy(alphabet_of(task))
 
 
@@ -115,15 +119,12 @@ def selection_map(model: GPT, tokens: Tensor) -> dict:
     }
 
 
-# -------------------------------------------------------------------------------------- the recipe
-
-
 def reinforce(model: GPT, settings: Settings, seed: int) -> list[float]:
     """A few steps of train_sync.py on prompts of 8 times the attended keys; no gradient reaches
     the indexer. Returns the mean reward of each step."""
-    config = common.Config(task=f"recall:{settings.lengths[2]}", seed=seed, steps=settings.rl_steps)
+    config = Config(task=f"recall:{settings.lengths[2]}", seed=seed, steps=settings.rl_steps)
     config = dataclasses.replace(config, groups_per_step=8, slots=32, lr=1e-4, reference_every=0)
-    task = reward.make_task(config.task, seed)
+    task = make_task(config.task, seed)
     flat = torch.nn.Parameter(model.flat)
     flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
     learner = Learner(model, torch.optim.AdamW([flat], weight_decay=0.0), Damper(), alphabet)
@@ -219,9 +220,9 @@ def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
 
 def draw(runs: list[dict], settings: Settings, path: Path) -> None:
     """Accuracy and attention mass against length, and one prompt's selection."""
-    plt, attended = report.canvas(), settings.chunk_size * settings.top_k
+    plt, attended = canvas(), settings.chunk_size * settings.top_k
     figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    colours = ("black", report.PURPLE, report.GREY, report.ORANGE, report.BLUE, report.GREEN)
+    colours = ("black", PURPLE, GREY, ORANGE, BLUE, GREEN)
     colours = dict(zip(VARIANTS, colours, strict=True))
     x = settings.lengths
 
@@ -237,7 +238,7 @@ def draw(runs: list[dict], settings: Settings, path: Path) -> None:
         rows = [[m["indexer, answer queries"] for m in r["mass"][variant].values()] for r in runs]
         band(axes[1], rows, variant, color=colours[variant])
     rows = [[m["best, answer queries"] for m in r["mass"][MAPPED[1]].values()] for r in runs]
-    band(axes[1], rows, "best possible", color=report.GREY, ls="--")
+    band(axes[1], rows, "best possible", color=GREY, ls="--")
     titles = ("Held-out prompts solved (%)", "Attention mass of the answer that is selected (%)")
     for axis, title in zip(axes[:2], titles, strict=True):
         axis.set_xscale("log", base=2)
@@ -255,7 +256,7 @@ def draw(runs: list[dict], settings: Settings, path: Path) -> None:
         picked = shown[variant]["selected"]
         axes[2].bar(picked, mass[picked] + 0.03, width, bottom=row, color=colours[variant])
     first, last = shown["full recipe"]["asked"]
-    axes[2].axvspan(first - 0.5, last + 0.5, color=report.GREEN, alpha=0.25)
+    axes[2].axvspan(first - 0.5, last + 0.5, color=GREEN, alpha=0.25)
     names = [variant.replace(" ", "\n") for variant in MAPPED]
     axes[2].set_yticks([row + 0.4 for row in range(3)], names, fontsize=9)
     axes[2].set_xlabel("token of one prompt (green: the pair that is asked for)")
@@ -266,20 +267,20 @@ def draw(runs: list[dict], settings: Settings, path: Path) -> None:
 
 def main(settings: Settings) -> None:
     """Run the seeds, as many at a time as there are cores; print, draw and save."""
-    if settings.lengths[0] < reward.LIMITS["recall"][0]:
-        raise common.UserError(f"--top-k {settings.top_k}: must attend to at least 8 keys")
+    if settings.lengths[0] < LIMITS["recall"][0]:
+        raise UserError(f"--top-k {settings.top_k}: must attend to at least 8 keys")
     folder = Path(settings.out or f"runs/recipe-{time.strftime('%m%d-%H%M%S')}")
     if folder.exists() and any(folder.iterdir()):
-        raise common.UserError(f"--out {folder}: must be new or an empty folder")
+        raise UserError(f"--out {folder}: must be new or an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     begin, seeds = time.monotonic(), range(settings.seed, settings.seed + settings.seeds)
     places = [folder / f"seed{seed}" for seed in seeds]
-    workers = min(len(seeds), common.cores())
+    workers = min(len(seeds), cores())
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         runs = list(pool.map(run_seed, [settings] * len(seeds), seeds, places))
     lengths = settings.lengths
     text, shown = table(runs, lengths, settings.chunk_size * settings.top_k), verdict(runs, lengths)
-    result = {"machine": common.describe_machine(), "settings": dataclasses.asdict(settings)}
+    result = {"machine": describe_machine(), "settings": dataclasses.asdict(settings)}
     result |= {"wall_s": round(time.monotonic() - begin, 1), "table": text, "shown": shown}
     (folder / "recipe.json").write_text(json.dumps(result | {"runs": runs}, indent=1))
     draw(runs, settings, folder / "recipe.png")
@@ -293,4 +294,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    common.run_main(main, __doc__, Settings)
+    run_main(main, __doc__, Settings)

@@ -21,11 +21,12 @@ from statistics import geometric_mean
 import numpy as np
 from tqdm import tqdm
 
-import common
-import report
-from report import RESULTS, between, save_result
+from lab.plots import RESULTS, between, draw_async, save_result, spread
+from runtime.config import fail
+from runtime.devices import describe_machine
+from runtime.runlog import read_lines
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 
 
 def run_command(trainer: str, folder: Path, tree: Path = ROOT, **flags) -> dict:
@@ -42,9 +43,9 @@ def run_command(trainer: str, folder: Path, tree: Path = ROOT, **flags) -> dict:
     return {**json.loads((folder / "summary.json").read_text()), "command_s": round(seconds, 1)}
 
 
-# ---- sync against async ----
-
 SYNC = {"trainer": "train_sync.py"}
+
+
 MODES = {  # name -> how it is run; on two cores, one device is one core
     "sync, one core": SYNC,
     "sync, two threads": SYNC | {"threads": 2},
@@ -58,36 +59,58 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
     "async, η = 4, drain": {"max_staleness": 4, "swap": "drain"},
     "async, η = 4, recompute": {"max_staleness": 4, "swap": "recompute"},
 }
+
+
 GPU_MODES = {"sync, one GPU": SYNC, "async, η = 2": MODES["async, η = 2"]}
+
+
 SPLIT = {  # what each change of mode gains in episodes a second, from synchronous on
     "overlap": "one step ahead",
     "no straggler tail": "async, η = 4, drain",
     "swaps in flight": "async, η = 4",
 }
+
+
 # Held-out score to reach, on the slope of the curve: from 0.35 on `sum` climbs so slowly that the
 # seed decides when it is at 0.4.
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
+
+
 # What differs from the defaults, in every mode alike. Two cores have no room for a third process:
 # who generates verifies, as in synchronous training. Evaluations wait until training is over,
 # so that neither side's clock has them, and no rollout worker gains time by them. Half the batch,
 # with which every mode is quicker; for `sum` half the slots, too, which suits both sides.
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
+
+
 # The episodes of `guess` are so short that a compiled step is quicker, in synchronous modes, too.
 FLAGS = {
     "guess": ALIKE | {"steps": 240, "compile": "decode"},
     "sum": ALIKE | {"steps": 120, "slots": 64},
 }
+
+
 HEADLINE = [*list(MODES)[:2], "async, η = 1", "async, η = 2", "async, η = 2, recompute"]
+
+
 # In `guess`, a slot for every episode of a batch is quickest: chosen by episodes a second, not by
 # the time to the score.
 BEST = {("guess", mode): {"slots": 256} for mode in HEADLINE}
+
+
 # On a GPU, a larger model, in every mode alike; Adam's learning rate goes down as the width goes up
 # (Yang et al. 2021, arXiv 2203.03466).
 GPU = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "slots": 256}
+
+
 GPU |= {"compile": "decode", "steps": 60, "reward_workers": 1}
+
+
 # By which each task is judged: chosen before these runs, from others. The best of several modes
 # would flatter, as seeds differ much.
 JUDGED = {"guess": ["async, η = 2"], "sum": ["async, η = 4"]}
+
+
 SEEDS = {"guess": 24, "sum": 5}  # of what is judged and what it is compared with
 
 
@@ -104,9 +127,9 @@ def bench_async(kind: str = "quick") -> None:
         "full": (MODES, TARGETS, shown, "async"),
         "gpu": (GPU_MODES, TARGETS, list(GPU_MODES), "async-cuda"),
     }[kind]
-    path, new = RESULTS / f"{file}.json", {"machine": common.describe_machine(), "runs": []}
+    path, new = RESULTS / f"{file}.json", {"machine": describe_machine(), "runs": []}
     if kind == "gpu" and not new["machine"]["gpus"]:
-        common.fail(ValueError("async gpu: this machine has no CUDA device"))
+        fail(ValueError("async gpu: this machine has no CUDA device"))
     count = {"quick": 2, "gpu": 3}
     most = {(t, n): count.get(kind) or seeds(t, n) for t in tasks for n in names}
     plan = [(*both, i) for i in range(max(most.values())) for both in most if i < most[both]]
@@ -123,7 +146,7 @@ def bench_async(kind: str = "quick") -> None:
             result["runs"].append(row)
             tqdm.write(f"{task}, {name}, seed {seed}: {row['target_s']} s to the target")
             save_result(path.stem, result)
-    report.draw_async(result["runs"], shown, TARGETS, RESULTS / f"{path.stem}.png")
+    draw_async(result["runs"], shown, TARGETS, RESULTS / f"{path.stem}.png")
     print("\n".join(async_table(result["runs"])))
 
 
@@ -137,7 +160,7 @@ def speed_of(folder: Path, summary: dict, task: str) -> dict:
     """What a run says about speed. The clock starts when the first episode does, and the target is
     reached on a straight line between two evaluations; a role is busy while it decodes or trains
     and publishes, from first to last step. Evaluations must be late: they take no time."""
-    rows, events = (common.read_lines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
+    rows, events = (read_lines(folder / f"{n}.jsonl") for n in ("metrics", "events"))
     spans = {k: [e for e in events if e["kind"] == k] for k in ("generate", "train", "publish")}
     steps, metric, goal = [r for r in rows if "seconds" in r], *TARGETS[task]
     zero, begin = spans["generate"][0]["t"], steps[0]["t"]
@@ -244,13 +267,10 @@ def async_table(runs: list[dict]) -> list[str]:
     return lines
 
 
-# ---- before and after a change ----
-
-
 def bench_roles(commit: str, rounds: int = 5) -> None:
     """Generator and learner alone, and whole runs, in this tree and in that of an older commit, in
     turn -> results/roles.json. What is compared: tokens a second of the roles, episodes of runs."""
-    result = {"machine": common.describe_machine(), "before": commit, "tasks": {}}
+    result = {"machine": describe_machine(), "before": commit, "tasks": {}}
     rates, profiles = {}, {}
     with tempfile.TemporaryDirectory() as place:
         subprocess.run(["git", "clone", "-q", ROOT, f"{place}/old"], check=True)
@@ -264,7 +284,7 @@ def bench_roles(commit: str, rounds: int = 5) -> None:
             found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, **how).stdout)
             folder = Path(place) / f"{task}-{name}-{i}"
             run_command("train_async.py", folder, trees[name], task=task, steps=60, eval_every=1000)
-            steps = [r for r in common.read_lines(folder / "metrics.jsonl") if "seconds" in r][20:]
+            steps = [r for r in read_lines(folder / "metrics.jsonl") if "seconds" in r][20:]
             episodes = sum(r["samples"] for r in steps[1:]) / (steps[-1]["t"] - steps[0]["t"])
             values = found["tokens_per_s"] | {"asynchronous run": episodes}
             for role, value in values.items():
@@ -272,7 +292,7 @@ def bench_roles(commit: str, rounds: int = 5) -> None:
             profiles[f"{task}, {name}"] = found["learner_profile"]
     for (task, role), both in rates.items():
         ratios = [new / old for old, new in zip(both["before"], both["after"], strict=True)]
-        row = {name: report.spread(values) for name, values in both.items()}
-        result["tasks"].setdefault(task, {})[role] = row | {"ratio": report.spread(ratios)}
+        row = {name: spread(values) for name, values in both.items()}
+        result["tasks"].setdefault(task, {})[role] = row | {"ratio": spread(ratios)}
         print(f"{task}, {role}: {np.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
     save_result("roles", result | {"learner_profile": profiles})

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_transport import PATIENCE, eventually
+from test_processes import PATIENCE, eventually
 
-import weight_mailbox as room
-from weight_mailbox import Mailbox
+from runtime import mailbox as room
+from runtime.mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -195,7 +195,7 @@ def test_no_torn_read_from_another_process():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="flock and /dev/shm")
 def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(mailbox):
-    code = "import weight_mailbox as w, time; m = w.Mailbox(10); print(m.memory.name, flush=True); "
+    code = "import runtime.mailbox as w, time; m = w.Mailbox(10); print(m.memory.name, flush=True); "
     process = subprocess.Popen(
         [sys.executable, "-c", code + "time.sleep(600)"],
         cwd=ROOT,

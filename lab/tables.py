@@ -6,10 +6,12 @@ Run: `python bench.py readme`; a test compares the README with `readme_tables`. 
 
 from itertools import product
 
-from compare import GPU_MODES, JUDGED, SPLIT, async_table, medians, rate_gain
-from report import RESULTS, between, load_result
+from lab.plots import RESULTS, between, load_result
+from lab.races import GPU_MODES, JUDGED, SPLIT, async_table, medians, rate_gain
 
 ALONE, TOGETHER = "sparse, query block 1", "sparse, query block 16"
+
+
 README = RESULTS.parent / "README.md"
 
 
