@@ -29,12 +29,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import RESULTS, draw_comparison, draw_objectives, save_result
+from lab.plots import (
+    RESULTS,
+    draw_comparison,
+    draw_objectives,
+    draw_run,
+    draw_timeline,
+    save_result,
+)
 from lab.races import ROOT, SYNC, bench_async, bench_roles, run_command
 from lab.tables import fault_table, write_readme
 from runtime.config import OBJECTIVES, fail
 from runtime.devices import describe_machine
-from runtime.report import draw_run, draw_timeline
 from runtime.runlog import read_lines
 
 

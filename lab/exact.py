@@ -26,10 +26,9 @@ from tqdm import tqdm
 import losses
 from lab.exact_pipeline import draw as draw_pipeline
 from lab.exact_pipeline import drop_part, swap_part
-from lab.plots import draw_panels, save_result
+from lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, draw_panels, save_result
 from runtime.config import flag, run_main
 from runtime.devices import describe_machine
-from runtime.report import BLUE, GREEN, GREY, ORANGE, PURPLE
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one size
 

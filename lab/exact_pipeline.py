@@ -19,9 +19,8 @@ from torch import Tensor
 import losses
 from cache import decode, make_cache, prefill
 from lab.pipeline import Costs, Pipeline, Setup, end
-from lab.plots import draw_panels
+from lab.plots import BLUE, GREY, ORANGE, draw_panels
 from model import GPT, ModelConfig, generated_logprobs, pack_tokens
-from runtime.report import BLUE, GREY, ORANGE
 
 PROMPT, LETTERS = [5, 6, 7, 5, 6, 4], torch.arange(4)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-from lab.plots import RESULTS, save_result
+from lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RESULTS, canvas, save_result
 from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT, Packed, attend_packed, dense_packed, pack_tokens
@@ -35,7 +35,6 @@ from rollout import alphabet_of, generate
 from runtime.config import Config, UserError, run_main
 from runtime.devices import cores, describe_machine
 from runtime.messages import apply_verdicts
-from runtime.report import BLUE, GREEN, GREY, ORANGE, PURPLE, canvas
 from runtime.setup import make_generator
 from runtime.tokenizer import END, encode
 

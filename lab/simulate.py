@@ -26,10 +26,9 @@ from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
 from lab.pipeline import Costs, Log, Setup, measure, predict
-from lab.plots import RESULTS, load_result, save_result
+from lab.plots import BLUE, GREEN, GREY, ORANGE, RESULTS, canvas, load_result, save_result
 from runtime.config import Config, UserError, fail, flag, parse
 from runtime.devices import describe_machine
-from runtime.report import BLUE, GREEN, GREY, ORANGE, canvas
 
 
 def score(logs: list[Log], known: dict[str, Costs]) -> list[dict]:
