@@ -1,7 +1,11 @@
-"""runtime/devices.py."""
+"""runtime/devices.py: which process computes where, and what machine this is.
+
+Left out: starting the processes (processes.py).
+"""
 
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -15,25 +19,29 @@ def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     CPU: the learners and as many rollout workers as cores are left. One GPU: shared. Several
     GPUs: learners take the first ones, rollout workers the others. Raises UserError.
     """
-    gpus = torch.cuda.device_count()
+    gpus, learners = torch.cuda.device_count(), config.learners
     name = config.device
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    index = name.removeprefix("cuda:")
-    if name not in ("cpu", "cuda") and not (name.startswith("cuda:") and index.isdigit()):
-        raise UserError(f"--device {config.device}: must be auto, cpu, cuda or cuda:N")
-    if name != "cpu" and (gpus == 0 or (index.isdigit() and int(index) >= gpus)):
-        raise UserError(f"--device {config.device}: this machine has {gpus} CUDA devices")
-    learners = config.learners
+    match = re.fullmatch("cpu|cuda(?::([0-9]+))?", name)
+    if not match:
+        raise UserError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
+    if name != "cpu" and int(match[1] or 0) >= gpus:
+        raise UserError(f"--device {name}: this machine has {gpus} CUDA devices")
     if name == "cpu":
-        return ["cpu"] * learners, ["cpu"] * (config.rollout_workers or max(1, cores() - learners))
-    if name != "cuda" or gpus == 1:
-        one = name if name != "cuda" else "cuda:0"
-        return [one] * learners, [one] * (config.rollout_workers or 1)
-    training = [f"cuda:{i % gpus}" for i in range(learners)]
-    rest = [f"cuda:{i}" for i in range(min(learners, gpus - 1), gpus)]
-    workers = config.rollout_workers or len(rest)
-    return training, [rest[i % len(rest)] for i in range(workers)]
+        training = ["cpu"]
+        generating = ["cpu"] * max(1, cores() - learners)
+    elif name == "cuda" and gpus > 1:
+        training = [f"cuda:{i}" for i in range(gpus)]
+        generating = training[min(learners, gpus - 1) :]
+    else:
+        training = generating = ["cuda:0" if name == "cuda" else name]
+    return share(training, learners), share(generating, config.rollout_workers or len(generating))
+
+
+def share(devices: list[str], processes: int) -> list[str]:
+    """A device for each process, in turn."""
+    return [devices[i % len(devices)] for i in range(processes)]
 
 
 def cores() -> int:
@@ -51,9 +59,10 @@ def set_threads(config: Config, processes: int, device: str = "cpu") -> None:
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
     cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), cpu)
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        named = re.search("model name.*: (.*)", info.read_text())
+        cpu = named[1] if named else cpu
     return {
         "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",
         "cores": cores(),

@@ -121,7 +121,7 @@ def read_log(path: Path, use: Callable[[dict], None]) -> int:
     return number
 
 
-def forget_after(path: Path, version: int, groups: list[int]) -> None:
+def forget_events(path: Path, version: int, groups: list[int]) -> None:
     """Cut a log after the checkpoint with which a run goes on: what came later is done again.
 
     A checkpoint is known by its version and by the groups that were in flight: a run that is

@@ -1,4 +1,12 @@
-"""runtime/runlog.py."""
+"""runtime/runlog.py: the run folder, and what a person and the disk get to see while a run goes on.
+
+    config.json      every setting, and the machine
+    metrics.jsonl    one line a step
+    events.jsonl     one line an event: who did what, when, with which policy version
+    samples.jsonl    some episodes as text
+
+Left out: what is written when a run ends (report.py), and checkpoints (checkpoint.py).
+"""
 
 import dataclasses
 import json
@@ -13,31 +21,53 @@ from runtime.devices import describe_machine
 
 
 def open_run(config: Config, mode: str) -> Path:
-    """Create the run folder, or reopen the one to resume; raises UserError, overwrites nothing."""
-    name = f"runs/{config.task.split(':')[0]}-{mode}-{time.strftime('%m%d-%H%M%S')}"
-    folder = Path(config.resume or config.out or name)
+    """Create the run folder, or reopen the one to resume; raises UserError, overwrites nothing.
+
+    mode: "sync" or "async".
+    """
     if config.resume:
-        record = json.loads((folder / "config.json").read_text())
+        run = Path(config.resume)
+        record = json.loads((run / "config.json").read_text())
         if record["mode"] != mode:
-            raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
-        (folder / "config.json").write_text(json.dumps(record | {"steps": config.steps}, indent=1))
-        return folder
+            raise UserError(f"--resume {run}: must be a run of train_{mode}.py")
+        record["steps"] = config.steps
+    else:
+        task = Path(config.task.split(":")[0]).stem
+        run = Path(config.out or f"runs/{task}-{mode}-{time.strftime('%m%d-%H%M%S')}")
+        new_folder(run)
+        record = {"mode": mode, **dataclasses.asdict(config), "machine": describe_machine()}
+    replace_text(run / "config.json", json.dumps(record, indent=1))
+    return run
+
+
+def new_folder(run: Path) -> None:
+    """Make an empty run folder; raises UserError where something is already there."""
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"--out {folder}: must be new or an empty folder")
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "logs").mkdir(exist_ok=True)
+        if run.exists() and (not run.is_dir() or any(run.iterdir())):
+            raise UserError(f"--out {run}: must be new or an empty folder")
+        for name in ("checkpoints", "logs"):
+            (run / name).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {folder}: must be writable ({error.strerror})") from error
-    record = {"mode": mode, **dataclasses.asdict(config), "machine": describe_machine()}
-    (folder / "config.json").write_text(json.dumps(record, indent=1))
-    return folder
+        raise UserError(f"--out {run}: must be writable ({error.strerror})") from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one move: whoever is killed here leaves the old text or the new one."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def to_lines(records: list[dict]) -> str:
+    """Records as JSON lines."""
+    return "".join([json.dumps(record) + "\n" for record in records])
 
 
 def append_lines(path: Path, records: list[dict]) -> None:
     """Append records as JSON lines: all of them, or none when the disk is full (OSError)."""
+    data = to_lines(records).encode()
     with path.open("ab", buffering=0) as file:
-        size, data = file.tell(), "".join(json.dumps(record) + "\n" for record in records).encode()
+        size = file.tell()
         try:
             while data:
                 data = data[file.write(data) :]
@@ -51,13 +81,10 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(s) for s in path.read_text().splitlines()] if path.is_file() else []
 
 
-def forget_after(path: Path, version: int) -> float:
+def forget_metrics(path: Path, version: int) -> float:
     """Drop the metrics of steps that will be done again; returns the seconds of the last one."""
     rows = [row for row in read_lines(path) if row["step"] <= version]
-    partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)
-    append_lines(partial, rows)
-    partial.replace(path)
+    replace_text(path, to_lines(rows))
     return max(row["t"] for row in rows)
 
 
@@ -76,13 +103,16 @@ class Stop:
 
 
 class RunLog:
-    """What a person and the disk get to see of a run: a progress bar, and JSON lines."""
+    """A progress bar for a person; metrics and events, as JSON lines, for the disk."""
 
     def __init__(self, run: Path, steps: int, done: int = 0, seconds: float = 0.0):
-        self.run, self.start = run, time.monotonic() - seconds
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05)
-        self.events, self.shown = [], {}
-        self.kept: list[tuple] = []  # (seconds, version, weights) of evaluations that are to come
+        """done, seconds: steps and time of a run that is resumed."""
+        self.run = run
+        self.start = time.monotonic() - seconds
+        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
+        self.events = []  # not on disk yet
+        self.shown = {}  # beside the bar
+        self.kept = []  # (seconds, version, weights) of evaluations that are to come
 
     def span(self, process: str, kind: str, begin: float, **details) -> float:
         """Note what lasted from `begin` until now; returns its seconds."""
@@ -91,16 +121,16 @@ class RunLog:
         return seconds
 
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
-        """Note one event; times are seconds since the run began."""
-        at = (at or time.monotonic()) - self.start
-        self.events.append({"t": round(at, 6), "process": process, "kind": kind, **details})
+        """Note one event; `at` is on the monotonic clock, in the log it is seconds of the run."""
+        seconds = (at or time.monotonic()) - self.start
+        self.events.append({"t": round(seconds, 6), "process": process, "kind": kind, **details})
 
     def step(self, record: dict, **shown) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
-        self.shown |= shown
-        record = {"t": round(time.monotonic() - self.start, 3), **record}
-        append_lines(self.run / "metrics.jsonl", [record])
+        seconds = round(time.monotonic() - self.start, 3)
+        append_lines(self.run / "metrics.jsonl", [{"t": seconds, **record}])
         self.flush()
+        self.shown |= shown
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update()
 
@@ -109,6 +139,7 @@ class RunLog:
         self.bar.write(text)
 
     def flush(self) -> None:
+        """Write the events so far."""
         append_lines(self.run / "events.jsonl", self.events)
         self.events = []
 

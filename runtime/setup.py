@@ -18,7 +18,7 @@ from rollout import Generator, alphabet_of, capacity_of, make_environment
 from runtime import ledger
 from runtime.checkpoint import checkpoint, load_checkpoint, restore
 from runtime.config import Config, UserError, check
-from runtime.runlog import RunLog, append_lines, forget_after, open_run
+from runtime.runlog import RunLog, append_lines, forget_metrics, open_run
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -35,9 +35,9 @@ def open_training(config: Config, mode: str, device: str):
         if learner.version >= config.steps:
             done = f"must be more than the {learner.version} steps that the run has"
             raise UserError(f"--steps {config.steps}: {done}")
-        seconds = forget_after(run / "metrics.jsonl", learner.version)
+        seconds = forget_metrics(run / "metrics.jsonl", learner.version)
         try:
-            ledger.forget_after(run / "events.jsonl", learner.version, state["in_flight"])
+            ledger.forget_events(run / "events.jsonl", learner.version, state["in_flight"])
         except ValueError as error:
             raise UserError(f"--resume {run}: {error}") from error
     watch = RunLog(run, config.steps, learner.version, seconds)
@@ -112,8 +112,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
     """The generator that a run uses for training episodes."""
     sizes = config.slots, capacity_of(config, task), config.group_size
     weights, dense = getattr(torch, config.rollout_weights), model.config.attention == "dense"
-    graphs = config.compile == "auto" and model.flat.is_cuda and dense  # on a GPU they always pay
-    compiled = graphs or config.compile == "decode"
+    compiled = model.flat.is_cuda and dense  # CUDA graphs: on a GPU they always pay
     how = config.seed, config.temperature, config.swap, worker, weights, compiled
     return Generator(model, make_environment(config, task), *sizes, *how)
 

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 import losses
 from runtime import devices
-from runtime.config import OBJECTIVES, Config, UserError, check, parse
+from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, flag, flag_name, parse
 from runtime.devices import pick_devices, set_threads
 from runtime.runlog import open_run
 from runtime.setup import resumed
@@ -38,10 +40,11 @@ def refused(capsys, *argv) -> str:
         (["--swap", "hot"], ["--swap", "hot", "keep", "recompute", "drain"]),
         (["--objective", "dpo"], ["--objective", "dpo", "decoupled_ppo"]),
         (["--model", "huge"], ["--model", "huge", "tiny"]),
+        (["--slots", "5000"], ["--slots", "5000", "at most 4096"]),
+        (["--entropy", "-0.1"], ["--entropy", "-0.1", "at least 0"]),
         (["--chunk-size", "24"], ["--chunk-size", "24", "power of two"]),
         (["--seed", "x"], ["--seed", "x"]),
         (["--step", "3"], ["--step"]),  # no abbreviations: a typo is not a flag
-        (["--compile", "decode", "--attention", "dsa"], ["--attention dense", "C++ compiler"]),
         (["--silence", "1", "--reward-seconds", "2"], ["--silence", "at least 4"]),
     ],
 )
@@ -58,12 +61,49 @@ def test_flags_are_the_fields():
     assert check(Config()) == Config()
 
 
+def help_of(capsys, flag: str, kind: type = Config) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse("what the program does", [flag], kind)
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"^  (--[a-z-]+) ", text, re.MULTILINE)) - {"--help-all"}
+
+
+def test_help_shows_the_ten_flags_that_people_use_first(capsys):
+    text = help_of(capsys, "--help")
+    assert flags_in(text) == {flag_name(name) for name in FIRST} and len(FIRST) == 10
+    assert "what the program does" in text and "--help-all" in text
+    assert "default 'guess'" in text and "tiny|small|medium" in text
+
+
+def test_help_all_shows_every_flag_in_its_group(capsys):
+    text = help_of(capsys, "--help-all")
+    assert flags_in(text) == {flag_name(f.name) for f in dataclasses.fields(Config)}
+    headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    groups = "what is learned, model, generation, staleness, objective, machines, trouble, watching"
+    assert headings == ["options", *groups.split(", ")]
+    staleness = text[text.index("\nstaleness:") : text.index("\nobjective:")]
+    assert flags_in(staleness) == {"--max-staleness", "--on-stale"}
+
+
+def test_help_of_other_flags_shows_all_of_them(capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Few:
+        devices: int = flag(8, "devices to divide", 2, 64)
+
+    assert flags_in(help_of(capsys, "--help", Few)) == {"--devices"}
+    assert parse("test", ["--devices", "4"], Few).devices == 4
+
+
 def test_objectives_on_the_command_line_are_those_of_losses():
     assert set(OBJECTIVES) == set(losses.OBJECTIVES)
     assert set(losses.ADVANTAGES) == {"grpo", "mean", "rloo"}
 
 
-@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1"])
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1", "cuda:", "cuda:-1"])
 def test_unknown_device(name):
     config = dataclasses.replace(Config(), device=name)
     with pytest.raises(UserError, match=f"--device {name}: must be"):
@@ -119,9 +159,35 @@ def test_run_folder_is_never_overwritten(tmp_path):
 def test_only_steps_may_change_on_resume(tmp_path):
     base = dataclasses.replace(Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
     run = open_run(base, "sync")
-    again = resumed(dataclasses.replace(Config(), resume=str(run), steps=9))
-    assert (again.lr, again.steps) == (0.01, 9)
+    config = resumed(dataclasses.replace(Config(), resume=str(run), steps=9))
+    assert (config.lr, config.steps) == (0.01, 9)
     with pytest.raises(UserError, match="--lr 0.2: must be left out with --resume"):
         resumed(dataclasses.replace(Config(), resume=str(run), lr=0.2))
     with pytest.raises(UserError, match="must be a run folder"):
         resumed(dataclasses.replace(Config(), resume=str(tmp_path)))
+
+
+def test_a_setting_that_no_longer_exists_is_ignored_on_resume(tmp_path):
+    run = open_run(dataclasses.replace(Config(), out=str(tmp_path / "run"), steps=5), "sync")
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "decode"}))
+    assert resumed(dataclasses.replace(Config(), resume=str(run))).steps == 5
+
+
+def test_an_interrupted_reopening_leaves_the_old_settings(tmp_path, monkeypatch):
+    run = open_run(dataclasses.replace(Config(), out=str(tmp_path / "run"), steps=5), "sync")
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
+    with pytest.raises(pytest.fail.Exception, match="killed"):
+        open_run(dataclasses.replace(Config(), resume=str(run), steps=9), "sync")
+    assert json.loads((run / "config.json").read_text())["steps"] == 5
+
+
+def test_a_run_is_named_after_its_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for task, name in {
+        "sum:4": "sum",
+        "some/where/mine.py:7": "mine",
+        "jsonl:a/b": "jsonl",
+    }.items():
+        run = open_run(dataclasses.replace(Config(), task=task), "sync")
+        assert run.parent == Path("runs") and run.name.startswith(f"{name}-sync-")

@@ -16,7 +16,7 @@ from runtime.ledger import (
     WORKER,
     Ledger,
     audit,
-    forget_after,
+    forget_events,
     read_log,
     table,
 )
@@ -209,11 +209,11 @@ def test_a_resumed_log_is_cut_behind_its_checkpoint(tmp_path):
     log = [older, {"kind": "publish"}, CHECKPOINT, {"kind": "publish"}, other]
     whole = "".join(json.dumps(event) + "\n" for event in log)
     path.write_text(whole + '{"kind": "publ')  # torn by kill -9
-    forget_after(path, 2, [4, 5])
+    forget_events(path, 2, [4, 5])
     events: list[dict] = []
     assert read_log(path, events.append) == 3 and events == log[:3]
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match="checkpoint at 3 steps"):
-        forget_after(path, 3, [4, 5])
+        forget_events(path, 3, [4, 5])
     with pytest.raises(ValueError, match="checkpoint at 2 steps"):
-        forget_after(path, 2, [4])
+        forget_events(path, 2, [4])
