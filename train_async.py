@@ -25,7 +25,7 @@ from learner import learner_step, new_groups
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError, run_main
 from runtime.devices import pick_devices, set_threads
-from runtime.ledger import AGAIN, BUFFER, WORKER, Ledger, read_log, table
+from runtime.ledger import BUFFER, TO_REISSUE, WORKER, Ledger, read_log, table
 from runtime.mailbox import Mailbox
 from runtime.messages import (
     Group,
@@ -138,7 +138,7 @@ def settle(ledger: Ledger, watch, buffer: Buffer, flights: Flights, again: list[
         ledger.note(event)
     watch.flush()
     places = {g: BUFFER if g in buffer.completed else flights.place(g) for g in buffer.outstanding}
-    ledger.balance(places | dict.fromkeys(again, AGAIN))
+    ledger.balance(places | dict.fromkeys(again, TO_REISSUE))
 
 
 def log_spawn(watch, worker: Worker) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from buffer import Buffer
 from runtime.ledger import (
-    AGAIN,
     BUFFER,
     PLACES,
+    TO_REISSUE,
     WORKER,
     Ledger,
     audit,
@@ -133,22 +133,28 @@ def test_no_line_can_be_left_out_or_doubled_unseen(tmp_path):
     ],
 )
 def test_a_move_that_cannot_be_names_the_group_and_both_states(log, message):
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(ValueError, match=message):
         books_of(log)
 
 
 @pytest.mark.parametrize(
     "places, message",
     [
-        ({1: BUFFER, 2: WORKER, 3: AGAIN}, None),
-        ({1: BUFFER, 3: AGAIN}, "group 2: started in the event log, so with a worker; .* nowhere"),
-        ({1: WORKER, 2: WORKER, 3: AGAIN}, "group 1: scored in the event log, so in the buffer"),
+        ({1: BUFFER, 2: WORKER, 3: TO_REISSUE}, None),
+        (
+            {1: BUFFER, 3: TO_REISSUE},
+            "group 2: started in the event log, so with a worker; .* nowhere",
+        ),
+        (
+            {1: WORKER, 2: WORKER, 3: TO_REISSUE},
+            "group 1: scored in the event log, so in the buffer",
+        ),
         (
             {1: BUFFER, 2: WORKER, 3: WORKER},
             "group 3: lost in the event log, so to be issued again",
         ),
-        ({1: BUFFER, 2: WORKER, 3: AGAIN, 4: WORKER}, "group 4: unknown in the event log"),
-        ({0: BUFFER, 1: BUFFER, 2: WORKER, 3: AGAIN}, "group 0: trained in the event log"),
+        ({1: BUFFER, 2: WORKER, 3: TO_REISSUE, 4: WORKER}, "group 4: unknown in the event log"),
+        ({0: BUFFER, 1: BUFFER, 2: WORKER, 3: TO_REISSUE}, "group 0: trained in the event log"),
     ],
 )
 def test_two_books_that_differ_name_the_group(places, message):
@@ -163,17 +169,20 @@ def test_two_books_that_differ_name_the_group(places, message):
     )
     if message is None:
         return ledger.balance(places)
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(ValueError, match=message):
         ledger.balance(places)
 
 
 def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_path):
     log = honest_log(0)
-    totals, command = books_of(log).totals(), [sys.executable, "ledger.py", str(tmp_path)]
+    totals, command = books_of(log).totals(), [sys.executable, "-O", "-m", "runtime.ledger"]
 
     def run(log, **told):
         write_run(tmp_path, log, totals, **told)
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return check(tmp_path)
+
+    def check(*arguments):  # -O: a check of data is no assertion
+        return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
 
     good = run(log)
     assert good.returncode == 0 and good.stderr == "", good.stderr
@@ -192,8 +201,10 @@ def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_p
     assert short.returncode == 1 and "summary.json" in short.stderr
     assert run(log, steps=5).returncode == 0  # a summary from before the run was resumed
     (tmp_path / "events.jsonl").unlink()
-    missing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    missing = check(tmp_path)
     assert missing.returncode == 1 and "Traceback" not in missing.stderr
+    usage = check()
+    assert usage.returncode == 2 and "usage: python -m runtime.ledger" in usage.stderr
 
 
 def test_the_table_is_short_and_adds_up():
@@ -208,7 +219,8 @@ def test_a_resumed_log_is_cut_behind_its_checkpoint(tmp_path):
     older, other = {**CHECKPOINT, "version": 1}, {**CHECKPOINT, "groups": [4, 5, 6]}
     log = [older, {"kind": "publish"}, CHECKPOINT, {"kind": "publish"}, other]
     whole = "".join(json.dumps(event) + "\n" for event in log)
-    path.write_text(whole + '{"kind": "publ')  # torn by kill -9
+    torn = '{"kind": "checkpoint", "ver'  # by kill -9
+    path.write_text(whole + torn)
     forget_events(path, 2, [4, 5])
     events: list[dict] = []
     assert read_log(path, events.append) == 3 and events == log[:3]
