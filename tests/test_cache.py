@@ -122,7 +122,7 @@ def test_kept_means_are_those_of_the_keys(kind):
         hidden = decode(model, cache, ids, positions, 23)
         assert torch.equal(hidden[2], hidden[3]), f"the copied slot differs at {at}"
     for layer in range(model.config.layers):
-        wanted = dsa.chunk_means(scored_keys(cache, layer), cache.tables)
+        wanted = dsa.chunk_means(scored_keys(cache)[layer].flatten(0, 1), cache.tables)
         wanted = wanted.view_as(cache.means[layer])
         for slot, keys in ((2, 23), (3, 23), (5, 30)):
             complete = keys // 4
