@@ -1,219 +1,130 @@
-"""bench.py: benchmarks; every number in the README comes from here.
+"""bench.py: one door to every measurement.
 
-    python bench.py plot RUN [RUN ...]      # redraw the pictures of runs
-    python bench.py tasks                   # what the README promises of train_async.py
-    python bench.py staleness               # every staleness bound with every swap mode
-    python bench.py async [full | gpu]      # sync against async: 4 minutes, an hour
-    python bench.py roles COMMIT            # both roles' speed, beside that of an older commit
-    python bench.py simulate                # calibrate and score the simulator
-    python bench.py objectives              # eight objectives under growing staleness
-    python bench.py timeline RUN [RUN ...]  # who did what, runs above each other on one axis
-    python bench.py replay                  # runs of 50 steps, executed again to the same weights
-    python bench.py faults                  # 300 faults on purpose: what is lost (30 minutes)
-    python bench.py generator               # decode speed beside transformers (pip install it)
-    python bench.py compile                 # generation with and without torch.compile
-    python bench.py decode                  # one token at 4k to 16k context, dense and sparse
-    python bench.py dsa                     # sparse attention against dense (GPU when there is one)
-    python bench.py readme                  # write results/*.json into the README's tables
+    python bench.py                    # sync against async on two tasks, in 5 minutes
+    python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
+    python bench.py NAME --record      # the same, and its files are copied to results/
+    python bench.py plot RUN ...       # draw the pictures of run folders again
+    python bench.py timeline RUN ...   # who did what, these runs above each other
+    python bench.py tables             # write docs/measured.md from results/*.json
 
-Left out: training itself (the trainers are run as commands, exactly as a user would).
+A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
+# Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
+import importlib
 import shutil
-import subprocess
 import sys
-import tempfile
-from itertools import product
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
+from runtime.config import UserError, fail, parse
 
-from lab.plots import (
-    RESULTS,
-    draw_comparison,
-    draw_objectives,
-    draw_run,
-    draw_timeline,
-    save_result,
-)
-from lab.races import ROOT, SYNC, bench_async, bench_roles, run_command
-from lab.tables import fault_table, write_readme
-from runtime.config import OBJECTIVES, fail
-from runtime.devices import describe_machine
-from runtime.runlog import read_lines
-
-
-def bench_tasks() -> None:
-    """train_async.py with default flags on each task, several seeds -> results/tasks.json, and the
-    pictures of the first `guess` run."""
-    seeds = {"guess": 5, "reverse": 3, "sort": 3}
-    result = {"machine": describe_machine(), "tasks": {}}
-    with tempfile.TemporaryDirectory() as place:
-        plan = [(task, seed) for task, count in seeds.items() for seed in range(count)]
-        for task, seed in tqdm(plan, unit="run"):
-            folder = Path(place) / f"{task}-{seed}"
-            summary = run_command("train_async.py", folder, task=task, seed=seed)
-            row = {name: summary[name] for name in ("seed", "steps", "command_s", "samples")}
-            row |= {name: summary[name] for name in ("staleness", "utilization", "groups")}
-            row |= {when: summary["eval"][when] for when in ("before", "after")}
-            result["tasks"].setdefault(task, []).append(row)
-            tqdm.write(f"{task} {seed}: {row['after']} in {row['command_s']} s")
-            if (task, seed) == ("guess", 0):
-                RESULTS.mkdir(exist_ok=True)
-                for picture in ("reward.png", "timeline.png"):
-                    shutil.copy(folder / picture, RESULTS / f"guess_{picture}")
-            save_result("tasks", result)
-
-
-def bench_staleness() -> None:
-    """Every bound and swap mode on the heavy-tailed `sum`: the oldest token that was trained, and
-    that nothing was lost -> results/staleness.json."""
-    result = {"machine": describe_machine(), "runs": []}
-    plan = [(eta, swap) for eta in (0, 1, 2, 4, 8) for swap in ("keep", "recompute", "drain")]
-    with tempfile.TemporaryDirectory() as place:
-        for eta, swap in tqdm(plan, unit="run"):
-            flags = {"task": "sum", "steps": 25, "groups_per_step": 8, "max_staleness": eta}
-            folder = Path(place) / f"{eta}-{swap}"
-            summary = run_command("train_async.py", folder, swap=swap, **flags)
-            row = {"max_staleness": eta, "swap": swap, **summary["staleness"]}
-            result["runs"].append(row | {"groups": summary["groups"], "steps": summary["steps"]})
-            save_result("staleness", result)
-
-
-def bench_objectives(steps: int = 150) -> None:
-    """Every objective at growing staleness and with rollout weights rounded on purpose, and the
-    damper on and off, on `reverse` with half the usual batch -> results/objectives.json, .png."""
-    result = {"machine": describe_machine(), "steps": steps, "runs": []}
-    plan = [(name, eta, 1.0, "float32") for name in OBJECTIVES for eta in (0, 4, 16)]
-    plan += [(name, 4, 1.0, "float8_e4m3fn") for name in OBJECTIVES]
-    plan += [("cispo", eta, at, "float32") for eta in (4, 16) for at in (0.0, 0.15, 1e9)]
-    with tempfile.TemporaryDirectory() as place:
-        for name, eta, threshold, weights in tqdm(plan, unit="run"):
-            flags = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
-            how = {"objective": name, "max_staleness": eta, "kl_threshold": threshold}
-            how["rollout_weights"] = weights
-            flags, folder = flags | how, Path(place) / f"{name}-{eta}-{threshold}-{weights}"
-            summary = run_command("train_async.py", folder, **flags)
-            rows = [r for r in read_lines(folder / "metrics.jsonl") if "seconds" in r]
-            row = how | {
-                k: float(np.mean([r[k] for r in rows])) for k in ("ess", "kl_behaviour", "lr")
-            }
-            row |= {"solved": summary["eval_after"], "reward": summary["eval"]["after"]["reward"]}
-            row |= {k: summary[k] for k in ("staleness", "reference_share")}
-            result["runs"].append(row)
-            tqdm.write(f"{name}, η = {eta}, {weights}: {row['reward']:.2f}")
-            save_result("objectives", result)
-    draw_objectives(result["runs"], RESULTS / "objectives.png")
-
-
-CALIBRATION = {  # what the simulator learns its costs from ...
-    "sum-8": {"task": "sum", "groups_per_step": 8},
-    "sum-24": {"task": "sum", "groups_per_step": 24, "max_staleness": 4, "slots": 64},
-    "sum-32": {"task": "sum", "groups_per_step": 32, "max_staleness": 0},
-    "sum-sync": {"task": "sum", "groups_per_step": 16} | SYNC,
-    "guess-12": {"task": "guess", "groups_per_step": 12, "slots": 64},
-    "guess-32": {"task": "guess", "max_staleness": 4},
-    "guess-16": {"task": "guess", "groups_per_step": 16, "max_staleness": 0},
-    "guess-sync": {"task": "guess", "groups_per_step": 24} | SYNC,
+MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
+    "race": ("races", 5, "race.json .png, timeline.png", "time to a score, sync and async"),
+    "tasks": ("campaigns", 7, "tasks.json, guess_*.png", "three tasks with default flags"),
+    "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
+    "objectives": ("campaigns", 17, "objectives.json .png", "eight objectives on stale data"),
+    "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
+    "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
+    "generator": ("speed", 2, "generator.json", "generation beside transformers"),
+    "decode": ("speed", 3, "decode-cpu.json", "a token at long context, dense and sparse"),
+    "dsa": ("speed", 3, "dsa-cpu.json .png", "attention, dense and sparse"),
+    "recipe": ("recipe", 5, "recipe.json .png", "how a model becomes sparse"),
+    "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
+    "simulate": ("simulate", 15, "simulate*.json, .png", "the simulator against real runs"),
+    "scale": ("simulate", 1, "scale.json .png", "the simulator on up to 1,024 devices"),
 }
+FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their flags
 
 
-HELD_OUT = {  # ... and what it has to predict
-    "sum-1": {"task": "sum", "groups_per_step": 16, "max_staleness": 1, "slots": 64},
-    "sum-drain": {"task": "sum", "groups_per_step": 8, "max_staleness": 3, "swap": "drain"},
-    "sum-recompute": {"task": "sum", "groups_per_step": 16, "swap": "recompute"},
-    "sum-0": {"task": "sum", "groups_per_step": 16, "max_staleness": 0},
-    "sum-sync-24": {"task": "sum", "groups_per_step": 24} | SYNC,
-    "guess-1": {"task": "guess", "groups_per_step": 32, "max_staleness": 1, "slots": 64},
-    "guess-24": {"task": "guess", "groups_per_step": 24, "max_staleness": 4},
-    "guess-0": {"task": "guess", "groups_per_step": 24, "max_staleness": 0},
-    "guess-sync-16": {"task": "guess", "groups_per_step": 16} | SYNC,
-}
+@dataclass(frozen=True)
+class NoFlags:
+    """A measurement without flags of its own."""
 
 
-def bench_simulate(rounds: int = 3) -> None:
-    """Runs to calibrate the simulator on, and others to score it on -> results/simulate*.json. A
-    machine has slow minutes: each run is repeated, and all of its repetitions count."""
-    runs = CALIBRATION | HELD_OUT
-    with tempfile.TemporaryDirectory() as place:
-        for i, name in tqdm(list(product(range(rounds), runs)), unit="run"):
-            flags = {"steps": 60, "eval_every": 1000, **runs[name]}
-            folder = Path(place) / f"{name}.{i}"
-            run_command(flags.pop("trainer", "train_async.py"), folder, **flags)
-        for command, names in (("calibrate", CALIBRATION), ("score", HELD_OUT)):
-            folders = [f"{place}/{name}.{i}" for name, i in product(names, range(rounds))]
-            subprocess.run([sys.executable, "simulate.py", command, *folders], cwd=ROOT, check=True)
+def draw_run(run: Path) -> None:
+    """reward.png and timeline.png of a run folder: trainers call this when they end."""
+    from lab.plots import draw_run as draw
+
+    draw(run)
 
 
-def bench_replay() -> None:
-    """Every bound, swap mode and number of workers: 50 steps, then the same weights again from the
-    event log -> results/replay.json."""
-    result = {"machine": describe_machine(), "runs": []}
-    plan = list(product((0, 1, 4), ("keep", "recompute", "drain"), (1, 2, 3)))
-    with tempfile.TemporaryDirectory() as place:
-        for eta, swap, workers in tqdm(plan, unit="run"):
-            how = {"max_staleness": eta, "swap": swap, "rollout_workers": workers}
-            folder = Path(place) / f"{eta}-{swap}-{workers}"
-            flags = {"steps": 50, "groups_per_step": 8, "eval_every": 50} | how
-            summary = run_command("train_async.py", folder, seed=len(result["runs"]), **flags)
-            command = [sys.executable, "train_async.py", f"--replay={folder}"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            row = {**how, "staleness": summary["staleness"], "same": done.returncode == 0}
-            row |= {"episodes": summary["samples"], "weights_sha256": summary["weights_sha256"]}
-            result["runs"].append(row | {"said": done.stdout.strip() or done.stderr[-500:]})
-            save_result("replay", result)
+def describe() -> str:
+    """The help text: every measurement with its minutes and what it writes."""
+    lines = [__doc__, "measurement  minutes  what is measured, and the files it leaves"]
+    for name, (_, minutes, files, what) in MEASUREMENTS.items():
+        lines.append(f"{name:11}  {minutes:7}  {what}: {files}")
+    return "\n".join(lines)
 
 
-def bench_faults(faults: int = 300) -> None:
-    """A randomised campaign over all roles, and kills in checkpoints -> results/faults.json."""
-    sys.path.insert(0, str(ROOT / "tests"))  # the injector is for tests only
-    from faults import campaign, checkpoint_kills
+def new_folder(name: str) -> Path:
+    """Where a measurement writes."""
+    return Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
 
-    result = {"machine": describe_machine()}
-    with tempfile.TemporaryDirectory() as place:
-        result["checkpoint_kills"] = checkpoint_kills(Path(place) / "kills", rounds=5)
-        for so_far in campaign(Path(place), faults):
-            save_result("faults", result | so_far)
-    print("\n".join(fault_table()))
+
+def measure(name: str, arguments: list[str], folder: Path) -> None:
+    """Run one measurement; with --record among the arguments its files are copied to results/."""
+    from lab.plots import RESULTS
+
+    module, minutes, files, what = MEASUREMENTS[name]
+    room = importlib.import_module(f"lab.{module}")  # only this one: others need other packages
+    text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy {files} to results/"
+    flags = [word for word in arguments if word != "--record"]
+    config = parse(text, flags, getattr(room, FLAGS[name]) if name in FLAGS else NoFlags)
+    function = getattr(room, f"bench_{name}")
+    function(folder, config) if name in FLAGS else function(folder)
+    print(f"\nwritten: {folder}/")
+    if "--record" in arguments:
+        for file in (*folder.glob("*.json"), *folder.glob("*.png")):
+            shutil.copy(file, RESULTS)
+            print(f"recorded: results/{file.name}")
+
+
+def draw(command: str, runs: list[Path]) -> None:
+    """Draw run folders again; what shows several runs goes to a new folder."""
+    from lab import plots
+    from runtime.runlog import read_lines
+
+    for run in runs:
+        trained = any("reward" in row for row in read_lines(run / "metrics.jsonl"))
+        if not trained or not (run / "config.json").is_file():
+            raise UserError(f"{run}: must be the folder of a run that trained at least one step")
+    folder = new_folder(command)
+    if command == "timeline":
+        plots.draw_timeline(runs, folder / "timeline.png")
+        print(f"written: {folder}/timeline.png")
+        return
+    for run in runs:
+        draw_run(run)
+        print(f"written: {run}/reward.png, {run}/timeline.png")
+    if len(runs) > 1:
+        plots.draw_comparison(runs, folder)
+        print(f"written: {folder}/comparison.png")
 
 
 def main(arguments: list[str]) -> None:
-    import speed
+    """The command line; a mistake costs one line and exit code 2."""
+    name, *rest = arguments or ["race"]
+    try:
+        if name in ("-h", "--help"):
+            print(describe())
+        elif name in MEASUREMENTS:
+            measure(name, rest, new_folder(name if arguments else "bench"))
+        elif name in ("plot", "timeline") and rest:
+            draw(name, [Path(run) for run in rest])
+        elif name == "tables" and not rest:
+            from lab.tables import write_tables
 
-    commands = {
-        "generator": speed.bench_generator,
-        "compile": speed.bench_compile,
-        "decode": speed.bench_decode,
-        "dsa": speed.bench_dsa,
-        "objectives": bench_objectives,
-        "simulate": bench_simulate,
-        "replay": bench_replay,
-        "faults": bench_faults,
-        "tasks": bench_tasks,
-        "staleness": bench_staleness,
-        "readme": write_readme,
-    }
-    command, *runs = arguments or [""]
-    if command == "plot" and runs:
-        for run in runs:
-            draw_run(Path(run))
-        if len(runs) > 1:
-            draw_comparison([Path(run) for run in runs], Path("comparison.png"))
-    elif command == "timeline" and runs:
-        draw_timeline([Path(run) for run in runs], Path("timeline.png"))
-    elif command == "roles" and len(runs) in (1, 2) and all(n.isdigit() for n in runs[1:]):
-        bench_roles(runs[0], *map(int, runs[1:]))
-    elif command == "async" and runs in ([], ["full"], ["gpu"]):
-        bench_async(*runs)
-    elif command in commands and not runs:
-        commands[command]()
-    else:
-        allowed = (
-            f"{', '.join(commands)}, async [full | gpu], roles COMMIT [ROUNDS], plot RUN ... "
-            "or timeline RUN ..."
-        )
-        fail(ValueError(f"{' '.join(arguments)!r}: must be {allowed}"))
+            print(f"written: {write_tables()}")
+        else:
+            print(describe())
+            names = ", ".join(MEASUREMENTS)
+            raise UserError(f"{name!r}: must be {names}, plot RUN, timeline RUN or tables")
+    except UserError as error:
+        fail(error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""lab/plots.py."""
+"""plots.py: every picture of runs and measurements, and the files that measurements leave behind.
+
+A measurement writes NAME.json and NAME.png into a folder: `save_result`, `draw_*(..., path)`.
+Left out: the pictures of the laboratory, the recipe and the simulator, which stand beside them.
+"""
 
 import json
 from pathlib import Path
@@ -10,143 +14,52 @@ from runtime.runlog import read_lines
 # colour-blind safe (Okabe & Ito, 2008)
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
 
+# of curves: a colour, and dashes
+STYLES = [c + dashes for dashes in ("-", "--") for c in (BLUE, ORANGE, GREEN, PURPLE, GREY)]
+
 RESULTS = Path(__file__).parent.parent / "results"
 
 
-def draw_comparison(runs: list[Path], path: Path) -> None:
-    """Training reward of several runs against wall-clock time and against samples."""
-    plt = canvas()
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
-    for run in runs:
-        rows = [r for r in read_lines(run / "metrics.jsonl") if "reward" in r]
-        reward = smooth([r["reward"] for r in rows])
-        axes[0].plot([r["t"] for r in rows], reward, label=run.name)
-        axes[1].plot(np.cumsum([r["samples"] for r in rows]) / 1e3, reward, label=run.name)
-    axes[0].set(xlabel="wall-clock time (s)", ylabel="training reward (mean of 10 steps)")
-    axes[1].set(xlabel="samples (thousand episodes)")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    axes[1].legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def save_result(folder: Path, name: str, result: dict) -> None:
+    """Write a measurement; called after every run, so that Ctrl-C loses only the run under way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def draw_async(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
-    """Held-out score of each task against wall-clock time, and against samples: the median, and a
-    band over the seeds."""
-    plt = canvas()
-    tasks = list(dict.fromkeys(r["task"] for r in runs))
-    modes = [mode for mode in modes if mode in {r["mode"] for r in runs}]
-    size = (4.5 * len(tasks), 6.4)
-    figure, axes = plt.subplots(2, len(tasks), figsize=size, squeeze=False, layout="constrained")
-    colours = dict(zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False))
-    clocks = (1, "wall-clock time (s)"), (1000, "episodes trained (thousands)")
-    for column, (unit, name) in enumerate(clocks):
-        for axis, task in zip(axes[column], tasks, strict=True):
-            for mode in modes:
-                own = [
-                    np.array(r["held"]).T for r in runs if (r["task"], r["mode"]) == (task, mode)
-                ]
-                grid = np.linspace(0, min(held[column, -1] for held in own), 100)
-                curves = np.array([np.interp(grid, held[column], held[2]) for held in own])
-                axis.plot(grid / unit, np.median(curves, 0), color=colours[mode], label=mode)
-                low, high = curves.min(0), curves.max(0)
-                axis.fill_between(grid / unit, low, high, color=colours[mode], alpha=0.15, lw=0)
-            metric, goal = targets[task]
-            axis.axhline(goal, color="black", lw=0.8, ls=":")
-            axis.set(xlabel=name, ylabel=f"held-out: {metric}", title=task if column == 0 else None)
-            axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8, loc="lower right")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def draw_objectives(runs: list[dict], path: Path) -> None:
-    """Held-out reward and effective sample size of each objective, by staleness."""
-    plt = canvas()
-    cases = {
-        f"η = {r['max_staleness']}" + ", 8-bit rollouts" * (r["rollout_weights"] != "float32"): r
-        for r in runs
-    }
-    runs = [r for r in runs if r["kl_threshold"] == 1.0]
-    names = list(dict.fromkeys(r["objective"] for r in runs))
-    figure, axes = plt.subplots(1, 2, figsize=(7, 4.6), sharey=True, layout="constrained")
-    colours = (GREY, BLUE, ORANGE, GREEN)
-    titles = {"reward": "held-out reward", "ess": "effective sample size (share of tokens)"}
-    for axis, (key, label) in zip(axes, titles.items(), strict=True):
-        for i, (case, one) in enumerate(cases.items()):
-            like = [(k, one[k]) for k in ("max_staleness", "rollout_weights")]
-            own = {r["objective"]: r[key] for r in runs if all(r[k] == v for k, v in like)}
-            places = np.arange(len(names)) + 0.21 * (i - 1.5)
-            axis.barh(places, [own[n] for n in names], 0.2, color=colours[i], label=case)
-        axis.set(xlabel=label, xlim=(0, 1.02))
-        axis.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle("What staleness costs each objective")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def draw_panels(name: str, title: str, panels: list[tuple[dict, dict]], size=(7, 3.8)) -> None:
-    """results/NAME.png: panels of (curves {label: (style, x, y)}, settings of the axis), two a row.
-
-    A style is a colour and dashes ("#0072B2--"). The legend stands in the place that the last row
-    leaves free, or else in the first panel.
-    """
-    plt = canvas()
-    shape = (-(-len(panels) // 2), min(2, len(panels)))
-    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
-    for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
-        for label, (style, x, y) in curves.items():
-            axis.plot(x, y, style[7:] or "-", color=style[:7], label=label, lw=2)
-        axis.set(**settings)
-        axis.grid(alpha=0.3)
-    legend = axes.flat[len(panels) % axes.size]
-    legend.legend(*axes.flat[0].get_legend_handles_labels(), loc="best")
-    if len(panels) < axes.size:
-        legend.axis("off")
-    figure.suptitle(title)
-    figure.savefig(RESULTS / f"{name}.png", dpi=120)
-    plt.close(figure)
-
-
-def smooth(values: list[float], width: int = 10) -> np.ndarray:
-    """The mean of each value and those before it, `width` in all."""
-    sums = np.cumsum(np.pad(values, (1, 0)))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - width)
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def between(values: list[float], form: str) -> str:
-    """Smallest to largest of some numbers, as text."""
-    low, high = (format(f(values), form) for f in (min, max))
-    return low if low == high else f"{low} to {high}"
+def load_result(name: str, folder: Path = RESULTS) -> dict:
+    """A recorded measurement."""
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def spread(values: list[float]) -> dict:
     """Median and extremes of repeated measurements."""
-    return {
-        k: round(float(f(values)), 3)
-        for k, f in (("median", np.median), ("min", min), ("max", max))
-    }
+    found = {"median": np.median(values), "min": min(values), "max": max(values)}
+    return {name: round(float(value), 3) for name, value in found.items()}
 
 
-def save_result(name: str, result: dict) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+def between(values: list[float], form: str) -> str:
+    """Smallest to largest of some numbers, as text."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
 
 
-def load_result(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    """A table as lines of Markdown, its columns aligned for a screen."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        return f"| {' | '.join(padded)} |"
+
+    return [line(head), line(["-" * width for width in widths]), *map(line, rows)]
 
 
-def draw_run(run: Path) -> None:
-    """reward.png and timeline.png of one run folder, from its metrics and events."""
-    draw_reward(run)
-    draw_timeline([run], run / "timeline.png")
+def print_table(rows: list[dict]) -> None:
+    """Print rows with the same keys as a table."""
+    cells = []
+    for row in rows:
+        cells.append([f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
+    print(*markdown(list(rows[0]), cells), sep="\n")
 
 
 def canvas():
@@ -159,57 +72,68 @@ def canvas():
     return plt
 
 
-def draw_reward(run: Path) -> None:
-    """Reward, held-out score and staleness against wall-clock time."""
-    plt = canvas()
+def save_figure(figure, path: Path) -> None:
+    """Write a picture and free its memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    canvas().close(figure)
+
+
+# ------------------------------------------------------------------------------------ one run
+
+
+def draw_run(run: Path) -> None:
+    """reward.png and timeline.png of one run folder, from its metrics and events."""
+    draw_reward(run, run / "reward.png")
+    draw_timeline([run], run / "timeline.png")
+
+
+def name_of(run: Path) -> str:
+    """The task and the trainer of a run."""
+    config = json.loads((run / "config.json").read_text())
+    return f"{config['task']}, {config['mode']}"
+
+
+def draw_reward(run: Path, path: Path) -> None:
+    """Reward and evaluation, and below them staleness, against wall-clock time."""
     rows = read_lines(run / "metrics.jsonl")
-    steps = [r for r in rows if "reward" in r]
+    steps = [row for row in rows if "reward" in row]
+    evaluated = [row for row in rows if "eval" in row]
     if not steps:
         return
-    t = [r["t"] for r in steps]
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1], layout="constrained"
-    )
-    top.plot(t, [r["reward"] for r in steps], color=BLUE, lw=1, label="training reward (mean)")
-    held = [(r["t"], r["eval"]["solved"]) for r in rows if "eval" in r]
-    top.plot(
-        *zip(*held, strict=True), "o-", color=ORANGE, ms=4, label="evaluation: solved (greedy)"
-    )
-    top.set_ylabel("score (1 = best)")
-    top.set_ylim(-0.02, 1.05)
-    top.legend(loc="lower right")
-    config = json.loads((run / "config.json").read_text())
-    top.set_title(f"{config['task']}, {config['mode']}: reward and evaluation")
-    age = [r["staleness_mean"] for r in steps]
-    bottom.plot(t, age, color=GREEN, lw=1, label="mean")
-    bottom.plot(t, [r["staleness_max"] for r in steps], color=PURPLE, lw=1, label="oldest token")
-    bottom.set_ylabel("staleness\n(versions)")
-    bottom.set_xlabel("wall-clock time (s)")
-    bottom.set_ylim(-0.1, 1.5 * max(1, max(r["staleness_max"] for r in steps)))
-    bottom.legend(loc="upper right", ncol=2, fontsize=8)
-    for axis in (top, bottom):
-        axis.grid(alpha=0.3)
-    figure.savefig(run / "reward.png", dpi=120)
-    plt.close(figure)
+    t, solved = [row["t"] for row in steps], [row["eval"]["solved"] for row in evaluated]
+    oldest = [row["staleness_max"] for row in steps]
+    score = {
+        "training reward (mean)": (BLUE, t, [row["reward"] for row in steps]),
+        "evaluation: solved": (ORANGE + "o-", [row["t"] for row in evaluated], solved),
+    }
+    staleness = {
+        "mean": (GREEN, t, [row["staleness_mean"] for row in steps]),
+        "oldest token": (PURPLE, t, oldest),
+    }
+    axes = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
+    below = {"ylabel": "staleness (versions)", "ylim": (-0.1, 1.5 * max(1, *oldest))}
+    below["xlabel"] = "wall-clock time (s)"
+    panels = [(score, axes), (staleness, below)]
+    draw_panels(path.parent, path.stem, name_of(run), panels, (7, 5), columns=1)
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
-    """A Gantt picture of a few learner steps in the middle of each run, on one time axis: who did
-    what, when, and by which policy version."""
-    spans = {run: [e for e in read_lines(run / "events.jsonl") if "seconds" in e] for run in runs}
-    trained = {run: [e for e in spans[run] if e["kind"] == "train"] for run in runs}
-    if not all(trained.values()):
+    """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
+    which policy version. Runs that have not trained yet are left out."""
+    spans, windows = {}, {}
+    for run in runs:
+        found = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
+        trained = [event for event in found if event["kind"] == "train"]
+        first = max(0, (len(trained) - steps) // 2)
+        if trained:
+            spans[run], windows[run] = found, trained[first : first + steps]
+    if not windows:
         return
-    plt = canvas()
-    rows = {run: sorted({e["process"] for e in spans[run]}) for run in runs}
-    windows = {}
-    for run, steps_of in trained.items():
-        first = max(0, (len(steps_of) - steps) // 2)
-        windows[run] = steps_of[first : first + steps]
     width = max(w[-1]["t"] + w[-1]["seconds"] - w[0]["t"] for w in windows.values())
-    heights = [0.5 * len(rows[run]) + 0.5 for run in runs]
-    figure, axes = plt.subplots(
-        len(runs),
+    heights = [0.7 + 0.4 * len({event["process"] for event in spans[run]}) for run in windows]
+    figure, axes = canvas().subplots(
+        len(windows),
         1,
         figsize=(8, 0.9 + sum(heights)),
         height_ratios=heights,
@@ -217,39 +141,136 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for axis, run in zip(axes[:, 0], runs, strict=True):
-        left = windows[run][0]["t"]
-        shown = [e["version"] for e in trained[run] if left <= e["t"] < left + width]
-        low, high = shown[0], shown[-1]
-        colours = plt.get_cmap("cividis", high - low + 3)
-        norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low - 2, high + 2) - 0.5, colours.N)
-        for e in spans[run]:
-            start, end = max(e["t"], left), min(e["t"] + e["seconds"], left + width)
-            if end <= start:
-                continue
-            y = rows[run].index(e["process"])
-            colour = colours(norm(e["version"])) if "version" in e else GREY
-            axis.barh(y, 1e3 * (end - start), left=1e3 * (start - left), color=colour, height=0.7)
-            if e["kind"] == "train" and end - start > 0.04 * width:
-                white = norm(e["version"]) < colours.N / 2
-                axis.text(
-                    1e3 * ((start + end) / 2 - left),
-                    y,
-                    f"v{e['version']}",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if white else "black",
-                )
-        axis.set_yticks(range(len(rows[run])), rows[run])
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1e3 * width)
-        config = json.loads((run / "config.json").read_text())
-        axis.set_title(
-            f"{run.name} ({config['task']}, {config['mode']}): who works, with which policy version"
-        )
-        scale = plt.cm.ScalarMappable(norm, colours)
-        figure.colorbar(scale, ax=axis, label="policy version", ticks=range(low, high + 1, 2))
-    axes[-1, 0].set_xlabel("time (ms); blank = idle, grey = verifying")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    for axis, (run, window) in zip(axes[:, 0], windows.items(), strict=True):
+        draw_spans(axis, spans[run], window[0]["t"], width)
+        axis.set_title(f"{name_of(run)} ({run.name})", fontsize=10)
+    axes[-1, 0].set_xlabel("time (ms); coloured by policy version, grey = verifying, blank = idle")
+    save_figure(figure, path)
+
+
+def draw_spans(axis, spans: list[dict], left: float, width: float) -> None:
+    """One row a process: a bar for each span between `left` and `left + width` seconds."""
+    plt = canvas()
+    spans = [event for event in spans if left - event["seconds"] < event["t"] < left + width]
+    versions = [event["version"] for event in spans if "version" in event]
+    low, high = min(versions), max(versions)
+    colours = plt.get_cmap("cividis", high - low + 1)
+    norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low, high + 2) - 0.5, colours.N)
+    rows = sorted({event["process"] for event in spans})
+    for event in spans:
+        start = max(0.0, event["t"] - left)
+        end = min(width, event["t"] + event["seconds"] - left)
+        row, version = rows.index(event["process"]), event.get("version")
+        colour = GREY if version is None else colours(norm(version))
+        axis.barh(row, 1e3 * (end - start), left=1e3 * start, color=colour, height=0.7)
+        if event["kind"] == "train" and end - start > 0.05 * width:
+            dark = version < (low + high) / 2
+            where = {"ha": "center", "va": "center", "fontsize": 8}
+            colour, middle = "white" if dark else "black", 1e3 * (start + end) / 2
+            axis.text(middle, row, f"v{version}", color=colour, **where)
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_xlim(0, 1e3 * width)
+    ticks = range(low, high + 1, max(1, (high - low) // 3))
+    scale = plt.cm.ScalarMappable(norm, colours)
+    axis.figure.colorbar(scale, ax=axis, label="version", ticks=ticks)
+
+
+# ------------------------------------------------------------------------------------- several runs
+
+
+def draw_comparison(runs: list[Path], folder: Path) -> None:
+    """Training reward of several runs against wall-clock time and against episodes."""
+    by_time, by_episodes = {}, {}
+    for run in runs:
+        rows = [row for row in read_lines(run / "metrics.jsonl") if "reward" in row]
+        rewards = [row["reward"] for row in rows]
+        means = [np.mean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rows))]
+        by_time[run.name] = (None, [row["t"] for row in rows], means)
+        by_episodes[run.name] = (None, np.cumsum([row["samples"] for row in rows]), means)
+    reward = {"xlabel": "wall-clock time (s)", "ylabel": "training reward (mean of 10 steps)"}
+    panels = [(by_time, reward), (by_episodes, {"xlabel": "episodes trained"})]
+    draw_panels(folder, "comparison", "", panels)
+
+
+def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
+    """Held-out score of each task against seconds, and against episodes: the median over the seeds,
+    in a band from the lowest to the highest."""
+    tasks = list(dict.fromkeys(row["task"] for row in runs))
+    size = (4.5 * len(tasks), 6.4)
+    figure, axes = canvas().subplots(
+        2, len(tasks), figsize=size, squeeze=False, layout="constrained"
+    )
+    colours = dict(zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False))
+    clocks = (1, "wall-clock time (s)"), (1000, "episodes trained (thousands)")
+    for column, (unit, clock) in enumerate(clocks):
+        for axis, task in zip(axes[column], tasks, strict=True):
+            for mode in modes:
+                own = [r["held"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
+                if not own:
+                    continue
+                curves = [np.array(held).T for held in own]  # [3, evaluations]
+                grid = np.linspace(0, min(curve[column, -1] for curve in curves), 100)
+                scores = [np.interp(grid, curve[column], curve[2]) for curve in curves]
+                low, high = np.min(scores, 0), np.max(scores, 0)
+                axis.plot(grid / unit, np.median(scores, 0), color=colours[mode], label=mode)
+                axis.fill_between(grid / unit, low, high, color=colours[mode], alpha=0.15, lw=0)
+            metric, goal = targets[task]
+            axis.axhline(goal, color="black", lw=0.8, ls=":")
+            axis.set(xlabel=clock, ylabel=f"held-out: {metric}", title=None if column else task)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8, loc="lower right")
+    save_figure(figure, path)
+
+
+def draw_objectives(runs: list[dict], folder: Path) -> None:
+    """Held-out reward and effective sample size of each objective against staleness."""
+    plain = (1.0, "float32")  # the damper's threshold, and no rounding
+    runs = [row for row in runs if (row["kl_threshold"], row["rollout_weights"]) == plain]
+    panels = []
+    for key, label in {"reward": "held-out reward", "ess": "effective sample size"}.items():
+        curves = {}
+        for name in dict.fromkeys(row["objective"] for row in runs):
+            own = [row for row in runs if row["objective"] == name]
+            ages = [row["max_staleness"] for row in own]
+            curves[name] = (None, ages, [row[key] for row in own])
+        panels.append((curves, {"xlabel": "largest staleness allowed", "ylabel": label}))
+    draw_panels(folder, "objectives", "What staleness costs each objective", panels)
+
+
+def draw_attention(rows: list[dict], folder: Path, name: str) -> None:
+    """NAME.png: time of dense and of sparse attention against context length (bench dsa)."""
+    panels = []
+    for kind in ("forward", "forward+backward"):
+        curves = {}
+        for way in rows[0][kind]:
+            own = [row for row in rows if way in row[kind]]
+            times = [row[kind][way]["ms"]["median"] for row in own]
+            curves[way] = (None, [row["length"] for row in own], times)
+        scales = {"xscale": "log", "yscale": "log", "title": kind}
+        panels.append((curves, {"xlabel": "context (tokens)", "ylabel": "time (ms)"} | scales))
+    draw_panels(folder, name, "", panels, (9, 3.8))
+
+
+def draw_panels(folder: Path, name: str, title: str, panels: list, size=(7, 3.8), columns=2):
+    """NAME.png: panels of (curves {label: (style, x, y)}, settings of the axis).
+
+    A style is a colour and dashes ("#0072B2--"), or None for the next of STYLES. Panels with the
+    same labels share one legend: in the place that the last row leaves free, or in the first panel.
+    """
+    shape = (-(-len(panels) // columns), min(columns, len(panels)))
+    figure, axes = canvas().subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
+        for i, (label, (style, x, y)) in enumerate(curves.items()):
+            style = style or STYLES[i % len(STYLES)]
+            axis.plot(x, y, style[7:] or "-", color=style[:7], label=label, lw=1.5, ms=4)
+        axis.set(**settings)
+        axis.grid(alpha=0.3)
+        if curves.keys() != panels[0][0].keys():
+            axis.legend(fontsize=8)
+    legend = axes.flat[len(panels) % axes.size]
+    legend.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=8)
+    if len(panels) < axes.size:
+        legend.axis("off")
+    figure.suptitle(title)
+    save_figure(figure, folder / f"{name}.png")

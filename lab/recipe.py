@@ -1,18 +1,17 @@
 """recipe.py: what the training stages of sparse attention are worth, measured on `recall`.
 
-    python recipe.py                # one seed, some minutes: a table, a picture, the weights
-    python recipe.py --seeds 3      # three seeds -> results/recipe.json and recipe.png, too
+    python bench.py recipe              # one seed, 5 minutes: a table, a picture, the weights
+    python bench.py recipe --seeds 3    # three seeds, as many at a time as there are cores
 
 A prompt is a long table of "key=51;" and a question about one key, so that a model must find one
 place among many. The same model is examined with dense attention; with an indexer that nobody
 trained; with mean keys instead of an indexer; after the indexer's warm-up; after the whole recipe;
-and after some steps of RL with the indexer frozen (pretrain.py describes the stages). All of them
-but the first attend to `chunk_size * top_k` keys, whatever the length of the prompt.
+and after some steps of RL with the indexer frozen. All of them but the first attend to
+`chunk_size * top_k` keys, whatever the length of the prompt.
 Left out: the stages themselves (pretrain.py).
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,23 +24,32 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-from lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RESULTS, canvas, save_result
+from lab.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    between,
+    canvas,
+    markdown,
+    save_figure,
+    save_result,
+)
 from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT, Packed, attend_packed, dense_packed, pack_tokens
-from pretrain import Settings, grow, make_model, parts_of, train, watched_attention
-from reward import LIMITS, make_task, score
-from rollout import alphabet_of, generate
-from runtime.config import Config, UserError, run_main
+from pretrain import RecipeConfig, grow, make_recipe_model, parts_of, train_stage, watched_attention
+from reward import alphabet_of, make_task, verify_group
+from rollout import generate
+from runtime.config import Config, UserError
 from runtime.devices import cores, describe_machine
 from runtime.messages import apply_verdicts
 from runtime.setup import make_generator
 from runtime.tokenizer import END, encode
 
 VARIANTS = ("dense", "random indexer", "mean keys", "warm-up only", "full recipe", "after RL")
-
-
-MAPPED = ("random indexer", "warm-up only", "full recipe")  # with mass and map
+MAPPED = ("random indexer", "warm-up only", "full recipe")  # those whose selection is looked at
 
 
 def attention_of(model: GPT, packed: Packed, kind: str) -> Callable:
@@ -79,218 +87,156 @@ def accuracy(model: GPT, tokens: Tensor, alphabet: Tensor, kind: str) -> float:
 
 @torch.no_grad()
 def mass_recall(model: GPT, tokens: Tensor) -> dict[str, float]:
-    """Share of the dense attention probability that lies on what the indexer selects, mean over
-    heads, layers and queries (all, or the two that ask for a digit), and what the best selection
-    of as many chunks would have. Attention itself stays dense."""
-    sums = {}
+    """Share of the dense attention that lies on what the indexer selects, and on the best selection
+    of as many chunks: the mean over heads, layers and the two queries that ask for a digit."""
+    sums = {"indexer": 0.0, "best": 0.0}
     for part in tokens[:, :-2].split(32):
         (B, T), seen = part.shape, []
         attend = watched_attention(model.config, B, T, False, seen)
-        attends = [attend] * model.config.layers
-        model.body(part.flatten(), torch.arange(T).repeat(B), attends)
+        model.body(part.flatten(), torch.arange(T).repeat(B), [attend] * model.config.layers)
         for scores, selected, mass in seen:
-            own = (scores > -torch.inf).sum(-1)  # [N] place of a query's own chunk
-            ideal = mass.scatter(1, own[:, None], 2.0)
+            own = (scores > -torch.inf).sum(-1)  # [N], place of a query's own chunk
+            ideal = mass.scatter(1, own[:, None], 2.0)  # which is always selected
             ideal = ideal.topk(min(model.config.top_k, ideal.shape[1])).indices
-            shares = [(mass * selected).sum(-1), mass.gather(1, ideal).sum(-1)]
-            for name, share in zip(("indexer", "best"), shares, strict=True):
-                share = share.view(B, T)
-                for which, value in (("all", share), ("answer", share[:, -2:])):
-                    key = f"{name}, {which} queries"
-                    sums[key] = sums.get(key, 0.0) + float(value.mean(1).sum())
-    return {key: round(value / len(tokens) / len(attends), 4) for key, value in sums.items()}
+            shares = {"indexer": (mass * selected).sum(-1), "best": mass.gather(1, ideal).sum(-1)}
+            for name, share in shares.items():
+                sums[name] += float(share.view(B, T)[:, -2:].mean(1).sum())
+    return {name: round(s / len(tokens) / model.config.layers, 4) for name, s in sums.items()}
 
 
-@torch.no_grad()
-def selection_map(model: GPT, tokens: Tensor) -> dict:
-    """For the last layer and the query that asks for the first digit of an answer [T]: its dense
-    attention mass by chunk, and the chunks the indexer selects."""
-    seen: list = []
-    attend = watched_attention(model.config, 1, len(tokens) - 3, False, seen)
-    attends = [attend] * model.config.layers
-    model.body(tokens[:-3], torch.arange(len(tokens) - 3), attends)
-    _, selected, mass = seen[-1]
-    asked = int((tokens[:-5] == tokens[-5]).nonzero()[0])  # the key's place in the table
-    return {
-        "mass": [round(x, 4) for x in mass[-1].tolist()],
-        "selected": selected[-1].nonzero()[:, 0].tolist(),
-        "asked": [asked // model.config.chunk_size, (asked + 3) // model.config.chunk_size],
-    }
-
-
-def reinforce(model: GPT, settings: Settings, seed: int) -> list[float]:
+def reinforce(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
     """A few steps of train_sync.py on prompts of 8 times the attended keys; no gradient reaches
     the indexer. Returns the mean reward of each step."""
-    config = Config(task=f"recall:{settings.lengths[2]}", seed=seed, steps=settings.rl_steps)
-    config = dataclasses.replace(config, groups_per_step=8, slots=32, lr=1e-4, reference_every=0)
-    task = make_task(config.task, seed)
+    how = Config(task=f"recall:{config.lengths[2]}", seed=seed, steps=config.rl_steps)
+    how = dataclasses.replace(how, groups_per_step=8, slots=32, lr=1e-4, reference_every=0)
+    task = make_task(how.task, seed)
     flat = torch.nn.Parameter(model.flat)
     flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
     learner = Learner(model, torch.optim.AdamW([flat], weight_decay=0.0), Damper(), alphabet)
-    generator, rewards = make_generator(config, task, model), []
+    generator, rewards = make_generator(how, task, model), []
     before = [p.clone() for p in parts_of(model)["indexer"]]
-    for _ in tqdm(range(config.steps), f"seed {seed} RL"):
+    for _ in tqdm(range(how.steps), f"seed {seed} RL"):
         generator.set_weights(learner.version, None)
-        groups = generate(generator, new_groups(learner, task, config.groups_per_step))
+        groups = generate(generator, new_groups(learner, task, how.groups_per_step))
         for group in groups:
-            apply_verdicts(group, score(group, task, config))
-        rewards.append(round(learner_step(learner, groups, config)["reward"], 4))
+            apply_verdicts(group, verify_group(group, task, how))
+        rewards.append(round(learner_step(learner, groups, how)["reward"], 4))
     assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
     return rewards
 
 
-def run_seed(settings: Settings, seed: int, folder: Path) -> dict:
+def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
     """The whole recipe: every stage, what it takes, and how well each variant answers."""
     torch.set_num_threads(1)
-    folder.mkdir()
-    model, result = make_model(settings, seed), {"seed": seed, "seconds": {}, "stages": {}}
-    result |= {"accuracy": {}, "mass": {}, "map": {}}
+    folder.mkdir(parents=True)
+    begin, model = time.monotonic(), make_recipe_model(config, seed)
+    result = {"seed": seed, "stages": {}, "accuracy": {}, "mass": {}}
     # as many tokens of each length: on short prompts all variants are good, and close together
-    total = settings.problems * settings.lengths[-1]
-    exams = {length: exam(length, total // length) for length in settings.lengths}
+    total = config.problems * config.lengths[-1]
+    exams = {length: exam(length, total // length) for length in config.lengths}
 
-    def timed(name: str, function: Callable, *arguments):
-        begin = time.monotonic()
-        result["stages"][name] = function(*arguments)
-        result["seconds"][name] = round(time.monotonic() - begin, 1)
-        return result["stages"][name]
-
-    def measure(variant: str, kind: str = "dsa") -> None:
-        rows = {
-            n: round(accuracy(model, *exams[n], kind), 4)
-            for n in tqdm(exams, f"seed {result['seed']} {variant}", leave=False)
-        }
+    def examine(variant: str, kind: str = "dsa") -> None:
+        rows = {}
+        for length in tqdm(exams, f"seed {seed} {variant}", leave=False):
+            rows[length] = round(accuracy(model, *exams[length], kind), 4)
         result["accuracy"][variant] = rows
         if variant in MAPPED:
             result["mass"][variant] = {n: mass_recall(model, exams[n][0][:64]) for n in exams}
-            result["map"][variant] = selection_map(model, exams[settings.lengths[1]][0][0])
 
-    def save(stage: str) -> None:
+    def stage(name: str, steps: int, used: int) -> None:
+        result["stages"][name] = train_stage(model, config, seed, name, steps, used)
         weights = {"shape": model.config.__dict__, "weights": model.flat.cpu()}
-        torch.save(weights, folder / f"{stage}.pt")
+        torch.save(weights, folder / f"{name}.pt")
 
-    steps, used = timed("growing", grow, model, settings, seed)
-    timed("dense", train, model, settings, seed, "dense", settings.dense_steps, used)
-    save("dense")
-    for variant, kind in (("dense", "dense"), ("random indexer", "dsa"), ("mean keys", "mean")):
-        timed(f"measure {variant}", measure, variant, kind)
-    used += 10**6
-    timed("warm-up", train, model, settings, seed, "warm-up", settings.warmup_steps, used)
-    save("warmup")
-    timed("measure warm-up", measure, "warm-up only")
-    used += 10**6
-    timed("sparse", train, model, settings, seed, "sparse", settings.sparse_steps, used)
-    save("full")
-    timed("measure full", measure, "full recipe")
-    if settings.rl_steps:
-        timed("RL", reinforce, model, settings, seed)
-        timed("measure RL", measure, "after RL")
-    return result
+    _, used = result["stages"]["growing"] = grow(model, config, seed)
+    stage("dense", config.dense_steps, used)
+    examine("dense", "dense")
+    examine("random indexer")
+    examine("mean keys", "mean")
+    stage("warm-up", config.warmup_steps, used + 10**6)  # problems that are new to it
+    examine("warm-up only")
+    stage("sparse", config.sparse_steps, used + 2 * 10**6)
+    examine("full recipe")
+    if config.rl_steps:
+        result["stages"]["RL"] = reinforce(model, config, seed)
+        examine("after RL")
+    return result | {"seconds": round(time.monotonic() - begin, 1)}
 
 
-def table(runs: list[dict], lengths: list[int], attended: int) -> str:
-    """Accuracies by variant and length, smallest to largest seed, as a Markdown table."""
-    heads = [f" {n} tokens, {n // attended}× |" for n in lengths]
-    lines = ["| held-out prompts solved (%) |" + "".join(heads), "|---" * (len(lengths) + 1) + "|"]
+def accuracy_table(runs: list[dict], lengths: list[int], attended: int) -> list[str]:
+    """Accuracies by variant and length, smallest to largest seed."""
+    head = ["held-out prompts solved (%)", *(f"{n} tokens, {n // attended}×" for n in lengths)]
+    rows = []
     for variant in runs[0]["accuracy"]:
         cells = []
         for n in lengths:
-            values = sorted({r["accuracy"][variant][n] for r in runs})
-            ends = dict.fromkeys((values[0], values[-1]))
-            cells.append(" to ".join(f"{100 * x:.1f}" for x in ends))
-        lines.append(f"| {variant} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells.append(between([100 * run["accuracy"][variant][n] for run in runs], ".1f"))
+        rows.append([variant, *cells])
+    return markdown(head, rows)
 
 
 def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
     """What the recipe has to show, in every seed: the order of the variants on prompts of at least
     4 times the attended keys, and at 8 times no more than one point lost against dense."""
-    variants = ("random indexer", "warm-up only", "full recipe")
-    cells = [[r["accuracy"][v][n] for v in variants] for r in runs for n in lengths[1:]]
-    strict = sum(a < b < c for a, b, c in cells)
-    n = lengths[2]
-    losses = [r["accuracy"]["dense"][n] - r["accuracy"]["full recipe"][n] for r in runs]
+    orders, losses = [], []
+    for run in runs:
+        scores = run["accuracy"]
+        for n in lengths[1:]:
+            orders.append([scores[variant][n] for variant in MAPPED])
+        losses.append(scores["dense"][lengths[2]] - scores["full recipe"][lengths[2]])
+    strict = sum(a < b < c for a, b, c in orders)
     return {
-        "random < warm-up only < full": f"in {strict} of {len(cells)} (seed, length)",
-        "never the other way round": all(a < b <= c for a, b, c in cells),
+        "random < warm-up only < full": f"in {strict} of {len(orders)} (seed, length)",
+        "never the other way round": all(a < b <= c for a, b, c in orders),
         "full within 1 point of dense at 8x": max(losses) < 0.0101,
     }
 
 
-def draw(runs: list[dict], settings: Settings, path: Path) -> None:
-    """Accuracy and attention mass against length, and one prompt's selection."""
-    plt, attended = canvas(), settings.chunk_size * settings.top_k
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    colours = ("black", PURPLE, GREY, ORANGE, BLUE, GREEN)
-    colours = dict(zip(VARIANTS, colours, strict=True))
-    x = settings.lengths
+def draw_recipe(runs: list[dict], config: RecipeConfig, path: Path) -> None:
+    """Accuracy, and the attention mass that is selected, against the length of the prompt."""
+    figure, axes = canvas().subplots(1, 2, figsize=(9, 4), layout="constrained")
+    colours = dict(zip(VARIANTS, ("black", PURPLE, GREY, ORANGE, BLUE, GREEN), strict=True))
+    x = config.lengths
 
-    def band(axis, rows: list[list[float]], label: str, **style) -> None:
+    def band(axis, rows: list[list[float]], label: str, colour: str, dashes: str = "-") -> None:
         values = 100 * np.array(rows)  # [seeds, lengths]
-        axis.plot(x, values.mean(0), marker="o", ms=4, label=label, **style)
-        axis.fill_between(x, values.min(0), values.max(0), alpha=0.12, color=style["color"])
+        axis.plot(x, values.mean(0), f"o{dashes}", ms=4, label=label, color=colour)
+        axis.fill_between(x, values.min(0), values.max(0), alpha=0.12, lw=0, color=colour)
 
     for variant in runs[0]["accuracy"]:
-        rows = [list(r["accuracy"][variant].values()) for r in runs]
-        band(axes[0], rows, variant, color=colours[variant], ls="--" if variant == "dense" else "-")
-    for variant in MAPPED:
-        rows = [[m["indexer, answer queries"] for m in r["mass"][variant].values()] for r in runs]
-        band(axes[1], rows, variant, color=colours[variant])
-    rows = [[m["best, answer queries"] for m in r["mass"][MAPPED[1]].values()] for r in runs]
-    band(axes[1], rows, "best possible", color=GREY, ls="--")
+        rows = [list(run["accuracy"][variant].values()) for run in runs]
+        band(axes[0], rows, variant, colours[variant], "--" if variant == "dense" else "-")
+    for who, variant in (*(("indexer", variant) for variant in MAPPED), ("best", "warm-up only")):
+        rows = [[mass[who] for mass in run["mass"][variant].values()] for run in runs]
+        best = who == "best"
+        style = ("best possible", GREY, "--") if best else (variant, colours[variant])
+        band(axes[1], rows, *style)
     titles = ("Held-out prompts solved (%)", "Attention mass of the answer that is selected (%)")
-    for axis, title in zip(axes[:2], titles, strict=True):
+    for axis, title, place in zip(axes, titles, ("center", "lower left"), strict=True):
         axis.set_xscale("log", base=2)
-        axis.set_xticks(x, [f"{n}\n({n // attended}x)" for n in x])
-        axis.set_xlabel(f"prompt tokens (multiple of the {attended} attended keys)")
-        axis.set_title(title)
+        axis.set_xticks(x, [f"{n}\n({n // config.attended}×)" for n in x])
+        axis.set_xlabel(f"prompt tokens (multiple of the {config.attended} attended keys)")
+        axis.set(title=title, ylim=(-3, 103))
         axis.grid(alpha=0.3)
-        axis.set_ylim(-3, 103)
-        axis.legend(fontsize=8, loc="lower left" if axis is axes[1] else "center")
-    shown, width = runs[0]["map"], 0.9
-    top = max(shown["full recipe"]["mass"])
-    for row, variant in enumerate(MAPPED):
-        mass = 0.8 * np.array(shown[variant]["mass"]) / top
-        axes[2].bar(range(len(mass)), mass, width, bottom=row, color="#dddddd")
-        picked = shown[variant]["selected"]
-        axes[2].bar(picked, mass[picked] + 0.03, width, bottom=row, color=colours[variant])
-    first, last = shown["full recipe"]["asked"]
-    axes[2].axvspan(first - 0.5, last + 0.5, color=GREEN, alpha=0.25)
-    names = [variant.replace(" ", "\n") for variant in MAPPED]
-    axes[2].set_yticks([row + 0.4 for row in range(3)], names, fontsize=9)
-    axes[2].set_xlabel("token of one prompt (green: the pair that is asked for)")
-    axes[2].set_title("Last layer's mass; coloured: selected")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        axis.legend(fontsize=8, loc=place)
+    save_figure(figure, path)
 
 
-def main(settings: Settings) -> None:
-    """Run the seeds, as many at a time as there are cores; print, draw and save."""
-    if settings.lengths[0] < LIMITS["recall"][0]:
-        raise UserError(f"--top-k {settings.top_k}: must attend to at least 8 keys")
-    folder = Path(settings.out or f"runs/recipe-{time.strftime('%m%d-%H%M%S')}")
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--out {folder}: must be new or an empty folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    begin, seeds = time.monotonic(), range(settings.seed, settings.seed + settings.seeds)
+def bench_recipe(folder: Path, config: RecipeConfig) -> None:
+    """Run the seeds, as many at a time as there are cores; save, draw and print."""
+    if config.attended < 8:
+        raise UserError(f"--top-k {config.top_k}: must attend to at least 8 keys")
+    begin, seeds = time.monotonic(), range(config.seed, config.seed + config.seeds)
     places = [folder / f"seed{seed}" for seed in seeds]
     workers = min(len(seeds), cores())
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        runs = list(pool.map(run_seed, [settings] * len(seeds), seeds, places))
-    lengths = settings.lengths
-    text, shown = table(runs, lengths, settings.chunk_size * settings.top_k), verdict(runs, lengths)
-    result = {"machine": describe_machine(), "settings": dataclasses.asdict(settings)}
-    result |= {"wall_s": round(time.monotonic() - begin, 1), "table": text, "shown": shown}
-    (folder / "recipe.json").write_text(json.dumps(result | {"runs": runs}, indent=1))
-    draw(runs, settings, folder / "recipe.png")
-    if settings.seeds > 1:
-        save_result("recipe", result | {"runs": runs})
-        draw(runs, settings, RESULTS / "recipe.png")
-    print(text)
-    words = {True: "yes", False: "NO"}
-    print("; ".join(f"{name}: {words.get(held, held)}" for name, held in shown.items()))
-    print(f"{result['wall_s']:.0f} s; weights and picture in {folder}")
-
-
-if __name__ == "__main__":
-    run_main(main, __doc__, Settings)
+        runs = list(pool.map(run_seed, [config] * len(seeds), seeds, places))
+    table = "\n".join(accuracy_table(runs, config.lengths, config.attended))
+    shown = verdict(runs, config.lengths)
+    result = {"machine": describe_machine(), "settings": dataclasses.asdict(config)}
+    result |= {"wall_s": round(time.monotonic() - begin, 1), "table": table, "shown": shown}
+    save_result(folder, "recipe", result | {"runs": runs})
+    draw_recipe(runs, config, folder / "recipe.png")
+    print(table)
+    for name, held in shown.items():
+        print(f"{name}: {held}")
