@@ -1,30 +1,29 @@
-"""calibrate.py: what the event logs of real runs say about the costs of pipeline.py.
+"""Costs of the simulated pipeline (pipeline.py), found in the event logs of real runs.
 
-`calibrate` reads spans and pauses, and finds by least squares how long everything takes:
+Least squares explain, over many spans of generation and many optimizer steps:
 
-    generate  how many steps, slots and busy slots a span had, which episodes it began: seconds of
-              each, and how much longer they are while a step is computed beside them
-    train     how many micro-batches and tokens a step had, and whether the reference ran
-    the rest  means: verification, delivery, publication, evaluation, what lies between two steps
+    decoding  by the decode steps, slots, context and busy slots of a span
+    refills   the rest of the span, by the episodes and prompts that began in it
+    training  by the micro-batches and tokens of a step, and by what arrived meanwhile
 
-The episodes of the log, group by group, are what a simulation draws its lengths from. Calibrate on
-runs of one task with different numbers of slots and of groups a step, one of them with eta = 0 and
-one of train_sync.py: what does not vary cannot be told apart. Left out: first spans and first
-steps, which warm up, and processes that share a core: but for `beside`, each has its own.
+Everything else is a mean: verification, delivery, publication, what lies between two steps. The
+groups of the logs are what a simulation draws the lengths of its episodes from.
+
+Calibrate on runs of one task with one rollout worker. They should differ in slots and in groups a
+step; one should have eta = 0, and one be of train_sync.py: what does not vary cannot be told apart.
+Left out: first spans and first steps, which warm up, and processes that share a core.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import fields
+from itertools import pairwise
 from math import ceil
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from lab.pipeline import Costs, Log, Pipeline, Setup, end, overlap
-from runtime.config import UserError
+from lab.pipeline import Costs, Pipeline, PipelineConfig, PipelineLog, end
 from runtime.runlog import read_lines
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
@@ -36,181 +35,162 @@ REFILL = ("episode", "refill", "prefill")
 TRAIN = ("train", "micro_batch", "train_token", "reference_token", "listen")
 
 
-BESIDE = np.linspace(1.0, 2.0, 41)  # what `beside` may be
+KEEP = 500  # groups of a task: enough to draw from
 
 
-KEEP = 500  # groups: enough to draw from
-
-
-def read_run(folder: str) -> Log:
-    """The log of a run folder; raises UserError when there is none, or none that is long enough."""
-    path = Path(folder)
-    if not ((path / "config.json").is_file() and (path / "events.jsonl").is_file()):
-        raise UserError(f"{folder}: must be a run folder (with config.json and events.jsonl)")
-    config, events = json.loads((path / "config.json").read_text()), defaultdict(list)
-    for event in read_lines(path / "events.jsonl"):
+def read_run(folder: Path) -> PipelineLog:
+    """The log in a run folder."""
+    flags = json.loads((folder / "config.json").read_text())
+    events = defaultdict(list)
+    for event in read_lines(folder / "events.jsonl"):
         events[event["kind"]].append(event)
-    rows = [row for row in read_lines(path / "metrics.jsonl") if "seconds" in row]
-    names = {f.name for f in fields(Setup)}
-    setup = Setup(**{name: value for name, value in config.items() if name in names})
-    setup.eta, setup.synchronous = config["max_staleness"], config["mode"] == "sync"
-    setup.eta = 0 if setup.synchronous else setup.eta
-    setup.steps = len(events["train"])
-    setup.rollout_workers = len({e["process"] for e in events["generate"]})
-    if setup.steps < 2 * setup.eta + 4 or len(rows) != setup.steps:
-        raise UserError(f"{folder}: must be a whole run of {2 * setup.eta + 4} steps or more")
-    if "micro_batches" not in rows[0]:
-        raise UserError(f"{folder}: must be a run of this version (metrics have no micro_batches)")
-    return Log(path.resolve().name, setup, dict(events), rows)
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds" in row]
+    names = [f.name for f in fields(PipelineConfig)]
+    config = PipelineConfig(**{name: flags[name] for name in names if name in flags})
+    config.synchronous = flags["mode"] == "sync"
+    config.eta = 0 if config.synchronous else flags["max_staleness"]
+    config.steps = len(rows)
+    config.rollout_workers = len({e["process"] for e in events["generate"]})
+    return PipelineLog(folder.name, config, events, rows)
 
 
-def fit(columns: list, seconds: list[float]) -> np.ndarray:
-    """Seconds >= 0 for one unit of each column [n, columns] that best explain `seconds` [n].
+def fit(rows: list[tuple[list, float]]) -> list[float]:
+    """Seconds (>= 0) for one unit of each amount, which best explain rows of (amounts, seconds).
 
-    Columns are scaled to one size, so that what the runs cannot tell apart (slots, when all runs
-    have as many) is shared out evenly. What comes out negative is left out.
+    Amounts are scaled to one size, so that what the runs cannot tell apart (slots, if all runs have
+    the same number) gets equal shares. An amount whose seconds come out negative is left out.
     """
-    matrix = np.array(columns, float)
-    scale = np.sqrt((matrix**2).mean(0))
-    costs, left = np.zeros(len(scale)), scale > 0
-    while left.any():
-        costs[:] = 0.0
-        costs[left] = np.linalg.lstsq(matrix[:, left] / scale[left], seconds, rcond=0.02)[0]
-        if (costs >= 0).all():
+    amounts, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
+    scale = np.sqrt((amounts**2).mean(0))
+    found, used = np.zeros(len(scale)), scale > 0
+    while used.any():
+        scaled = amounts[:, used] / scale[used]
+        found[:] = 0.0
+        found[used] = np.linalg.lstsq(scaled, seconds, rcond=0.02)[0]
+        if (found >= 0).all():
             break
-        left &= costs > 0
-    return costs / np.where(scale > 0, scale, 1.0)
+        used &= found > 0
+    return (found / np.where(scale > 0, scale, 1.0)).tolist()
 
 
-def fit_generation(rows: list[tuple]) -> tuple[float, np.ndarray]:
-    """(`beside`, costs of `DECODE` and `REFILL` [7]) that explain rows of `span_rows` best."""
-    share, *parts = (np.array(column) for column in zip(*rows, strict=True))
+def calibrate(logs: list[PipelineLog]) -> Costs:
+    """The costs that explain these logs of one task.
 
-    def explain(beside: float) -> tuple:
-        speed, error, costs = 1 - (1 - 1 / beside) * share, 0.0, []  # 1: with no step beside it
-        for seconds, amounts in zip(parts[::2], parts[1::2], strict=True):
-            costs.append(fit(amounts, seconds * speed))
-            error += float(np.square(amounts @ costs[-1] / speed - seconds).sum())
-        return error, float(beside), np.concatenate(costs)
-
-    return min(map(explain, BESIDE), key=itemgetter(0))[1:]
-
-
-def calibrate(logs: list[Log]) -> Costs:
-    """Costs that explain these logs of one task; raises UserError when none of them says which
-    groups it had.
-
-    Logs of synchronous runs do not: they tell how quick a step is in which nothing arrives, and how
-    much quicker generation is where the learner lives, without messages.
+    Logs of synchronous runs tell how long a step is when nothing arrives, and how much quicker (or
+    slower) generation is in the learner's process; everything else is read from the others.
     """
-    costs, pauses = Costs([log.name for log in logs]), defaultdict(list)
-    spans, trained = [], []
-    alone = [log for log in logs if log.setup.synchronous]
+    alone = [log for log in logs if log.config.synchronous]
+    groups, seconds, rows = [], defaultdict(list), defaultdict(list)
     for log in logs:
-        trained += train_rows(log)
-        if not log.setup.synchronous:
-            groups = groups_of(log)
-            spans += span_rows(log, groups)
-            costs.groups += [[g["version"], g["size"], *g["lengths"]] for g in groups]
-            for name, seconds in pauses_of(log, groups):
-                pauses[name].append(seconds)
-    if not spans:
-        raise UserError("calibrate: must have a run of train_async.py, too")
-    for name, seconds in pauses.items():
-        setattr(costs, name, float(np.mean(seconds)))
-    costs.beside, found = fit_generation(spans)
-    seconds, amounts = zip(*trained, strict=True)
-    for names, values in ((DECODE + REFILL, found), (TRAIN, fit(amounts, seconds))):
-        for name, value in zip(names, values, strict=True):
-            setattr(costs, name, float(value))
-    costs.all_reduce = 2 * costs.publish  # assumed: what goes out must have come in
-    costs.groups = sorted(costs.groups, key=lambda r: r[0])[:: ceil(len(costs.groups) / KEEP)]
-    told = [pace(Pipeline(log.setup, costs).run()) for log in alone]
-    costs.alone = float(np.mean([pace(log) / t for log, t in zip(alone, told, strict=True)] or 1.0))
+        rows[TRAIN] += train_rows(log)
+        if log not in alone:
+            rows[DECODE] += decode_rows(log)
+            rows[REFILL] += refill_rows(log)
+            groups += groups_of(log)
+            for name, values in pauses_of(log).items():
+                seconds[name] += values
+    found = {name: float(np.mean(values)) for name, values in seconds.items()}
+    for names in rows:
+        found |= zip(names, fit(rows[names]), strict=True)
+    found["all_reduce"] = 2 * found["publish"]  # assumed: gradients come in and go out
+    groups.sort(key=lambda group: group[0])
+    groups = groups[:: ceil(len(groups) / KEEP)]
+    costs = Costs([log.name for log in logs], groups=groups, **found)
+    ratios = []
+    for log in alone:
+        simulated = Pipeline(log.config, costs).run()
+        ratios.append(token_seconds(log) / token_seconds(simulated))
+    if ratios:
+        costs.alone = float(np.mean(ratios))
     return costs
 
 
-def pace(log: Log) -> float:
+def token_seconds(log: PipelineLog) -> float:
     """Seconds of generation for each token."""
     spans = log.events["generate"][1:]
     return sum(e["seconds"] for e in spans) / sum(e["slot_steps"] for e in spans)
 
 
-def groups_of(log: Log) -> list[dict]:
-    """Every group: start and finish events and verdict as one record, in order of the verdicts."""
-    begun = {e["group"]: e for e in log.events["start"]}
-    ended = {e["group"]: e["t"] for e in log.events["finish"]}
-    return [
-        {**e, **begun[e["group"]], "end": ended[e["group"]]}
-        | {"asked": e["t"], "verdict": end(e), "seconds": e["seconds"]}
-        for e in log.events["score"]
-    ]
+def groups_of(log: PipelineLog) -> list[list[int]]:
+    """`Costs.groups` of one run."""
+    start = {e["group"]: e for e in log.events["start"]}
+    groups = []
+    for e in log.events["score"]:
+        begun = start[e["group"]]
+        groups.append([begun["version"], begun["size"], *e["lengths"]])
+    return groups
 
 
-def span_rows(log: Log, groups: list[dict]) -> list[tuple]:
-    """For each span of generation but a worker's first: the share of it in which a step was
-    computed, seconds of decoding and how much there is of each of `DECODE`, and the same for the
-    rest of the span and `REFILL`."""
-    rows, size = [], log.setup.group_size
-    for process in sorted({e["process"] for e in log.events["generate"]}):
-        mine = [g for g in groups if g["process"] == process]
-        begin, prompt = np.array([[g["t"], g["size"]] for g in mine]).T
-        swaps = [e for e in log.events.get("swap", []) if e["process"] == process]
-        spans = [e for e in log.events["generate"] if e["process"] == process]
-        verdicts = [e for e in log.events.get("score", []) if e["process"] == process]
-        for e in spans[1:]:
-            new = (begin >= e["t"]) & (begin < end(e))
-            # groups that begin at one token boundary share a forward pass
-            apart = np.diff(np.sort(begin[new])) > 0.5 * e["seconds"] / e["steps"]
-            refills, prefill = int(new.any()) + int(apart.sum()), float(prompt[new].sum())
-            if log.setup.swap == "recompute":
-                sizes = [s["size"] for s in swaps if e["t"] <= s["t"] < end(e)]
-                refills, prefill = refills + len(sizes), prefill + sum(sizes) * rebuilt(groups)
-            slots, beside = log.setup.slots, overlap(log.events["train"], e["t"], end(e))
-            decode = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
-            refill = [int(new.sum()) * size, refills, prefill]
-            rest = e["seconds"] - e["decode"] - overlap(verdicts, e["t"], end(e))
-            rows.append((beside / e["seconds"], e["decode"], decode, rest, refill))
+def decode_rows(log: PipelineLog) -> list[tuple]:
+    """(amounts of `DECODE`, seconds) of each span but the first."""
+    rows, slots = [], log.config.slots
+    for e in log.events["generate"][1:]:
+        amounts = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
+        rows.append((amounts, e["decode"]))
     return rows
 
 
-def rebuilt(groups: list[dict]) -> float:
-    """Tokens of an episode that a swap computes again: at a moment at which it runs, on average."""
-    prompt, length = np.array([[g["size"], n - g["size"]] for g in groups for n in g["lengths"]]).T
-    return float(length @ (prompt + length / 2) / length.sum())
+def refill_rows(log: PipelineLog) -> list[tuple]:
+    """(amounts of `REFILL`, seconds) of each span but the first."""
+    rows = []
+    begin = np.array([e["t"] for e in log.events["start"]])
+    prompt = np.array([e["size"] for e in log.events["start"]])
+    for e in log.events["generate"][1:]:
+        new = (begin >= e["t"]) & (begin < end(e))
+        # Groups that begin at one token boundary share a forward pass.
+        apart = np.diff(np.sort(begin[new])) > 0.5 * e["seconds"] / e["steps"]
+        passes = int(new.any()) + int(apart.sum())
+        amounts = [new.sum() * log.config.group_size, passes, prompt[new].sum()]
+        rows.append((amounts, e["seconds"] - e["decode"]))
+    return rows
 
 
-def train_rows(log: Log) -> list[tuple]:
-    """For each step but the first, which warms up: seconds, and how much of each of `TRAIN`."""
-    rows, every = [], log.setup.reference_every
-    verdicts = np.array([end(e) for e in log.events["score"]])
+def train_rows(log: PipelineLog) -> list[tuple]:
+    """(amounts of `TRAIN`, seconds) of each step but the first."""
+    rows, every = [], log.config.reference_every
+    verdicts = verdicts_of(log)
     for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):
         tokens = row["sequence_tokens"]
         reference = tokens if every and row["step"] % every == 0 else 0
-        arrived = ((verdicts > event["t"]) & (verdicts < end(event))).sum()
-        rows.append((event["seconds"], [1, row["micro_batches"], tokens, reference, arrived]))
+        arrived = between(verdicts, event["t"], end(event))
+        amounts = [1, row["micro_batches"], tokens, reference, arrived]
+        rows.append((amounts, event["seconds"]))
     return rows
 
 
-def pauses_of(log: Log, groups: list[dict]) -> Iterator[tuple[str, float]]:
-    """(name of a cost, seconds) for everything that is neither generation nor a step."""
-    verdicts = np.array([g["verdict"] for g in groups])
-    done = {g["group"]: g["verdict"] for g in groups}
-    steps = list(zip(log.events["train"], log.events["publish"], log.rows, strict=True))
-    after = float(np.mean([row["t"] - end(p) for _, p, row in steps if "eval" not in row] or 0.0))
-    yield "after", after
-    for g in groups:
-        yield "score", g["seconds"]
-        yield "delivery", g["asked"] - g["end"]
-    for _, published, row in steps:
-        yield "publish", published["seconds"]
-        if "eval" in row:
-            yield "evaluation", max(0.0, row["t"] - end(published) - after)
-    waited, taken = 0.0, 0
-    for (before, _, row), (event, _, _) in zip(steps, steps[1:], strict=False):
-        last = max(done[i] for i in event["groups"])
+def verdicts_of(log: PipelineLog) -> dict[int, float]:
+    """When each group was verified."""
+    return {e["group"]: end(e) for e in log.events["score"]}
+
+
+def between(verdicts: dict[int, float], begin: float, stop: float) -> int:
+    """How many groups were verified between two moments."""
+    return sum(begin < t < stop for t in verdicts.values())
+
+
+def pauses_of(log: PipelineLog) -> dict[str, list[float]]:
+    """Seconds of everything that is neither generation nor an optimizer step, by name of a cost."""
+    finish = {e["group"]: e["t"] for e in log.events["finish"]}
+    scored, published = log.events["score"], log.events["publish"]
+    ended = zip(published, log.rows, strict=True)
+    after = [row["t"] - end(event) for event, row in ended if "eval" not in row]
+    return {
+        "score": [e["seconds"] for e in scored],
+        "delivery": [e["t"] - finish[e["group"]] for e in scored],
+        "publish": [e["seconds"] for e in published],
+        "after": [float(np.mean(after))],
+        "handle": [handle_seconds(log)],
+    }
+
+
+def handle_seconds(log: PipelineLog) -> float:
+    """Seconds in which the learner takes in a group: it does so before it begins the next step."""
+    verdicts, waited, taken = verdicts_of(log), 0.0, 0
+    for row, (before, event) in zip(log.rows, pairwise(log.events["train"]), strict=False):
+        last = max(verdicts[group] for group in event["groups"])
         waited += event["t"] - max(last, row["t"])
-        # while the learner waited it had nothing to take in but the last group
-        late = last > row["t"]
-        taken += 1 if late else ((verdicts > before["t"]) & (verdicts < event["t"])).sum()
-    yield "handle", waited / taken
+        if last > row["t"]:
+            taken += 1  # the learner waited for this group, and had taken in the others
+        else:
+            taken += between(verdicts, before["t"], event["t"])
+    return waited / taken

@@ -1,16 +1,18 @@
-"""lab_pipeline.py: what the pipeline does to the data, before any objective sees them.
+"""What the pipeline does to the data before an objective sees them, against the truth.
 
-Two choices of train_async.py against the truth. `--swap`: a real GPT with a real cache, of which
-every response is enumerated, so that what each mode samples and records is known exactly.
-`--on-stale`: the real Buffer in the discrete-event pipeline, with answers whose lengths have a
-heavy tail. `python lab.py` runs both and writes them to results/lab.json. Left out: what an
-objective makes of such data (lab.py), prompts that differ in difficulty.
+Two choices of train_async.py. `--swap`: a real GPT with a real cache, of which every response is
+enumerated, so that what each mode samples and records is known exactly. `--on-stale`: the real
+Buffer in the simulated pipeline, with answers of which a few are very long. `bench_lab` of exact.py
+runs both. Left out: what an objective makes of such data (exact.py), prompts that differ in
+difficulty.
 
-Axes: R responses · T tokens of a response. Claims are those of lab.py.
+Axes: R responses · T tokens of a response. Claims are those of exact.py.
 """
 
 import copy
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,27 +20,20 @@ from torch import Tensor
 
 import losses
 from cache import decode, make_cache, prefill
-from lab.pipeline import Costs, Pipeline, Setup, end
+from lab.pipeline import Costs, Pipeline, PipelineConfig, end
 from lab.plots import BLUE, GREY, ORANGE, draw_panels
 from model import GPT, ModelConfig, generated_logprobs, pack_tokens
 
-PROMPT, LETTERS = [5, 6, 7, 5, 6, 4], torch.arange(4)
+PROMPT, ALPHABET = [5, 6, 7, 5, 6, 4], torch.arange(4)
 
 
 MODES = {"recompute": BLUE, "keep": ORANGE, "drain": GREY}
 
 
-STEPS = range(1, 9)  # between the weights before a swap and behind it
+STEPS = range(1, 9)  # optimizer steps between the old weights and the new ones
 
 
-LENGTHS = {
-    ("wait", "trained"): BLUE,
-    ("drop", "trained"): ORANGE,
-    ("drop", "admitted"): GREY + "--",
-}
-
-
-SHARES = np.geomspace(1, 0.001, 100)  # of answers that are at least so long
+SHARES = np.geomspace(1, 0.001, 100)  # of answers that are at least as long
 
 
 def learner_logprobs(model: GPT, responses: Tensor) -> Tensor:
@@ -46,7 +41,7 @@ def learner_logprobs(model: GPT, responses: Tensor) -> Tensor:
     sequences = [PROMPT + response for response in responses.tolist()]
     rows = torch.arange(sum(map(len, sequences))).view(len(sequences), -1)[:, len(PROMPT) :]
     packed = pack_tokens(sequences)
-    return generated_logprobs(model, packed, rows.flatten(), LETTERS, 1.0)[0].view(rows.shape)
+    return generated_logprobs(model, packed, rows.flatten(), ALPHABET, 1.0)[0].view(rows.shape)
 
 
 def train_model(responses: Tensor, rewards: Tensor, seed: int) -> list[GPT]:
@@ -67,45 +62,50 @@ def train_model(responses: Tensor, rewards: Tensor, seed: int) -> list[GPT]:
 def swapped_logprobs(a: GPT, b: GPT, responses: Tensor, boundary: int, mode: str) -> Tensor:
     """Log-probs [R, T] as the generator records them when b replaces a after `boundary` tokens.
 
-    The same calls as rollout.py: keep goes on with a's keys and values, recompute rebuilds them
-    with b, drain finishes with a (PipelineRL, AReaL, and neither; see README).
+    The same calls as in rollout.py. keep goes on with the keys and values of a (PipelineRL),
+    recompute computes them again with b (AReaL), drain finishes with a.
     """
-    count, start = len(responses), len(PROMPT) - 1  # the last prompt token is fed by decode
+    count, start = len(responses), len(PROMPT) - 1  # decoding begins with the last prompt token
     slots, model, recorded = torch.arange(count), a, []
     known = torch.cat([torch.tensor(PROMPT).expand(count, -1), responses], 1)
     cache = make_cache(a, count, known.shape[1])
     prefill(a, cache, slots, known[:, :start].tolist())
-    for t, fed in enumerate(range(start, known.shape[1] - 1)):
+    for t in range(responses.shape[1]):
+        cached = start + t
         if t == boundary and mode != "drain":
             model = b
             if mode == "recompute":
-                prefill(b, cache, slots, known[:, :fed].tolist())
-        hidden = decode(model, cache, known[:, fed], torch.full((count,), fed), fed)
-        logprobs = torch.log_softmax(model.logits(hidden, LETTERS), -1)
+                prefill(b, cache, slots, known[:, :cached].tolist())
+        positions = torch.full((count,), cached)
+        hidden = decode(model, cache, known[:, cached], positions, cached)
+        logprobs = torch.log_softmax(model.logits(hidden, ALPHABET), -1)
         recorded.append(logprobs.gather(1, responses[:, t : t + 1]))
     return torch.cat(recorded, 1)
 
 
 def swap_part(task, seed: int) -> tuple[dict, list[tuple]]:
-    """KL of what each mode samples behind the boundary to pure b and to pure a; of the whole
-    response to b. The claims are about a swap after two tokens, at the largest distance."""
+    """KL of what each mode samples after the swap, to the new weights b and to the old ones a.
+
+    `whole_response_to_b` counts the tokens before the swap, too. The claims are about a swap after
+    two tokens, at the largest distance.
+    """
     models = train_model(task.tokens, task.rewards, seed)
     curves, claims = {}, []
     with torch.no_grad():
         pure = [learner_logprobs(model, task.tokens) for model in models]
     for mode, boundary in product(MODES, range(1, task.tokens.shape[1])):
-        curves[f"{mode}, {boundary}"] = []
+        rows = curves[f"{mode}, {boundary}"] = []
         for s in STEPS:
             recorded = swapped_logprobs(models[0], models[s], task.tokens, boundary, mode)
-            ratios = {"whole_response_to_b": recorded - pure[s]}
-            ratios["to_b"] = ratios["whole_response_to_b"][:, boundary:]
-            ratios["to_a"] = (recorded - pure[0])[:, boundary:]
-            chance = recorded.sum(1).exp()
-            facts = {k: float(chance @ log_ratio.sum(1)) for k, log_ratio in ratios.items()}
-            curves[f"{mode}, {boundary}"].append(facts)
+            to_b, to_a = recorded - pure[s], recorded - pure[0]
+            ratios = {"whole_response_to_b": to_b}
+            ratios |= {"to_b": to_b[:, boundary:], "to_a": to_a[:, boundary:]}
+            chances = recorded.sum(1).exp()
+            rows.append({name: float(chances @ ratio.sum(1)) for name, ratio in ratios.items()})
         if boundary == 2:
             values = losses.k3(recorded[:, boundary:], pure[s][:, boundary:]).sum(1)
-            claims.append((f"KL({mode} || new weights), k3", values, chance, facts["to_b"], True))
+            name = f"KL({mode} || new weights), k3"
+            claims.append((name, values, chances, rows[-1]["to_b"], True))
     return curves, claims
 
 
@@ -116,38 +116,50 @@ def drop_part(seed: int, steps: int = 375) -> tuple[dict, list[tuple]]:
     Log-normal lengths, sigma 1, median 100.
     """
     lengths = np.ceil(100 * np.exp(np.random.default_rng(seed).standard_normal(3000)))
-    starts = np.linspace(0, steps, len(lengths))  # the pipeline draws them by version
+    starts = np.linspace(0, steps, len(lengths))  # the simulation draws them by version
     groups = np.stack([starts, 0 * lengths, lengths], 1).astype(int).tolist()
     costs = Costs(step=1.0, train=100.0, groups=groups)
+    config = PipelineConfig("tail", steps, slots=64, group_size=1, groups_per_step=8)
     curves, claims = {}, []
     for rule in ("wait", "drop"):
-        setup = Setup("tail", steps, 64, group_size=1, groups_per_step=8, eta=2, on_stale=rule)
-        events = Pipeline(setup, costs, seed).run().events
+        events = Pipeline(replace(config, on_stale=rule), costs, seed).run().events
         length = {e["group"]: float(e["lengths"][0]) for e in events["score"]}
         trained = [length[group] for e in events["train"] for group in e["groups"]]
-        curves[rule] = {"time": end(events["train"][-1])}
-        for name, values in (("admitted", [*length.values()]), ("trained", trained)):
-            facts = dict(answers=len(values), tokens=sum(values), mean=sum(values) / len(values))
-            curves[rule][name] = facts | {"at_least": np.quantile(values, 1 - SHARES).tolist()}
-        kept, truth = torch.tensor(trained).double(), curves[rule]["admitted"]["mean"]
-        chance = torch.full_like(kept, 1 / len(kept))
-        claims.append((f"length trained, {rule}", kept, chance, truth, rule == "wait"))
+        admitted = list(length.values())
+        curves[rule] = {
+            "time": end(events["train"][-1]),
+            "admitted": length_facts(admitted),
+            "trained": length_facts(trained),
+        }
+        values, truth = torch.tensor(trained).double(), curves[rule]["admitted"]["mean"]
+        chances = torch.full_like(values, 1 / len(values))
+        claims.append((f"length trained, {rule}", values, chances, truth, rule == "wait"))
     return curves, claims
 
 
-def draw(result: dict) -> None:
+def length_facts(lengths: list[float]) -> dict:
+    """How many answers and tokens, their mean length, and the lengths at `SHARES`."""
+    count, tokens = len(lengths), sum(lengths)
+    at_least = np.quantile(lengths, 1 - SHARES).tolist()
+    return {"answers": count, "tokens": tokens, "mean": tokens / count, "at_least": at_least}
+
+
+def draw(folder: Path, result: dict) -> None:
     """lab_swap.png and lab_drop.png, one message each."""
-    kl = {mode: [max(f["to_b"], 1e-6) for f in result["swap"][f"{mode}, 2"]] for mode in MODES}
-    curves = {mode: (colour, STEPS, kl[mode]) for mode, colour in MODES.items()}
-    words = dict(xlabel="optimizer steps between old and new weights", yscale="log")
-    words["ylabel"] = "KL(sampled || new weights), last 2 tokens\n(nats; 0 is drawn at 0.000001)"
-    title = "A kept cache costs a little, draining much more, recomputing nothing"
-    draw_panels("lab_swap", title, [(curves, words)])
     curves = {}
-    for (rule, name), style in LENGTHS.items():
+    for mode, colour in MODES.items():
+        kl = [max(facts["to_b"], 1e-6) for facts in result["swap"][f"{mode}, 2"]]
+        curves[mode] = (colour, STEPS, kl)
+    axis = {"xlabel": "optimizer steps between old and new weights", "yscale": "log"}
+    axis["ylabel"] = "KL(sampled || new weights), last 2 tokens\n(nats; 0 is drawn at 0.000001)"
+    title = "A kept cache costs a little, draining much more, recomputing nothing"
+    draw_panels(folder, "lab_swap", title, [(curves, axis)])
+    curves = {}
+    for rule, name in (("wait", "trained"), ("drop", "trained"), ("drop", "admitted")):
         facts = result["lengths"][rule][name]
-        curves[f"{name} ({rule}): mean {facts['mean']:.0f}"] = (style, facts["at_least"], SHARES)
-    words = dict(xlabel="length of an answer (tokens)", xscale="log", yscale="log")
-    words["ylabel"] = "share at least as long"
+        label = f"{name} ({rule}): mean {facts['mean']:.0f}"
+        curves[label] = (None, facts["at_least"], SHARES)
+    axis = {"xlabel": "length of an answer (tokens)", "ylabel": "share at least as long"}
+    axis |= {"xscale": "log", "yscale": "log"}
     title = "Dropping stale work removes the long answers; waiting keeps them"
-    draw_panels("lab_drop", title, [(curves, words)])
+    draw_panels(folder, "lab_drop", title, [(curves, axis)])

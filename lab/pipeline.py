@@ -1,14 +1,15 @@
-"""pipeline.py: a discrete-event model of the pipeline: who does what when, and how long it takes.
+"""A simulated pipeline: who generates, verifies and trains when, and how long all of it takes.
 
-What decides is real: `Buffer` (buffer.py) admits and batches, and groups go to the least busy
-worker, as in train_async.py. What takes time is not: a worker jumps from one change of its slots
-to the next, a learner from one step to the next, and `Costs` says how long that is. Episodes keep
-the lengths that they have in the logs, group by group, and as the policy learns. A simulation
-leaves a log of the kind that a run does, so that one function measures both.
+It is a discrete-event simulation: an agenda of moments at which something changes, in order of
+time. What decides is real: `Buffer` admits groups and picks batches, `pack` makes micro-batches,
+and a group goes to the least busy worker, as in train_async.py. What takes time is not real:
+`Costs` says how long each thing takes. Episodes have lengths that were recorded in real runs.
+A simulation leaves events and metrics like those of a run, so one function measures both.
 
-Synchronous training is the same pipeline with eta = 0, where every device generates and then every
-device trains. Left out: where the costs come from and what all of this is good for (simulate.py),
-faults, environments that run beside generation, and networks but for one all-reduce a step.
+Synchronous training is the same pipeline with eta = 0: all devices generate, then all train.
+Left out: where the costs come from (calibrate.py) and what a simulation is good for (simulate.py),
+faults, environments that run beside generation, reward workers that are rollout workers too, and
+networks, except for one all-reduce a step.
 """
 
 import heapq
@@ -29,37 +30,35 @@ from runtime.messages import Group
 
 @dataclass
 class Costs:
-    """Seconds of everything that takes time, on one device, and the episodes of a task."""
+    """Seconds of everything that takes time on one device, and the episodes of a task."""
 
-    runs: list[str] = field(default_factory=list)  # what it was calibrated on
-    step: float = 0.0  # a decode step, with or without anything in it
-    step_slot: float = 0.0  # ... and each slot: the batch has one static shape
-    step_context: float = 0.0  # ... and each slot for each token of the longest running episode
-    step_running: float = 0.0  # ... and each slot that is busy
-    episode: float = 0.0  # begin an episode, and hand it over
-    refill: float = 0.0  # a forward pass over new prompts, or to rebuild caches
-    prefill: float = 0.0  # ... and each token of it
-    delivery: float = 0.0  # a finished group until its verification begins
+    runs: list[str] = field(default_factory=list)  # names of the runs that it was calibrated on
+    step: float = 0.0  # a decode step, however full
+    step_slot: float = 0.0  # added for each slot: the batch has one static shape
+    step_context: float = 0.0  # added for each slot and token of the longest running episode
+    step_running: float = 0.0  # added for each slot that is busy
+    episode: float = 0.0  # to begin an episode, and to hand it over
+    refill: float = 0.0  # a forward pass over new prompts, or one that rebuilds caches
+    prefill: float = 0.0  # added for each token of it
+    delivery: float = 0.0  # from a finished group to the start of its verification
     score: float = 0.0  # the verification of a group
     handle: float = 0.0  # the learner takes in a group
-    listen: float = 0.0  # ... and what a step is longer for each that arrives in its course
+    listen: float = 0.0  # a step is longer by this for each group that arrives meanwhile
     train: float = 0.0  # an optimizer step, whatever is in it
-    micro_batch: float = 0.0  # ... and each micro-batch
-    train_token: float = 0.0  # ... and each token of the episodes, prompts included
-    reference_token: float = 0.0  # ... and each token, in a step that runs the reference
-    all_reduce: float = 0.0  # ... and joining the gradients, when there are several learners
-    publish: float = 0.0
+    micro_batch: float = 0.0  # added for each micro-batch
+    train_token: float = 0.0  # added for each token of the episodes, prompts included
+    reference_token: float = 0.0  # added for each token when the step runs the reference
+    all_reduce: float = 0.0  # several learners join their gradients
+    publish: float = 0.0  # new weights are written for the workers
     after: float = 0.0  # metrics and books after a step
-    beside: float = 1.0  # generation takes this times as long while a step is computed
-    alone: float = 1.0  # ... and in the learner's process
-    evaluation: float = 0.0
-    # groups in order: version at their start, tokens of the prompt, tokens of each episode
+    alone: float = 1.0  # factor on generation in the learner's own process (synchronous)
+    # One row a group: version at its start, tokens of its prompt, tokens of each episode.
     groups: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
-class Setup:
-    """What may be chosen: the flags of train_async.py that decide how fast it is."""
+class PipelineConfig:
+    """The flags of train_async.py that decide how fast it is."""
 
     task: str
     steps: int = 32
@@ -72,281 +71,305 @@ class Setup:
     rollout_workers: int = 1
     reward_workers: int = 1
     learners: int = 1
-    eval_every: int = 0  # 0: never
     reference_every: int = 0
     token_budget: int = 4096  # of a micro-batch
     synchronous: bool = False  # the same devices generate and train, in turn
 
 
 @dataclass
-class Log:
-    """One run, real or simulated: its setup, its events by kind, and its metrics row by row."""
+class PipelineLog:
+    """One run, real or simulated: its flags, its events by kind, and a row of metrics a step."""
 
     name: str
-    setup: Setup
+    config: PipelineConfig
     events: dict[str, list[dict]]
     rows: list[dict]
 
 
-class Worker:
-    """A rollout worker: its slots now, and the steps until the next change of them."""
+class SimulatedWorker:
+    """A rollout worker: what its slots hold, and how many decode steps until that changes."""
 
     def __init__(self, name: str, slots: int):
-        self.name, self.version, self.load = name, 0, 0  # load: groups that it was given
-        self.waiting: deque[tuple] = deque()  # (group, length) of samples that have no slot yet
+        self.name = name
+        self.version = 0  # of its weights
+        self.load = 0  # groups that it has and the learner has not taken in
+        self.waiting: deque[tuple] = deque()  # (group, length) of samples without a slot
         self.samples: list = [None] * slots
-        self.left, self.at = np.zeros((2, slots), np.int64)  # tokens to come, tokens in the cache
-        self.begin, self.pace, self.steps, self.stamp = 0.0, 0.0, 0, 0
-        self.prompts: dict[int, int] = {}  # group -> version that computed its prompt
-        self.span: dict | None = None
+        self.left = np.zeros(slots, np.int64)  # tokens still to generate
+        self.cached = np.zeros(slots, np.int64)  # tokens in the cache
+        self.begin = 0.0  # when decoding began
+        self.pace = 0.0  # seconds a decode step
+        self.steps = 0  # decode steps until the next change; 0: idle
+        self.ticket = 0  # only the planned boundary with this number still counts
+        self.prompts: dict[int, int] = {}  # group id -> version that computed its prompt
+        self.span: dict | None = None  # the event of generation that goes on
+
+    def context(self) -> float:
+        """Mean length of the longest running episode over the steps to come."""
+        return self.cached[self.left > 0].max() + (self.steps - 1) / 2
 
 
 class Pipeline:
-    """Everything that happens, in order of time; methods end with the time at which they run."""
+    """One simulation. The last argument of a method that runs at some moment is that moment."""
 
-    def __init__(self, setup: Setup, costs: Costs, seed: int = 0):
-        self.setup, self.costs, self.random = setup, costs, np.random.default_rng(seed)
-        self.buffer = Buffer(setup.groups_per_step, setup.eta, setup.on_stale)
-        self.workers = [Worker(f"rollout-{i}", setup.slots) for i in range(setup.rollout_workers)]
-        # when each reward worker is free; without any, whoever generates verifies
-        self.verifiers = [0.0] * (0 if setup.synchronous else setup.reward_workers)
-        self.agenda, self.order, self.version = [], count(), 0
-        self.working = self.training = False  # the learner: busy with anything, with a step
-        self.inbox: list[Group] = []  # verified, and not yet seen by the learner
-        self.arrived = 0  # groups, in the course of a step
-        self.where: dict[int, Worker] = {}
+    def __init__(self, config: PipelineConfig, costs: Costs, seed: int = 0):
+        self.config, self.costs = config, costs
+        self.random = np.random.default_rng(seed)
+        self.buffer = Buffer(config.groups_per_step, config.eta, config.on_stale)
+        names = [f"rollout-{i}" for i in range(config.rollout_workers)]
+        self.workers = [SimulatedWorker(name, config.slots) for name in names]
+        self.verifiers = [0.0] * config.reward_workers  # heap: when each reward worker is free
+        self.agenda: list[tuple] = []  # heap of (time, order, what happens)
+        self.order = count()
+        self.version = 0
+        self.busy = False  # the learner takes in groups or trains
+        self.inbox: list[Group] = []  # verified groups that the learner has not taken in
+        self.arrived = 0  # groups that arrived since the step began
         self.starts = np.array([record[0] for record in costs.groups])
-        self.log = Log("simulated", setup, defaultdict(list), [])
+        self.log = PipelineLog("simulated", config, defaultdict(list), [])
 
-    def run(self) -> Log:
+    def run(self) -> PipelineLog:
+        """Simulate all steps."""
         self.admit(0.0)
-        while self.version < self.setup.steps:
+        while self.version < self.config.steps:
             now, _, action = heapq.heappop(self.agenda)
             action(now)
-        events = self.log.events
-        events["generate"] = [e for e in events["generate"] if "seconds" in e]  # not those cut off
+        spans = self.log.events["generate"]
+        self.log.events["generate"] = [e for e in spans if "seconds" in e]  # those that ended
         return self.log
 
     def plan(self, time: float, action: Callable, *arguments) -> None:
+        """Put an action on the agenda."""
         heapq.heappush(self.agenda, (time, next(self.order), partial(action, *arguments)))
 
     def note(self, process: str, kind: str, t: float, **details) -> dict:
-        self.log.events[kind].append({"t": t, "process": process, "kind": kind, **details})
-        return self.log.events[kind][-1]
+        """Write an event into the log."""
+        event = {"t": t, "process": process, "kind": kind, **details}
+        self.log.events[kind].append(event)
+        return event
 
     # ------------------------------------------------------------------------------- generation
 
     def admit(self, now: float) -> None:
-        """As train_async.py: as many groups as the deadlines allow, to the least busy worker."""
-        setup, buffer = self.setup, self.buffer
-        while (self.setup.steps - self.version) * setup.groups_per_step > len(buffer.outstanding):
-            if not buffer.may_admit(self.version):
-                break
-            prompt, lengths = self.draw()
-            group = Group(buffer.counts["admitted"], self.version, {"prompt": prompt})
-            buffer.admit(group.group_id, self.version)
+        """Admit as many groups as the deadlines allow; each goes to the least busy worker."""
+        config, buffer = self.config, self.buffer
+        wanted = (config.steps - self.version) * config.groups_per_step
+        while len(buffer.outstanding) < wanted and buffer.may_admit(self.version):
+            prompt, lengths = self.draw_group()
             worker = min(self.workers, key=lambda w: w.load)
-            worker.load, self.where[group.group_id] = worker.load + 1, worker
+            worker.load += 1
+            problem = {"prompt": prompt, "worker": worker}
+            group = Group(buffer.counts["admitted"], self.version, problem)
+            buffer.admit(group.group_id, self.version)
             worker.waiting.extend((group, length) for length in lengths)
         for worker in self.workers:
             if worker.waiting and not worker.left.all():
                 self.wake(worker, now)
 
-    def draw(self) -> tuple[int, list[int]]:
-        """A group of the logs that began at about this version: its prompt, its lengths."""
+    def draw_group(self) -> tuple[int, list[int]]:
+        """Tokens of a prompt and of its episodes: a recorded group of about this version."""
         records, total = self.costs.groups, len(self.costs.groups)
         width = max(8, total // 20)
         near = np.searchsorted(self.starts, [self.version, self.version + 1]).mean()
         low = max(0, min(int(near) - width, total - 2 * width))
         _, prompt, *lengths = records[self.random.integers(low, min(low + 2 * width, total))]
-        if len(lengths) != self.setup.group_size:
-            lengths = self.random.choice(lengths, self.setup.group_size).tolist()
+        if len(lengths) != self.config.group_size:
+            lengths = self.random.choice(lengths, self.config.group_size).tolist()
         return prompt, lengths
 
-    def wake(self, worker: Worker, now: float) -> None:
+    def wake(self, worker: SimulatedWorker, now: float) -> None:
         """Something is new for a worker: it looks at its next token boundary."""
         if not worker.steps:
-            return self.boundary(worker, worker.stamp, now)
-        done = min(max(1, ceil((now - worker.begin) / worker.pace)), worker.steps)
+            return self.boundary(worker, worker.ticket, now)
+        done = max(1, ceil((now - worker.begin) / worker.pace))
         if done < worker.steps:
-            worker.steps, worker.stamp = done, worker.stamp + 1
-            self.plan(worker.begin + done * worker.pace, self.boundary, worker, worker.stamp)
+            worker.steps = done
+            self.plan_boundary(worker)
 
-    def boundary(self, worker: Worker, stamp: int, now: float) -> None:
-        """A token boundary at which something changes; decode from there to the next one."""
-        if stamp != worker.stamp:
-            return  # somebody woke it before
-        judged, extra = self.finish(worker, now), self.refill(worker, now)
-        setup, costs = self.setup, self.costs
+    def plan_boundary(self, worker: SimulatedWorker) -> None:
+        """Plan the boundary after `worker.steps` steps, in place of the one planned before."""
+        worker.ticket += 1
+        stop = worker.begin + worker.steps * worker.pace
+        self.plan(stop, self.boundary, worker, worker.ticket)
+
+    def boundary(self, worker: SimulatedWorker, ticket: int, now: float) -> None:
+        """A token boundary at which something changes; decode from here to the next one."""
+        if ticket != worker.ticket:
+            return  # another boundary was planned since
+        if worker.steps:
+            self.finish(worker, now)
+        refill_seconds = self.refill(worker, now)
         running = worker.left > 0
-        if worker.span and (worker.version != worker.span["version"] or not running.any()):
-            worker.span["seconds"], worker.span = now - worker.span["t"], None
-        worker.stamp, worker.steps = worker.stamp + 1, 0
+        worker.steps = 0
+        span = worker.span
+        if span and (worker.version != span["version"] or not running.any()):
+            span["seconds"] = now - span["t"]
+            worker.span = None
         if not running.any():
+            worker.ticket += 1
             return
+        if not worker.span:
+            amounts = {"steps": 0, "slot_steps": 0, "context": 0, "decode": 0.0}
+            span = self.note(worker.name, "generate", now, version=worker.version, **amounts)
+            worker.span = span
+        config, costs = self.config, self.costs
         worker.steps = int(worker.left[running].min())
-        none = {"version": worker.version, "steps": 0, "slot_steps": 0, "context": 0, "decode": 0.0}
-        worker.span = worker.span or self.note(worker.name, "generate", now, **none)
-        context = worker.at[running].max() + (worker.steps - 1) / 2
-        slot = costs.step_slot + costs.step_context * context
-        pace = costs.step + setup.slots * slot + costs.step_running * running.sum()
-        times = costs.alone if setup.synchronous else costs.beside if self.training else 1.0
-        worker.pace, worker.begin = pace * times, now + judged + extra * times
-        self.plan(worker.begin + worker.steps * worker.pace, self.boundary, worker, worker.stamp)
+        slot = costs.step_slot + costs.step_context * worker.context()
+        pace = costs.step + config.slots * slot + costs.step_running * running.sum()
+        factor = costs.alone if config.synchronous else 1.0
+        worker.pace = pace * factor
+        worker.begin = now + refill_seconds * factor
+        self.plan_boundary(worker)
 
-    def finish(self, worker: Worker, now: float) -> float:
-        """The steps are done: episodes that have all their tokens leave, groups that are whole;
-        returns the seconds in which the worker verifies those."""
-        seconds = 0.0
-        if not worker.steps:
-            return seconds
-        running, span, steps = worker.left > 0, worker.span, worker.steps
+    def finish(self, worker: SimulatedWorker, now: float) -> None:
+        """Count the steps that are done; episodes that have all their tokens leave their slots."""
+        running, steps, span = worker.left > 0, worker.steps, worker.span
         span["steps"] += steps
         span["slot_steps"] += steps * int(running.sum())
-        span["context"] += steps * (worker.at[running].max() + (steps - 1) / 2)
+        span["context"] += steps * worker.context()
         span["decode"] += steps * worker.pace
         worker.left[running] -= steps
-        worker.at[running] += steps
-        for b in np.flatnonzero(running & (worker.left == 0)):
-            group, sample = worker.samples[b]
+        worker.cached[running] += steps
+        for slot in np.flatnonzero(running & (worker.left == 0)):
+            group, sample = worker.samples[slot]
             group.trajectories.append(sample)
-            if len(group.trajectories) == self.setup.group_size:
+            if len(group.trajectories) == self.config.group_size:
                 self.note(worker.name, "finish", now, group=group.group_id)
-                seconds += self.verify(worker, group, now + seconds)
-        return seconds
+                self.verify(group, now)
 
-    def refill(self, worker: Worker, now: float) -> float:
-        """Adopt weights, as `swap` says, then fill the free slots; returns the seconds it takes."""
+    def refill(self, worker: SimulatedWorker, now: float) -> float:
+        """Adopt new weights as `swap` says, then fill the free slots; returns the seconds."""
         costs, running, seconds = self.costs, worker.left > 0, 0.0
-        if worker.version < self.version and not (self.setup.swap == "drain" and running.any()):
-            size, worker.version = int(running.sum()), self.version
-            self.note(worker.name, "swap", now, version=self.version, size=size)
-            if self.setup.swap == "recompute" and size:
-                seconds += costs.refill + costs.prefill * worker.at[running].sum()
         if worker.version < self.version:
-            return seconds
+            size = int(running.sum())
+            if self.config.swap == "drain" and size:
+                return 0.0  # nothing new starts until the running episodes are over
+            worker.version = self.version
+            self.note(worker.name, "swap", now, version=self.version, size=size)
+            if self.config.swap == "recompute" and size:
+                seconds += costs.refill + costs.prefill * worker.cached[running].sum()
         free = np.flatnonzero(~running)[: len(worker.waiting)]
-        prompts = [self.begin(worker, b, now) for b in free]
+        prompts = [self.start_sample(worker, slot, now) for slot in free]
         seconds += len(free) * costs.episode + sum(prompts) * costs.prefill
         return seconds + costs.refill * any(prompts)
 
-    def begin(self, worker: Worker, slot: int, now: float) -> int:
+    def start_sample(self, worker: SimulatedWorker, slot: int, now: float) -> int:
         """Give a slot to the next sample; returns the prompt tokens to compute: once a group."""
         group, length = worker.waiting.popleft()
         prompt = group.problem["prompt"]
         sample = SimpleNamespace(oldest=worker.version, tokens=length)
         worker.samples[slot] = (group, sample)
-        worker.left[slot], worker.at[slot] = max(1, length - prompt), prompt
-        if group.group_id not in worker.prompts:
+        worker.left[slot] = max(1, length - prompt)
+        worker.cached[slot] = prompt
+        computed = worker.prompts.get(group.group_id)
+        if computed is None:
             details = {"group": group.group_id, "version": worker.version, "size": prompt}
             self.note(worker.name, "start", now, **details)
-        if worker.prompts.get(group.group_id) == worker.version:
-            return 0
         worker.prompts[group.group_id] = worker.version
-        return prompt
+        return 0 if computed == worker.version else prompt
 
-    # --------------------------------------------------------------------------------- learning
+    # ------------------------------------------------------- verification and learning
 
-    def verify(self, worker: Worker, group: Group, now: float) -> float:
-        """By a reward worker, where there are any; returns the seconds that the rollout worker
-        itself takes for it."""
-        if self.setup.synchronous:
-            self.arrive(group, now)  # see `look`
-            return 0.0
-        judge, begin, score = worker.name, now, self.costs.score
-        if self.verifiers:
-            judge, begin = "reward-0", max(now + self.costs.delivery, self.verifiers[0])
-            heapq.heapreplace(self.verifiers, begin + score)
+    def verify(self, group: Group, now: float) -> None:
+        """Verify a group by the reward worker that is free first."""
+        if self.config.synchronous:
+            return self.arrive(group, now)  # the learner verifies: see `work`
+        score = self.costs.score
+        begin = max(now + self.costs.delivery, self.verifiers[0])
+        heapq.heapreplace(self.verifiers, begin + score)
         lengths = [t.tokens for t in group.trajectories]
-        self.note(judge, "score", begin, group=group.group_id, lengths=lengths, seconds=score)
+        details = {"group": group.group_id, "lengths": lengths, "seconds": score}
+        self.note("reward-0", "score", begin, **details)
         self.plan(begin + score, self.arrive, group)
-        return 0.0 if self.verifiers else score
 
     def arrive(self, group: Group, now: float) -> None:
+        """A verified group reaches the learner."""
         self.inbox.append(group)
         self.arrived += 1
-        self.look(now)
+        self.work(now)
 
-    def look(self, now: float) -> None:
-        """A learner with nothing to do takes in what has arrived; or it trains, if it can."""
-        enough = self.setup.groups_per_step if self.setup.synchronous else 1
-        if self.working:
+    def work(self, now: float) -> None:
+        """A learner that has nothing to do takes in what has arrived, or else trains."""
+        if self.busy:
             return
-        if len(self.inbox) >= enough:
-            self.working, groups, self.inbox = True, self.inbox, []
-            each = self.costs.score if self.setup.synchronous else self.costs.handle
-            self.plan(now + len(groups) * each, self.take, groups)
-        else:
-            self.train(now)
+        config, costs = self.config, self.costs
+        enough = config.groups_per_step if config.synchronous else 1
+        if len(self.inbox) < enough:
+            return self.train(now)
+        self.busy = True
+        groups, self.inbox = self.inbox, []
+        each = costs.score if config.synchronous else costs.handle
+        self.plan(now + len(groups) * each, self.take_in, groups)
 
-    def take(self, groups: list[Group], now: float) -> None:
-        self.working = False
+    def take_in(self, groups: list[Group], now: float) -> None:
+        """The groups are in the buffer now."""
+        self.busy = False
         for group in groups:
             self.buffer.complete(group)
-            self.where.pop(group.group_id).load -= 1
+            group.problem["worker"].load -= 1
         self.train(now)
-        if not self.working:
-            self.look(now)
+        self.work(now)
 
     def train(self, now: float) -> None:
-        """One step, if the buffer has a batch for it."""
+        """Begin a step, if the buffer has a batch for it."""
         batch = self.buffer.next_batch(self.version)
         if self.buffer.dropped:
             self.buffer.dropped.clear()
             self.admit(now)
         if batch is None:
             return
-        setup, costs, self.working, self.arrived = self.setup, self.costs, True, 0
+        self.busy, self.arrived = True, 0
+        config, costs, step = self.config, self.costs, self.version + 1
         samples = [t for group in batch for t in group.trajectories]
-        tokens, step = sum(t.tokens for t in samples), self.version + 1
-        reference = bool(setup.reference_every) and step % setup.reference_every == 0
-        batches = len(pack([t.tokens for t in samples], setup.token_budget, setup.learners))
-        work = costs.train_token + costs.reference_token * reference
-        work = (batches * costs.micro_batch + tokens * work) / setup.learners
-        seconds = costs.train + work + costs.all_reduce * (setup.learners > 1)
-        row = {"step": step, "sequence_tokens": tokens, "micro_batches": batches}
+        lengths = [t.tokens for t in samples]
+        micro_batches = len(pack(lengths, config.token_budget, config.learners))
+        token = costs.train_token
+        if config.reference_every and step % config.reference_every == 0:
+            token += costs.reference_token
+        work = micro_batches * costs.micro_batch + sum(lengths) * token
+        seconds = costs.train + work / config.learners + costs.all_reduce * (config.learners > 1)
+        row = {"step": step, "sequence_tokens": sum(lengths), "micro_batches": micro_batches}
         row["staleness_mean"] = float(np.mean([staleness(t, self.version) for t in samples]))
-        event = {"version": self.version, "groups": [g.group_id for g in batch]}
-        event = self.note("learner", "train", now, seconds=seconds, **event)
+        details = {"version": self.version, "groups": [g.group_id for g in batch]}
+        event = self.note("learner", "train", now, **details)
         self.plan(now + seconds, self.publish, row, event)
-        self.training = True
-        for worker in self.workers:
-            self.wake(worker, now)
 
     def publish(self, row: dict, event: dict, now: float) -> None:
-        """The computation is over; the step ends when what arrived in its course is taken in."""
+        """The step ends when it has taken in what arrived meanwhile; then weights go out."""
         if self.arrived:
-            late, self.arrived = now + self.arrived * self.costs.listen, 0
+            late = now + self.arrived * self.costs.listen
+            self.arrived = 0
             return self.plan(late, self.publish, row, event)
         event["seconds"] = now - event["t"]
-        self.note("learner", "publish", now, version=row["step"], seconds=self.costs.publish)
-        self.plan(now + self.costs.publish, self.adopt, row)
+        seconds = self.costs.publish
+        self.note("learner", "publish", now, version=row["step"], seconds=seconds)
+        self.plan(now + seconds, self.adopt, row)
 
     def adopt(self, row: dict, now: float) -> None:
-        """Every worker may have the new weights; the learner goes on when its books are written."""
-        setup, self.version, self.training = self.setup, row["step"], False
+        """The new weights are there; the learner goes on when its books are written."""
+        self.version = row["step"]
         for worker in self.workers:
             self.wake(worker, now)
         free = now + self.costs.after
-        if setup.eval_every and (row["step"] % setup.eval_every == 0 or row["step"] == setup.steps):
-            row["eval"], free = {}, free + self.costs.evaluation
         self.log.rows.append(row | {"t": free})
-        if not setup.synchronous:
+        if not self.config.synchronous:
             self.admit(now)
         self.plan(free, self.go_on)
 
     def go_on(self, now: float) -> None:
-        self.working = False
+        """The learner is free again."""
+        self.busy = False
         self.admit(now)
-        self.look(now)
+        self.work(now)
 
 
-def predict(setup: Setup, costs: Costs, seed: int = 0) -> dict[str, float]:
-    """What `measure` finds in a simulated run."""
-    return measure(Pipeline(setup, costs, seed).run())
+def predict(config: PipelineConfig, costs: Costs, seed: int = 0) -> dict[str, float]:
+    """`pipeline_metrics` of a simulated run."""
+    return pipeline_metrics(Pipeline(config, costs, seed).run())
 
 
 def end(event: dict) -> float:
+    """The moment at which an event ends, in seconds."""
     return event["t"] + event["seconds"]
 
 
@@ -355,22 +378,24 @@ def overlap(spans: list[dict], begin: float, stop: float) -> float:
     return sum(max(0.0, min(end(e), stop) - max(e["t"], begin)) for e in spans)
 
 
-def measure(log: Log) -> dict[str, float]:
-    """Tokens trained per second, idle shares (of rollout workers, learner, all devices) and mean
-    staleness in versions, while the pipeline is full: the first and last eta + 1 steps are out."""
-    setup, trained = log.setup, log.events["train"]
-    first, last = 1 + setup.eta, setup.steps - 1 - setup.eta
+def pipeline_metrics(log: PipelineLog) -> dict[str, float]:
+    """Tokens trained a second, mean staleness in versions, and idle shares of the processes.
+
+    The pipeline is full when these are measured: the first and last eta + 1 steps are left out.
+    """
+    config, trained = log.config, log.events["train"]
+    first, last = 1 + config.eta, config.steps - 1 - config.eta
     begin, stop = end(trained[first - 1]), end(trained[last - 1])
     rows, seconds = log.rows[first:last], stop - begin
-    rollout = overlap(log.events["generate"], begin, stop) / (seconds * setup.rollout_workers)
+    workers = config.rollout_workers
+    rollout = overlap(log.events["generate"], begin, stop) / (seconds * workers)
     learner = overlap(trained, begin, stop) / seconds
-    busy = rollout * setup.rollout_workers + learner * setup.learners
-    # in a synchronous run the learners' devices are those that have generated
-    devices = setup.rollout_workers + setup.learners * (not setup.synchronous)
+    # In a synchronous run the devices that train are those that generate.
+    devices = workers if config.synchronous else workers + config.learners
     return {
         "tokens_per_s": sum(row["sequence_tokens"] for row in rows) / seconds,
         "rollout_idle": 1 - rollout,
         "learner_idle": 1 - learner,
-        "idle": 1 - busy / devices,
+        "idle": 1 - (rollout * workers + learner * config.learners) / devices,
         "staleness": float(np.mean([row["staleness_mean"] for row in rows])),
     }

@@ -1,141 +1,169 @@
-"""simulate.py: the model of pipeline.py, calibrated from real runs, scored, and asked.
+"""The simulated pipeline (pipeline.py), calibrated on real runs, checked on others, and asked.
 
-    python simulate.py calibrate RUN [RUN ...]    # costs -> results/simulate-costs.json
-    python simulate.py score RUN [RUN ...]        # predicted beside measured, for other runs
-    python simulate.py advise --devices 16        # how many generate, how many train, which eta
-    python simulate.py scale                      # over synchronous, 8 to 1024 devices, published
+`bench_simulate` calibrates the costs on the runs of `CALIBRATION`, then predicts the runs of
+`HELD_OUT`. A prediction is right if tokens a second and mean staleness are within 10% (of one
+version, where staleness is less) and the idle share of all processes is within 10 points.
 
-`score` asks of each run whether tokens a second and mean staleness are predicted within 10% (of one
-version, where staleness is less), and the idle share within 10 points; runs with equal flags are
-repetitions, and the mean of them counts. `scale` (ten minutes) takes two kinds of costs: those that
-were calibrated here, and those that arithmetic gives for a language model on a GPU (`ASSUMED`),
-because nobody published an event log.
+`bench_scale` (ten minutes) predicts the speed-up over synchronous training on 8 to 1024 devices.
+It takes two kinds of costs: those that were calibrated, and those that arithmetic gives for a
+language model on a GPU (`ASSUMED`), because nobody has published an event log.
 
-Left out: the model itself (pipeline.py) and how its costs are found in a log (calibrate.py). Memory
-is not modelled: every split fits. At 512 devices the learner that takes in every group, one after
-the other, is what this code's own costs wait for.
+Left out: how costs are found in a log (calibrate.py), and memory: every split of the devices fits.
+At 512 devices the calibrated pipeline waits for its one learner that takes in every group.
 """
 
 import dataclasses
-import sys
+import json
+import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
-from lab.pipeline import Costs, Log, Setup, measure, predict
-from lab.plots import BLUE, GREEN, GREY, ORANGE, RESULTS, canvas, load_result, save_result
-from runtime.config import Config, UserError, fail, flag, parse
+from lab.pipeline import Costs, PipelineConfig, PipelineLog, pipeline_metrics, predict
+from lab.plots import BLUE, GREEN, GREY, ORANGE, RESULTS, draw_panels, print_table, save_result
+from lab.races import run_each
+from runtime.config import UserError
 from runtime.devices import describe_machine
 
-
-def score(logs: list[Log], known: dict[str, Costs]) -> list[dict]:
-    """One row a setup: what was measured (the mean of runs with equal flags), what the model says
-    (the mean of as many simulations), and how far they are apart."""
-    rows, same = [], defaultdict(list)
-    for log in logs:
-        if log.name in costs_of(log.setup.task, known).runs:
-            raise UserError(f"{log.name}: must be a run that the model was not calibrated on")
-        same[str(log.setup)].append(log)
-    for runs in same.values():
-        setup, found = runs[0].setup, [measure(log) for log in runs]
-        told = [predict(setup, known[setup.task], seed) for seed in range(len(runs))]
-        mode = "sync" if setup.synchronous else f"eta {setup.eta} {setup.swap}"
-        what = f"{setup.task} {setup.groups_per_step}x{setup.group_size} {mode}"
-        row = {"setup": f"{what} {setup.rollout_workers}x{setup.slots} slots", "runs": len(runs)}
-        for name in ("tokens_per_s", "rollout_idle", "learner_idle", "idle", "staleness"):
-            for mark, values in (("", found), ("*", told)):
-                row[name + mark] = round(float(np.mean([one[name] for one in values])), 3)
-        errors = [abs(row[n + "*"] - row[n]) for n in ("tokens_per_s", "idle", "staleness")]
-        scale = (row["tokens_per_s"], 1.0, max(1.0, row["staleness"]))
-        row["within"] = all(e <= 0.1 * s for e, s in zip(errors, scale, strict=True))
-        rows.append(row)
-    return rows
+COSTS = RESULTS / "simulate-costs.json"
 
 
-def costs_of(task: str, known: dict[str, Costs]) -> Costs:
-    """The costs of a task; raises UserError when it has none."""
-    if task not in known:
-        raise UserError(f"task {task}: must be one of {', '.join(known)} (calibrated)")
-    return known[task]
+# Runs as a user would start them, without the dashes: what the costs are learned from ...
+CALIBRATION = (
+    "train_async.py task=sum groups_per_step=8",
+    "train_async.py task=sum groups_per_step=24 max_staleness=4 slots=64",
+    "train_async.py task=sum groups_per_step=32 max_staleness=0",
+    "train_sync.py task=sum groups_per_step=16",
+    "train_async.py task=guess groups_per_step=12 slots=64",
+    "train_async.py task=guess groups_per_step=32 max_staleness=4",
+    "train_async.py task=guess groups_per_step=16 max_staleness=0",
+    "train_sync.py task=guess groups_per_step=24",
+)
 
 
-def draw_score(rows: list[dict]) -> None:
-    """Predicted against measured: a setup is right where its points lie on the diagonal."""
-    plt = canvas()
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.4), layout="constrained")
-    panels = (("tokens_per_s", "tokens trained (1/s)"), ("idle", "idle share of all processes"))
-    panels += (("staleness", "mean staleness (versions)"),)
-    for axis, (name, title) in zip(axes, panels, strict=True):
-        x, y = (np.array([row[key] for row in rows]) for key in (name, name + "*"))
-        top = 1.15 * max(x.max(), y.max(), 0.1)
-        line = np.array([0.0, top])
-        width = 0.1 * (1.0 if name == "idle" else np.maximum(line, name == "staleness"))
-        axis.fill_between(line, line - width, line + width, color=GREY, alpha=0.3, lw=0)
-        axis.plot(line, line, color=GREY, lw=1)
-        axis.plot(x, y, "o", color=BLUE, ms=5)
-        axis.set(xlim=(0, top), ylim=(0, top), title=title, xlabel="measured", ylabel="predicted")
-        axis.grid(alpha=0.3)
-    right = sum(row["within"] for row in rows)
-    figure.suptitle(
-        f"{right} of {len(rows)} setups that were not calibrated on are within 10% (grey)"
-    )
-    figure.savefig(RESULTS / "simulate.png", dpi=120)
-    plt.close(figure)
+HELD_OUT = (  # ... and what has to be predicted
+    "train_async.py task=sum groups_per_step=16 max_staleness=1 slots=64",
+    "train_async.py task=sum groups_per_step=8 max_staleness=3 swap=drain",
+    "train_async.py task=sum groups_per_step=16 swap=recompute",
+    "train_async.py task=sum groups_per_step=16 max_staleness=0",
+    "train_sync.py task=sum groups_per_step=24",
+    "train_async.py task=guess groups_per_step=32 max_staleness=1 slots=64",
+    "train_async.py task=guess groups_per_step=24 max_staleness=4",
+    "train_async.py task=guess groups_per_step=24 max_staleness=0",
+    "train_sync.py task=guess groups_per_step=16",
+)
 
 
-@dataclass(frozen=True)
-class Question(Config):
-    """What `advise` is asked: the flags of train_async.py, and how many devices there are."""
+def bench_simulate(folder: Path, rounds: int = 3) -> None:
+    """Calibrate and check the simulation; simulate-costs.json, simulate.json and .png in `folder`.
 
-    devices: int = flag(8, "devices to divide; each runs one process", 2, 4096)
-
-
-def synchronous(setup: Setup, costs: Costs, devices: int) -> dict:
-    """The same devices one after the other: all of them generate, then all of them train."""
-    roles = {"rollout_workers": devices, "learners": devices, "eta": 0, "steps": 7}
-    costs = dataclasses.replace(costs, alone=1.0)  # several devices are several processes, too
-    return predict(dataclasses.replace(setup, synchronous=True, **roles), costs)
-
-
-def best_split(setup: Setup, costs: Costs, devices: int) -> dict:
-    """The quickest split to the nearest eighth: `predict`, and how many devices have which role.
-
-    Speed rises with the number of learners, then falls: look at both neighbours, go where it rises.
+    A machine has slow minutes, so each run is repeated, and all of its repetitions count.
     """
-    choices = sorted({min(max(1, devices * i // 8), devices - 1) for i in range(1, 8)})
-    tried: dict[int, dict] = {}
-    best, before = len(choices) // 3, -1
-    while best != before:
-        before = best
-        for i in range(max(0, before - 1), min(len(choices), before + 2)):
-            roles = {"rollout_workers": devices - choices[i], "learners": choices[i]}
-            new = dataclasses.replace(setup, **roles, steps=2 * setup.eta + 8)
-            tried[i] = tried.get(i) or roles | predict(new, costs)
-        best = max(tried, key=lambda i: tried[i]["tokens_per_s"])
-    return tried[best]
+    plan, logs, known = {}, defaultdict(list), {}
+    for i in range(rounds):
+        for command in CALIBRATION + HELD_OUT:
+            trainer, *flags = command.split()
+            plan[f"{command} {i}"] = {"trainer": trainer} | dict(f.split("=") for f in flags)
+    alike = {"steps": 60, "eval_every": 1000, "rollout_workers": 1, "reward_workers": 1}
+    with tempfile.TemporaryDirectory() as place:
+        for name, run, _ in run_each(plan, Path(place), **alike):
+            logs[name.rpartition(" ")[0]].append(read_run(run))
+    for task in ("sum", "guess"):
+        basis = [log for command in CALIBRATION for log in logs[command]]
+        known[task] = calibrate([log for log in basis if log.config.task == task])
+    save_costs(folder, known)
+    rows = [held_out_row(logs[command], known) for command in HELD_OUT]
+    save_result(folder, "simulate", {"machine": describe_machine(), "runs": rows})
+    draw_held_out(folder, rows)
+    print_table(rows)
+    print("*: predicted; idle: share of all processes")
 
 
-def advise(question: Question, known: dict[str, Costs]) -> str:
-    """A table over eta, and one line: the smallest eta that gives almost all there is to gain."""
-    names = ("task", "slots", "group_size", "groups_per_step", "swap", "on_stale", "reward_workers")
-    setup = Setup(**{name: getattr(question, name) for name in names})
-    costs, devices = costs_of(setup.task, known), question.devices
-    base, rows = synchronous(setup, costs, devices)["tokens_per_s"], []
-    for eta in (0, 1, 2, 4, 8):
-        row = best_split(dataclasses.replace(setup, eta=eta), costs, devices)
-        rows.append({"eta": eta, "over_sync": row["tokens_per_s"] / base, **row})
-    good = max(row["over_sync"] for row in rows) * 0.97
-    best = next(row for row in rows if row["over_sync"] >= good)
-    text = f"--rollout-workers {best['rollout_workers']} --learners {best['learners']}"
-    if good < 1 / 1.03:
-        text = "train_sync.py, or"
-    return f"{table(rows)}\n{setup.task} on {devices} devices: {text} --max-staleness {best['eta']}"
+def held_out_row(logs: list[PipelineLog], known: dict[str, Costs]) -> dict:
+    """Runs with the same flags beside as many simulations: the means of both, and the verdict."""
+    config = logs[0].config
+    measured = [pipeline_metrics(log) for log in logs]
+    predicted = [predict(config, known[config.task], seed) for seed in range(len(logs))]
+    mode = "sync" if config.synchronous else f"eta {config.eta} {config.swap}"
+    batch = f"{config.groups_per_step}x{config.group_size}"
+    where = f"{config.rollout_workers}x{config.slots} slots"
+    row = {"setup": f"{config.task} {batch} {mode} {where}", "runs": len(logs)}
+    for name in ("tokens_per_s", "rollout_idle", "learner_idle", "idle", "staleness"):
+        row[name] = round(float(np.mean([m[name] for m in measured])), 3)
+        row[f"{name}*"] = round(float(np.mean([m[name] for m in predicted])), 3)
+    allowed = {"tokens_per_s": row["tokens_per_s"], "idle": 1.0}
+    allowed["staleness"] = max(1.0, row["staleness"])
+    row["within"] = all(abs(row[f"{n}*"] - row[n]) <= 0.1 * size for n, size in allowed.items())
+    return row
 
 
-# One GPU with 3 TB/s and 1 PFLOP/s in bf16 (an H100 or H800), and a language model on it
+def draw_held_out(folder: Path, rows: list[dict]) -> None:
+    """Predicted against measured; a prediction is right on the diagonal."""
+    titles = {
+        "tokens_per_s": "tokens trained (1/s)",
+        "idle": "idle share of all processes",
+        "staleness": "mean staleness (versions)",
+    }
+    panels = []
+    for name, title in titles.items():
+        x, y = ([row[key] for row in rows] for key in (name, f"{name}*"))
+        diagonal = [0.0, max(*x, *y, 0.1)]
+        curves = {"a setup": (BLUE + "o", x, y), "exact": (GREY, diagonal, diagonal)}
+        panels.append((curves, {"title": title, "xlabel": "measured", "ylabel": "predicted"}))
+    right = sum(row["within"] for row in rows)
+    title = f"{right} of {len(rows)} setups that were not calibrated on are within 10%"
+    draw_panels(folder, "simulate", title, panels, (7, 6.4))
+
+
+def save_costs(folder: Path, known: dict[str, Costs]) -> None:
+    """simulate-costs.json: the costs of each task; a group is one string of numbers."""
+    stored = {}
+    for task, costs in known.items():
+        groups = [" ".join(map(str, record)) for record in costs.groups]
+        stored[task] = dataclasses.asdict(costs) | {"groups": groups}
+    save_result(folder, COSTS.stem, stored)
+
+
+def load_costs(path: Path = COSTS) -> dict[str, Costs]:
+    """The costs of each task; raises UserError if they were not measured."""
+    if not path.is_file():
+        raise UserError(f"{path}: must be measured first (python bench.py simulate)")
+    names, known = [f.name for f in dataclasses.fields(Costs)], {}
+    for task, stored in json.loads(path.read_text()).items():
+        groups = [[int(n) for n in record.split()] for record in stored["groups"]]
+        values = {name: stored[name] for name in names}  # a file may hold costs without any effect
+        known[task] = Costs(**values | {"groups": groups})
+    return known
+
+
+def synchronous(config: PipelineConfig, costs: Costs, devices: int) -> dict:
+    """`predict` for devices that all generate and then all train."""
+    roles = {"rollout_workers": devices, "learners": devices, "eta": 0, "steps": 7}
+    costs = dataclasses.replace(costs, alone=1.0)  # several devices are several processes
+    return predict(dataclasses.replace(config, synchronous=True, **roles), costs)
+
+
+def best_split(config: PipelineConfig, costs: Costs, devices: int) -> dict:
+    """`predict` for the quickest split of the devices to the nearest eighth, and the split.
+
+    Speed rises with the number of learners, then falls: the search ends where it falls.
+    """
+    best = {"tokens_per_s": 0.0}
+    for eighths in range(1, 8):
+        learners = min(max(1, devices * eighths // 8), devices - 1)
+        roles = {"rollout_workers": devices - learners, "learners": learners}
+        split = dataclasses.replace(config, **roles, steps=2 * config.eta + 8)
+        row = roles | predict(split, costs)
+        if row["tokens_per_s"] < best["tokens_per_s"]:
+            break
+        best = row
+    return best
+
+
+# One GPU with 3 TB/s and 1 PFLOP/s in bf16 (an H100 or H800), and a language model on it.
 ASSUMED = (
     "device: 3 TB/s, 1 PFLOP/s bf16, of which training and prefill reach 40%",
     "decode step: 4 ms + the weights once (2 bytes each) + every running cache once",
@@ -158,6 +186,12 @@ PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
 )
 
 
+DEVICES = (8, 32, 128, 512, 1024)
+
+
+PROMPTS = 512  # a step
+
+
 def language_model(billions: float, seed: int = 0) -> Costs:
     """Costs of a language model on a GPU by arithmetic: see ASSUMED."""
     random, weights = np.random.default_rng(seed), 1e9 * billions
@@ -177,123 +211,54 @@ def language_model(billions: float, seed: int = 0) -> Costs:
     )
 
 
-def compare(setup: Setup, costs: Costs, devices: int) -> dict:
-    """Asynchronous, with the best split, over synchronous on as many devices."""
-    before, after = synchronous(setup, costs, devices), best_split(setup, costs, devices)
-    gain = after["tokens_per_s"] / before["tokens_per_s"]
+def compare(config: PipelineConfig, costs: Costs, devices: int) -> dict:
+    """Asynchronous training with the best split, over synchronous training on as many devices."""
+    before = synchronous(config, costs, devices)
+    after = best_split(config, costs, devices)
     return {
         "devices": devices,
         "learners": after["learners"],
-        "speed_up": round(gain, 2),
+        "speed_up": round(after["tokens_per_s"] / before["tokens_per_s"], 2),
         "utilisation": f"{1 - before['idle']:.0%} -> {1 - after['idle']:.0%}",
         "staleness": round(after["staleness"], 2),
     }
 
 
-def scale(known: dict[str, Costs]) -> dict:
-    """Speed-up from 8 to 1024 devices by two sets of costs, and beside what others published."""
-    text = Setup("text", slots=256, groups_per_step=512, reward_workers=16)
-    task, costs = next(iter(known.items()))
-    own = Setup(task, groups_per_step=512, reward_workers=16)
-    models, sizes = {b: language_model(b) for *_, b, _ in PUBLISHED}, (8, 32, 128, 512, 1024)
-    plan = {(d, b) for _, _, d, b, _ in PUBLISHED} | {(d, 7.0) for d in sizes}
-    found = {case: compare(text, models[case[1]], case[0]) for case in tqdm(sorted(plan))}
-    names = ("what", "source", "devices", "billions", "published")
-    published = [dict(zip(names, p, strict=True)) | found[p[2], p[3]] for p in PUBLISHED]
-    curves = {"7B on GPUs, by arithmetic": [found[d, 7.0] for d in sizes]}
-    curves[f"{own.task}, as calibrated"] = [compare(own, costs, d) for d in tqdm(sizes)]
-    return {"assumed": ASSUMED, "published": published, "curves": curves}
+def bench_scale(folder: Path, costs: Path = COSTS) -> None:
+    """Predicted speed-up from 8 to 1024 devices, beside what was published; scale.json and .png."""
+    task, own_costs = next(iter(load_costs(costs).items()))
+    own = PipelineConfig(task, groups_per_step=PROMPTS, reward_workers=16)
+    text = PipelineConfig("text", slots=256, groups_per_step=PROMPTS, reward_workers=16)
+    plan = {(devices, billions) for _, _, devices, billions, _ in PUBLISHED}
+    plan |= {(devices, 7.0) for devices in DEVICES}
+    found = {}
+    for devices, billions in tqdm(sorted(plan)):
+        found[devices, billions] = compare(text, language_model(billions), devices)
+    published = []
+    for what, source, devices, billions, claim in PUBLISHED:
+        row = {"what": what, "source": source, "devices": devices, "billions": billions}
+        published.append(row | {"published": claim} | found[devices, billions])
+    curves = {"7B on GPUs, by arithmetic": [found[devices, 7.0] for devices in DEVICES]}
+    curves[f"{task}, as calibrated"] = [compare(own, own_costs, n) for n in tqdm(DEVICES)]
+    save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "curves": curves})
+    draw_scale(folder, published, curves)
+    print_table(published)
+    print("assumed:", *ASSUMED, sep="\n")
+    for name, rows in curves.items():
+        print(name)
+        print_table(rows)
 
 
-def draw_scale(result: dict) -> None:
+def draw_scale(folder: Path, published: list[dict], curves: dict[str, list[dict]]) -> None:
     """Predicted speed-up against the number of devices; published ones as points."""
-    plt = canvas()
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, rows), colour in zip(result["curves"].items(), (BLUE, GREEN), strict=True):
-        x, y = ([row[key] for row in rows] for key in ("devices", "speed_up"))
-        axis.plot(x, y, "o-", color=colour, label=f"predicted: {name}")
-    for row in result["published"]:
-        if "x" in row["published"]:
-            y = float(row["published"].removeprefix("about ").rstrip("x"))
-            axis.plot(row["devices"], y, "s", color=ORANGE, ms=6)
-    axis.plot([], [], "s", color=ORANGE, label="published (AReaL, PipelineRL, ROLL Flash)")
-    axis.axhline(1, color=GREY, lw=1)
-    axis.set_xscale("log", base=2)
-    ticks = [row["devices"] for row in rows]
-    axis.set_xticks(ticks, ticks)
-    axis.set(xlabel="devices", ylabel="speed-up over synchronous (x)", ylim=(0, None))
-    axis.set_title("What asynchrony gains at one batch size: 512 prompts, 16 answers each")
-    axis.legend()
-    axis.grid(alpha=0.3)
-    figure.savefig(RESULTS / "scale.png", dpi=120)
-    plt.close(figure)
-
-
-def table(rows: list[dict]) -> str:
-    """Rows with the same keys as text, one line each."""
-
-    def text(value) -> str:
-        if not isinstance(value, float):
-            return str(value)
-        return format(value, ",.3g" if abs(value) < 100 else ",.0f")
-
-    cells = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [[cell.rjust(w) for cell, w in zip(line, widths, strict=True)] for line in cells]
-    return "\n".join("  ".join(line) for line in lines)
-
-
-def load_costs() -> dict[str, Costs]:
-    try:
-        stored = load_result("simulate-costs")
-    except FileNotFoundError:
-        raise UserError("costs: must be measured first (simulate.py calibrate RUN)") from None
-    for costs in stored.values():
-        costs["groups"] = [[int(n) for n in record.split()] for record in costs["groups"]]
-    return {task: Costs(**costs) for task, costs in stored.items()}
-
-
-def save_costs(known: dict[str, Costs]) -> None:
-    stored = {task: dataclasses.asdict(costs) for task, costs in known.items()}
-    for costs in stored.values():
-        costs["groups"] = [" ".join(map(str, record)) for record in costs["groups"]]
-    save_result("simulate-costs", stored)
-
-
-def main(arguments: list[str]) -> None:
-    command, *rest = arguments or [""]
-    if command == "calibrate" and rest:
-        logs = [read_run(run) for run in rest]
-        tasks = dict.fromkeys(log.setup.task for log in logs)
-        known = {task: calibrate([g for g in logs if g.setup.task == task]) for task in tasks}
-        save_costs(known)
-        for task, costs in known.items():
-            values = {k: v for k, v in dataclasses.asdict(costs).items() if isinstance(v, float)}
-            times = [f"{values.pop(name):.3g} {name}" for name in ("beside", "alone")]
-            print(table([{task: k, "microseconds": v * 1e6} for k, v in values.items()]))
-            print(f"generation takes {', '.join(times)} times as long (pipeline.py)")
-    elif command == "score" and rest:
-        rows = score([read_run(run) for run in rest], load_costs())
-        save_result("simulate", {"machine": describe_machine(), "runs": rows})
-        draw_score(rows)
-        print(table(rows), "\n*: predicted; idle: of workers and learners together")
-    elif command == "advise":
-        print(advise(parse(__doc__, rest, Question), load_costs()))
-    elif command == "scale" and not rest:
-        result = scale(load_costs())
-        save_result("scale", result)
-        draw_scale(result)
-        print(table(result["published"]))
-        print("assumed: " + "\n         ".join(ASSUMED))
-        for name, rows in result["curves"].items():
-            print(f"{name}\n{table(rows)}")
-    else:
-        usage = "calibrate RUN [RUN ...], score RUN [RUN ...], advise or scale"
-        raise UserError(f"{' '.join(arguments)!r}: must be {usage}")
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        fail(error)
+    lines = {"synchronous": (GREY, DEVICES, [1] * len(DEVICES))}
+    for (name, rows), colour in zip(curves.items(), (BLUE, GREEN), strict=True):
+        lines[f"predicted: {name}"] = (colour + "o-", DEVICES, [r["speed_up"] for r in rows])
+    points = [row for row in published if row["published"].endswith("x")]
+    speed = [float(row["published"].removeprefix("about ").rstrip("x")) for row in points]
+    label = "published (AReaL, PipelineRL, ROLL Flash)"
+    lines[label] = (ORANGE + "s", [row["devices"] for row in points], speed)
+    axis = {"xscale": "log", "xlabel": "devices", "xticks": DEVICES, "xticklabels": DEVICES}
+    axis |= {"ylabel": "speed-up over synchronous (x)", "ylim": (0, None)}
+    title = "What asynchrony gains at one batch size: 512 prompts, 16 answers each"
+    draw_panels(folder, "scale", title, [(lines, axis)], (7, 4))
