@@ -1,13 +1,14 @@
-"""checkpoint.py: a run on disk, so that it can go on as if nothing had happened.
+"""runtime/checkpoint.py: a run on disk, so that it can go on as if nothing had happened.
 
-A checkpoint holds the learner, the prompt cursor, the completed groups of the buffer and the ids of
-the groups that are still being made: those are issued again. Sampling noise is a hash of counters,
-so there is no generator state to save. A file is written under a temporary name, flushed and
-renamed; `kill -9` at any moment leaves the checkpoint before.
-Left out: metrics and events of the steps that are done again (common.py and ledger.py cut them).
+A checkpoint holds the learner, the next prompt's number, the groups that wait to be trained, and
+the ids of those that are still being made: these are issued again. Sampling noise is a hash of
+counters, so no generator has a state to save. A file is written under a temporary name, flushed and
+renamed: `kill -9` at any moment leaves the checkpoint before.
+Left out: metrics and events of steps that are done again (forget_metrics, forget_events).
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import os
@@ -22,16 +23,13 @@ from runtime.config import Config, UserError
 from runtime.messages import Group, group_from_parts, group_to_parts
 from runtime.runlog import RunLog
 
-
-def sha256_of(flat: torch.Tensor) -> str:
-    """Fingerprint of the weights: the sha256 of their bytes."""
-    return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+DIGEST = 32  # bytes of a sha256
 
 
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
-    """Write a checkpoint under a temporary name, flush it, rename it: never a half-written one.
+    """Write a checkpoint that is whole or not there, and remove all but the last `keep`.
 
-    The file is what torch.save writes, and then the sha256 of that (32 bytes). Raises OSError.
+    The file is what torch.save writes, and then the sha256 of that. Raises OSError.
     """
     path = folder / "checkpoints" / f"step{step:07d}.pt"
     partial, memory = path.with_suffix(".partial"), io.BytesIO()
@@ -47,7 +45,7 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
     partial.replace(path)
-    with contextlib.suppress(OSError):  # the name is safe, too; not every system can do this
+    with contextlib.suppress(OSError):  # flush the name, too; not every system can do this
         directory = os.open(path.parent, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
@@ -57,68 +55,74 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
 
 
 def load_checkpoint(folder: Path) -> dict:
-    """The newest checkpoint of a run folder that is whole; a damaged one is named on stderr, and
-    the one before is used. Raises UserError when there is none."""
+    """The newest checkpoint of a run folder that is whole; UserError when there is none.
+
+    A damaged one is named on stderr, and the one before is used.
+    """
     for path in sorted((folder / "checkpoints").glob("step*.pt"), reverse=True):
         data = path.read_bytes()
-        if hashlib.sha256(data[:-32]).digest() == data[-32:]:
-            return torch.load(io.BytesIO(data[:-32]), map_location="cpu", weights_only=True)
+        state, digest = data[:-DIGEST], data[-DIGEST:]
+        if hashlib.sha256(state).digest() == digest:
+            return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
         sys.stderr.write(f"{path} is damaged (wrong sha256): refused\n")
     raise UserError(f"--resume {folder}: must hold a checkpoint that is whole (checkpoints/*.pt)")
 
 
+def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
+    """Save a checkpoint: ids of all groups in flight, and those of them that are complete.
+
+    Its event is on disk before its file is: ledger.forget_events looks for it.
+    """
+    log.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
+    log.flush()
+    save_checkpoint(run, learner.version, state_of(learner, in_flight, completed))
+
+
 def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
-    """What a checkpoint holds. Sampling noise is counter-based: the cursor IS the RNG state."""
-    groups = [group_to_parts(group) for group in completed]
+    """What a checkpoint holds: tensors and plain data, which torch loads with weights_only."""
+    reference = learner.reference
     return {
         "weights": learner.model.flat.detach().cpu(),
-        "shape": learner.model.config.__dict__,
+        "shape": vars(learner.model.config),
         "optimizer": learner.optimizer.state_dict(),
-        "damper": losses.damper_to_dict(learner.damper),
-        "reference": None if learner.reference is None else learner.reference.flat.cpu(),
+        "damper": dataclasses.asdict(learner.damper),
+        "reference": None if reference is None else reference.flat.cpu(),
         "version": learner.version,
         "next_group": learner.next_group,
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
-        "completed": [  # tensors: they load with weights_only
-            (head, {n: torch.from_numpy(a) for n, a in parts.items()}) for head, parts in groups
-        ],
+        "completed": [to_tensors(*group_to_parts(group)) for group in completed],
         "skipped": [learner.skipped, learner.skipped_in_row],
         "torch_rng": torch.get_rng_state(),
     }
 
 
-def checkpoint(learner: Learner, run: Path, watch: RunLog, in_flight=(), completed=()) -> None:
-    """Save a checkpoint: ids of all groups in flight, and those of them that are complete.
+def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
+    return header, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
-    Its event is on disk before its file is: see ledger.forget_after.
-    """
-    watch.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
-    watch.flush()
-    save_checkpoint(run, learner.version, state_of(learner, in_flight, completed))
+
+def completed_groups(state: dict) -> list[Group]:
+    """The groups of a checkpoint that wait to be trained, in order of completion."""
+    groups = []
+    for header, tensors in state["completed"]:
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        groups.append(group_from_parts(header, arrays))
+    return groups
 
 
 def restore(learner: Learner, state: dict, config: Config) -> None:
     """Fill a learner from a checkpoint; raises UserError when the checkpoint does not fit."""
-    shape = learner.model.config.__dict__
-    for name, value in shape.items():
-        if state["shape"].get(name) != value:
+    for name, ours in vars(learner.model.config).items():
+        theirs = state["shape"].get(name)
+        if theirs != ours:
             raise UserError(
-                f"--resume {config.resume}: must fit the model, but its {name} is "
-                f"{state['shape'].get(name)} and this run's is {value}"
+                f"--resume {config.resume}: must fit the model, but its {name} is {theirs} "
+                f"and this run's is {ours}"
             )
     learner.model.flat.copy_(state["weights"])
     learner.optimizer.load_state_dict(state["optimizer"])
-    learner.damper = losses.damper_from_dict(state["damper"])
+    learner.damper = losses.Damper(**state["damper"])
     if learner.reference is not None and state["reference"] is not None:
         learner.reference.flat.copy_(state["reference"])
     learner.version, learner.next_group = state["version"], state["next_group"]
     learner.skipped, learner.skipped_in_row = state["skipped"]
     torch.set_rng_state(state["torch_rng"])
-
-
-def completed_groups(state: dict) -> list[Group]:
-    """The groups of a checkpoint that wait to be trained, in order of completion."""
-    groups = [
-        (head, {n: a.numpy() for n, a in parts.items()}) for head, parts in state["completed"]
-    ]
-    return [group_from_parts(*group) for group in groups]

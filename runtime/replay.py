@@ -1,37 +1,37 @@
-"""replay.py: execute a finished asynchronous run again, from its event log, to the same weights.
+"""runtime/replay.py: execute a finished asynchronous run again, from its event log.
 
-    python train_async.py --replay runs/NAME
+    python train_async.py --replay runs/NAME       # must end at the same weights
 
-The log says who sampled what, which weights were there when each token was fed, and which groups
-were trained in which order. That is all that time and chance have decided; everything else is
-computed again. One process does it, version by version: the episodes that a version had a part in
-are played as far as it fed them and stop there; then the learner takes its step. Every finished
-episode is compared with the log, and so is every step.
+Time and chance have decided who sampled what, which weights were there when each token was fed, and
+which groups were trained in which order. The log holds that; everything else is computed again, by
+one process, version by version: play every episode that this version had a part in, as far as it
+fed it; then take the learner's step. Every finished episode is compared with the log, so is every
+step.
 
-Why it is exact: an episode depends on its prompt, its seed and the weights at each position, not on
-its neighbours (rollout.py). Why it never gets stuck: a worker begins episodes in the order of issue
-and had a slot for each of those that outlive a version.
-Left out: verdicts that hung on the clock. Failed episodes teach nothing; the log names them.
+Why it is exact: an episode depends on its prompt, its noise key and the weights at each position,
+not on its neighbours (rollout.py). Why it never gets stuck: a worker begins samples in the order of
+issue, and it had a slot for each of those that outlive a version.
+Left out: failures, which may hang on the clock. They teach nothing; the log names them.
 """
 
 import dataclasses
 import json
 from pathlib import Path
 
-from torch import Tensor
 from tqdm import tqdm
 
 from learner import Learner, learner_step
-from reward import score
+from reward import Task, verify_group
 from rollout import Generator
-from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices, set_threads
-from runtime.ledger import audit, script
-from runtime.messages import Group, apply_verdicts
-from runtime.setup import make_generator, make_learner, make_model, make_task, resumed
+from runtime.ledger import audit
+from runtime.messages import Group, Trajectory, apply_verdicts
+from runtime.report import sha256_of
+from runtime.runlog import read_lines
+from runtime.setup import make_generator, make_learner, make_model, resumed, task_of
 
-FOREVER = 2**30  # tokens
+NO_END = 2**30  # tokens
 
 
 def replayable(group: Group) -> dict:
@@ -39,6 +39,38 @@ def replayable(group: Group) -> dict:
     failed = {i: t.finish for i, t in enumerate(group.trajectories) if t.failed}
     kept = {"failed": failed} if failed else {}
     return kept | {"digest": group.digest, "swaps": [t.swaps for t in group.trajectories]}
+
+
+def replay(config: Config) -> None:
+    """The whole run again; prints what is shown by it, or raises TrainingStopped."""
+    run = Path(config.replay)
+    config, summary = recorded(config)
+    steps, scores = read_script(run)
+    task, (learners, generators) = task_of(config), pick_devices(config)
+    set_threads(config, len(learners) + len(generators), learners[0])
+    if learners[0] != "cpu":
+        print("on a GPU only the episodes before the first step are promised to be the same")
+    learner = make_learner(config, task, learners[0])
+    trained = [scores[group] for step in steps for group in step["groups"]]
+    parts = make_parts(config, task, learner, trained)
+    done: dict[int, Group] = {}
+    for step in tqdm(steps, unit="step", dynamic_ncols=True):
+        finished = [group for part in parts for group in part.play(learner)]
+        for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
+            apply_verdicts(group, verify_group(group, task, config))
+            compare(group, scores[group.group_id])
+            done[group.group_id] = group
+        train(learner, step, done, config)
+    sha256 = sha256_of(learner.model.flat)
+    if sha256 != summary["weights_sha256"]:
+        raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
+    episodes = sum(len(event["swaps"]) for event in trained)
+    print(
+        f"{len(steps)} steps and {episodes:,} episodes again: all the same, weights {sha256[:16]}"
+    )
+
+
+# ---------------------------------------------------------------------------- what the log tells
 
 
 def recorded(config: Config) -> tuple[Config, dict]:
@@ -56,37 +88,91 @@ def recorded(config: Config) -> tuple[Config, dict]:
     return config, summary
 
 
+def read_script(run: Path) -> tuple[list[dict], dict[int, dict]]:
+    """The steps in order; and of every group its verdict, with the worker that sampled it and its
+    place in the order of issue. Every event knows its `line` in the log."""
+    steps, issued, scores = [], {}, {}
+    for line, event in enumerate(read_lines(run / "events.jsonl"), start=1):
+        event["line"] = line
+        group = event.get("group")
+        if event["kind"] in ("admit", "requeue"):
+            issued[group] = {"worker": event["worker"], "issued": line}  # the last time counts
+        elif event["kind"] == "score":
+            scores[group] = event | issued[group]
+        elif event["kind"] == "train":
+            steps.append(event)
+    return steps, scores
+
+
+# ------------------------------------------------------------------------------ playing it again
+
+
 class Part:
-    """What one rollout worker did: its generator, and its samples in the order of issue."""
+    """What one rollout worker did: its generator, and its samples in the order of issue.
 
-    def __init__(self, generator: Generator, scores: list[dict], task):
+    A sample is (group id, index). Its swaps are pairs (position, version): from this position on,
+    its tokens were fed by this version.
+    """
+
+    def __init__(self, generator: Generator, scores: list[dict], task: Task):
         self.generator = generator
+        self.swaps: dict[tuple, list] = {}  # of every sample
         self.begin: dict[int, list] = {}  # version -> samples that begin with it
-        self.pairs: dict[tuple[int, int], list] = {}  # sample -> (tokens fed, version), in order
         for event in sorted(scores, key=lambda event: event["issued"]):
-            problem = task.reset(event["group"], "train")
-            group = Group(event["group"], event["swaps"][0][1], problem)
-            for i, swaps in enumerate(event["swaps"]):
-                pairs = list(zip(swaps[::2], swaps[1::2], strict=True))
-                self.pairs[event["group"], i] = pairs
-                self.begin.setdefault(pairs[0][1], []).append((group, i))
+            group_id = event["group"]
+            group = Group(group_id, event["swaps"][0][1], task.reset(group_id, "train"))
+            generator.groups[group_id] = group
+            for i, flat in enumerate(event["swaps"]):
+                swaps = list(zip(flat[::2], flat[1::2], strict=True))
+                self.swaps[group_id, i] = swaps
+                self.begin.setdefault(swaps[0][1], []).append((group, i))
 
-    def play(self, version: int, flat: Tensor | None) -> list[Group]:
-        """Play everything as far as this version fed it; returns the groups that are finished.
-
-        flat: the weights, or None when the generator's model is the learner's own."""
-        by = self.generator
-        by.set_weights(version, flat)
-        by.waiting.extend(self.begin.pop(version, []))
+    def play(self, learner: Learner) -> list[Group]:
+        """Play everything as far as the learner's version fed it; returns the finished groups."""
+        generator, version = self.generator, learner.version
+        shared = generator.model is learner.model
+        generator.set_weights(version, None if shared else learner.model.flat)
+        generator.waiting.extend(self.begin.pop(version, []))
         while True:
-            for b, episode in enumerate(by.episodes):
+            for b, episode in enumerate(generator.episodes):
                 if episode is not None:
-                    pairs = self.pairs[episode.group.group_id, episode.sample_index]
-                    until = next((fed for fed, newer in pairs if newer > version), FOREVER)
-                    by.running[b] = by.fed[b] < until
-            if not by.step():
-                assert not by.waiting, f"version {version}: no slot for {len(by.waiting)} samples"
-                return by.take_finished()
+                    generator.running[b] = generator.cached[b] < self.end(episode, version)
+            if not generator.step():
+                left = len(generator.waiting)
+                assert not left, f"version {version}: no slot for {left} samples"
+                return generator.take_finished()
+
+    def end(self, episode: Trajectory, version: int) -> int:
+        """The position from which on newer weights fed this episode."""
+        swaps = self.swaps[episode.group_id, episode.sample_index]
+        return min([position for position, newer in swaps if newer > version], default=NO_END)
+
+
+def make_parts(config: Config, task: Task, learner: Learner, scores: list[dict]) -> list[Part]:
+    """One part a worker that sampled something."""
+    # environments are asked in turn, not beside generation
+    task, parts = dataclasses.replace(task, beside=False), []
+    for worker in sorted({event["worker"] for event in scores}):
+        model = learner.model
+        if config.rollout_weights != "float32":  # rounded, so it needs its own
+            model = make_model(config, task).on(model.flat.device)
+        own = [event for event in scores if event["worker"] == worker]
+        parts.append(Part(make_generator(config, task, model), own, task))
+    return parts
+
+
+def train(learner: Learner, step: dict, done: dict[int, Group], config: Config) -> None:
+    """Train the groups of one step, in the log's order, and compare."""
+    what = f"of step {step['version']}"
+    for group in step["groups"]:
+        if group not in done:
+            raise difference(step, f"{what}: group {group} is not finished")
+    batch = [done.pop(group) for group in step["groups"]]
+    # the learning rate falls towards the last step that was planned then: --resume may move it
+    metrics = learner_step(learner, batch, dataclasses.replace(config, steps=step["of"]))
+    for name in ("loss", "grad_norm"):
+        if repr(metrics[name]) != repr(step[name]):  # as text, NaN is itself
+            raise difference(step, f"{what}: {name} is {metrics[name]}, was {step[name]}")
 
 
 def compare(group: Group, event: dict) -> None:
@@ -94,63 +180,9 @@ def compare(group: Group, event: dict) -> None:
     for i, reason in event.get("failed", {}).items():
         group.trajectories[int(i)].finish = reason
     if group.digest != event["digest"]:
-        differs("score", event, f"of group {group.group_id}: a sample is another one")
+        raise difference(event, f"of group {group.group_id}: a sample is another one")
 
 
-def differs(kind: str, event: dict, text: str) -> None:
-    raise TrainingStopped(
-        f"events.jsonl, line {event['line']}: the first event that differs is the {kind} {text}"
-    )
-
-
-def step_again(learner: Learner, event: dict, done: dict[int, Group], config: Config) -> None:
-    """Train the groups of one step, in the log's order, and compare."""
-    missing = [g for g in event["groups"] if g not in done]
-    step = f"of step {event['version']}"
-    if missing:
-        differs("train", event, f"{step}: group {missing[0]} is not finished")
-    batch = [done.pop(g) for g in event["groups"]]
-    # the learning rate falls towards the last step that was planned then: --resume may move it
-    metrics = learner_step(learner, batch, dataclasses.replace(config, steps=event["of"]))
-    for name in ("loss", "grad_norm"):
-        if repr(metrics[name]) != repr(event[name]):
-            differs("train", event, f"{step}: {name} is {metrics[name]}, was {event[name]}")
-
-
-def replay(config: Config) -> None:
-    """The whole run again; prints what is shown by it."""
-    run = Path(config.replay)
-    config, summary = recorded(config)
-    devices, task = pick_devices(config), make_task(config)
-    set_threads(config, sum(map(len, devices)), devices[0][0])
-    if devices[0][0] != "cpu":
-        print(
-            "on a GPU, sums of gradients depend on the order of atomic additions: the episodes "
-            "before the first learner step are promised to be the same, and nothing after it"
-        )
-    learner = make_learner(config, task, devices[0][0])
-    steps, scores = script(run)
-    trained = [scores[g] for step in steps for g in step["groups"]]
-    aside = dataclasses.replace(task, beside=False)  # environments are asked in turn
-    parts, rounded = [], config.rollout_weights != "float32"
-    for worker in sorted({event["worker"] for event in trained}):
-        own = [event for event in trained if event["worker"] == worker]
-        model = make_model(config, task).on(devices[0][0]) if rounded else learner.model
-        generator = make_generator(config, aside, model)
-        parts.append(Part(generator, own, task))
-    done: dict[int, Group] = {}
-    for event in tqdm(steps, unit="step", dynamic_ncols=True):
-        flat = learner.model.flat if rounded else None
-        finished = [group for part in parts for group in part.play(learner.version, flat)]
-        for group in sorted(finished, key=lambda g: scores[g.group_id]["line"]):
-            apply_verdicts(group, score(group, task, config))
-            compare(group, scores[group.group_id])
-            done[group.group_id] = group
-        step_again(learner, event, done, config)
-    sha256 = sha256_of(learner.model.flat)
-    if sha256 != summary["weights_sha256"]:
-        raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
-    episodes = sum(len(event["swaps"]) for event in trained)
-    print(
-        f"{len(steps)} steps and {episodes:,} episodes again: all the same, weights {sha256[:16]}"
-    )
+def difference(event: dict, text: str) -> TrainingStopped:
+    where = f"events.jsonl, line {event['line']}"
+    return TrainingStopped(f"{where}: the first event that differs is the {event['kind']} {text}")

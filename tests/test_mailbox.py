@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,14 @@ def publish_for_ever(name: str, count: int):
     mailbox = Mailbox(count, name)
     for version in range(1, 2**24):
         mailbox.publish(version, torch.full((count,), float(version)))
+
+
+def read_later(name: str, connection):
+    connection.send("here")
+    connection.recv()
+    mailbox = Mailbox(1000, name)
+    connection.send(mailbox.read()[0])
+    mailbox.close()
 
 
 @pytest.fixture
@@ -84,7 +92,7 @@ def test_reader_without_stamps_would_see_a_mixture(mailbox):
     """The same interruption, without the check: this is what the stamps are for."""
     mailbox.publish(0, weights(0))
     reader = overtaken(mailbox, 2)
-    flat = reader.buffers[int(reader.stamps[5])].copy()
+    flat = reader.buffers[int(reader.stamps[room.SIDE])].copy()
     assert set(flat) == {0.0, 2.0}
     reader.close()
 
@@ -193,9 +201,59 @@ def test_no_torn_read_from_another_process():
         mailbox.close()
 
 
+def kill_tracker() -> None:
+    """Kill Python's resource tracker, which removes shared memory that a dead process has left."""
+    pid = resource_tracker._resource_tracker._pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def is_there(mailbox: Mailbox) -> bool:
+    return (room.SHARED / mailbox.memory.name.lstrip("/")).exists()
+
+
+def close_without_tracker() -> None:
+    mailbox = Mailbox(1000)
+    kill_tracker()
+    assert is_there(mailbox)
+    mailbox.close()
+    assert not is_there(mailbox)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
+def test_closing_survives_a_killed_resource_tracker():
+    code = "import test_mailbox; test_mailbox.close_without_tracker()"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": paths}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")  # the new tracker has no complaints
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
+@pytest.mark.filterwarnings("ignore:resource_tracker")
+def test_the_tracker_of_a_reader_does_not_remove_the_memory():
+    """A reader that finds no tracker starts one; when the reader ends, that one cleans up."""
+    mailbox, context = Mailbox(1000), get_context("spawn")
+    mailbox.publish(3, weights(3))
+    ours, theirs = context.Pipe()
+    reader = context.Process(target=read_later, args=(mailbox.memory.name, theirs), daemon=True)
+    reader.start()
+    assert ours.recv() == "here"
+    kill_tracker()
+    ours.send("go on")
+    assert ours.recv() == 3
+    reader.join(PATIENCE)
+    assert not eventually(lambda: not is_there(mailbox), 0.5)
+    os.unlink(room.SHARED / mailbox.memory.name.lstrip("/"))  # whoever did it: it is gone
+    mailbox.close()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="flock and /dev/shm")
 def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(mailbox):
-    code = "import runtime.mailbox as w, time; m = w.Mailbox(10); print(m.memory.name, flush=True); "
+    code = (
+        "import runtime.mailbox as w, time; m = w.Mailbox(10); print(m.memory.name, flush=True); "
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code + "time.sleep(600)"],
         cwd=ROOT,

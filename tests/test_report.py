@@ -1,0 +1,100 @@
+"""What a run says when it has ended: sums over all steps, how to go on, what to try."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lab.plots
+from runtime.messages import Group, Trajectory
+from runtime.report import show_episode, summarise
+from runtime.runlog import append_lines
+from runtime.tokenizer import encode
+
+FACTS = {"staleness_bound": 4, "stopped_early": False, "wall_s": 3.0}
+CONFIG = {"task": "guess", "mode": "async", "steps": 20, "group_size": 2}
+ROW = {"reward": 0.5, "staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4}
+ROW |= {"tokens": 9, "reference_share": 0.1, "failures": {"env_error": 1}}
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr("bench.draw_run", lambda run: None)
+
+
+def verdict_of(folder: Path, dead: list[int], solved: float = 0.5, **facts) -> str:
+    """The verdict on a run with two groups a step, `dead[i]` of which were dead in step i."""
+    rows = [{"t": 0.0, "step": 0, "eval": {"solved": 0.1, "reward": 0.2, "turns": 5.0}}]
+    for step, count in enumerate(dead, start=1):
+        rows.append(ROW | {"t": float(step), "step": step, "dead_groups": count})
+    rows[-1] |= {"eval": {"solved": solved, "reward": 0.6, "turns": 3.5}, "staleness_max": 3}
+    folder.mkdir()
+    append_lines(folder / "metrics.jsonl", rows)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return summarise(folder, FACTS | {"steps": len(dead)} | facts)
+
+
+def test_the_summary_counts_all_steps(tmp_path):
+    text = verdict_of(tmp_path / "run", [1, 1, 1], solved=0.9)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
+    assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
+    assert summary["learner_tokens_per_s"] == round(27 / 2.4)
+    assert summary["failures"] == {"env_error": 3}
+    assert summary["staleness"] == {"max": 3, "mean": 1.0, "bound": 4}
+    assert summary["reference_share"] == pytest.approx(0.1)
+    assert "solved 10% -> 90%" in text and text.count("\n") == 2
+
+
+def test_a_run_without_a_single_step_has_a_summary_too(tmp_path):
+    text = verdict_of(tmp_path / "run", [], solved=0.1, steps=0, stopped_early=True)
+    assert "0 steps, 0 episodes" in text and "stopped at step 0 of 20" in text
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path):
+    run = tmp_path / "my run"
+    text = verdict_of(run, [1] * 12, stopped_early=True)
+    assert text.splitlines()[3:] == [
+        f"stopped at step 12 of 20; go on with: python train_async.py --resume '{run}'"
+    ]
+
+
+def test_a_run_in_which_every_group_was_dead_says_what_to_try(tmp_path):
+    text = verdict_of(tmp_path / "a", [0] * 5 + [2] * 10)
+    said = text.splitlines()[3:]
+    assert said[0].startswith("nothing was learned in the last 10 steps")
+    for word in ("partial credit", "similar", "shorter", "--group-size", "--temperature"):
+        assert word in said[1]
+    assert "nothing was learned" in verdict_of(tmp_path / "b", [2, 2])  # a short run
+    for name, dead, solved in (
+        ("c", [2] * 5 + [1] + [2] * 9, 0.5),  # one group has taught something
+        ("d", [2] * 10, 1.0),  # there is nothing left to learn
+        ("e", [2] * 10 + [0] * 10, 0.5),  # long ago
+    ):
+        assert "nothing was learned" not in verdict_of(tmp_path / name, dead, solved)
+
+
+def test_the_title_of_the_picture_claims_nothing(tmp_path, monkeypatch):
+    titles, pyplot = [], lab.plots.canvas()
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _, text: titles.append(text))
+    monkeypatch.setattr(lab.plots, "canvas", lambda: pyplot)
+    verdict_of(tmp_path / "run", [2, 2])
+    lab.plots.draw_reward(tmp_path / "run")
+    assert titles == ["guess, async: reward and evaluation"]
+
+
+def test_an_episode_is_shown_in_one_line():
+    def shown(text: str, mask: bool = True) -> str:
+        tokens = np.int32(encode(text))
+        rest = np.full(len(tokens), mask), np.zeros(len(tokens), np.float32)
+        versions = np.arange(len(tokens), dtype=np.int32)
+        turns = [(0, len(tokens))]
+        t = Trajectory(7, 0, 1, tokens, *rest, versions, turns, reward=0.5)
+        return show_episode(Group(7, 0, {}, [t]))
+
+    last = len(encode("guess\n12")) - 1
+    text = f"  group 7  ['guess\\n12']  reward 0.50  versions 0..{last}  stop"
+    assert shown("guess\n12") == text
+    assert "versions -" in shown("no answer", mask=False)
+    assert "x" * 60 + " ... " + "x" * 40 in shown("x" * 1000)
