@@ -1,13 +1,11 @@
-"""buffer.py: what travels from generator to learner, and when it may be trained.
+"""buffer.py: when a group may be trained, so that no token is ever older than `max_staleness`.
 
-`Trajectory` and `Group` are the records; `Buffer` admits groups and picks training batches so that
-no token is ever trained more than `max_staleness` versions after it was sampled; `pack` fills
-micro-batches up to a token budget; `to_bytes`/`from_bytes` carry groups between processes.
-Left out: threads, clocks, I/O. This file schedules; it never looks at what a token means.
+`may_admit` and `may_leave_behind` are the whole rule, as arithmetic; `Buffer` keeps the groups and
+asks them. Left out: threads, clocks, I/O. This file schedules; it never looks at what a token means.
 
-The theorem (README, "Staleness is a theorem"). B groups make a step, eta = max_staleness, v is the
-learner's version, N(<=s) counts outstanding groups (admitted, not yet trained or discarded) whose
-start version is at most s. A group that started at s must be trained at a version <= s + eta.
+The theorem. B groups make a step, eta = max_staleness, v is the learner's version, N(<=s) counts
+the outstanding groups (admitted, not yet trained or discarded) that started at version s or before.
+A group that started at s must be trained at a version <= s + eta.
   admission  of a group with start s:  N(<=s') + 1 <= (s' + eta - v + 1) B   for all s' >= s
   batching   at version v leaves behind: N(<=s') <= (s' + eta - v) B       for v-eta <= s' <= v
 Both say: what is due by a deadline still fits into the batches left before it (earliest deadline
@@ -18,6 +16,23 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from runtime.messages import Group, Trajectory
+
+
+def may_admit(starts: list[int], start: int, version: int, eta: int, B: int) -> bool:
+    """Whether one more group fits; `starts` of those that are outstanding, ascending."""
+    for s in range(start, version + 1):
+        due = bisect_right(starts, s) + 1  # must be trained at version s + eta, or before
+        if due > (s + eta - version + 1) * B:  # batches left until then, this version's included
+            return False
+    return True
+
+
+def may_leave_behind(starts: list[int], version: int, eta: int, B: int) -> bool:
+    """Whether groups with these starts, ascending, may wait while a batch is trained."""
+    for s in range(version - eta, version + 1):
+        if bisect_right(starts, s) > (s + eta - version) * B:
+            return False
+    return True
 
 
 def staleness(record: Trajectory | Group, version: int) -> int:
@@ -42,17 +57,14 @@ class Buffer:
         self.dropped: list[tuple[int, str]] = []  # group id and reason, until somebody logs them
 
     def starts(self, without: Iterable[int] = ()) -> list[int]:
-        """Where the outstanding groups started, ascending: N(<=s) is bisect_right(starts, s)."""
+        """Where the outstanding groups started, ascending."""
         gone = set(without)
-        return sorted([s for g, s in self.outstanding.items() if g not in gone])
+        return sorted([start for group, start in self.outstanding.items() if group not in gone])
 
     def may_admit(self, version: int, start: int | None = None) -> bool:
         """Whether one more group, started at `start` (default: now), still meets every deadline."""
-        first, starts = version if start is None else start, self.starts()
-        return all(
-            bisect_right(starts, s) + 1 <= (s + self.eta - version + 1) * self.batch_size
-            for s in range(first, version + 1)
-        )
+        first = version if start is None else start
+        return may_admit(self.starts(), first, version, self.eta, self.batch_size)
 
     def admit(self, group_id: int, version: int) -> None:
         """Fix a group's start version; the caller asked `may_admit` before."""
@@ -72,10 +84,9 @@ class Buffer:
     def complete(self, group: Group) -> bool:
         """Take a finished group; False for one that is unknown, already here (a duplicate), or a
         copy from before a requeue: the group that counts is still being made."""
-        start = self.outstanding.get(group.group_id)
+        start, oldest = self.outstanding.get(group.group_id), group.oldest
         if start is None or group.group_id in self.completed or group.start < start:
             return False
-        oldest = group.oldest
         assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
         self.completed[group.group_id] = group
         return True
@@ -94,14 +105,6 @@ class Buffer:
         self.counts["discarded"][reason] = self.counts["discarded"].get(reason, 0) + 1
         self.dropped.append((group_id, reason))
 
-    def schedulable(self, version: int, without: Iterable[int] = ()) -> bool:
-        """The batching rule: what stays behind after a step at `version` meets every deadline."""
-        starts = self.starts(without)
-        return all(
-            bisect_right(starts, s) <= (s + self.eta - version) * self.batch_size
-            for s in range(version - self.eta, version + 1)
-        )
-
     def next_batch(self, version: int) -> list[Group] | None:
         """B completed groups to train at `version`, sorted by id, or None: wait for stragglers.
 
@@ -114,10 +117,13 @@ class Buffer:
         ready = list(self.completed)
         if len(ready) < self.batch_size:
             return None
-        by_start = sorted(ready, key=lambda g: self.outstanding[g])  # stable
+        by_start = sorted(ready, key=lambda group: self.outstanding[group])  # stable
         for order in (ready, by_start):
             chosen = order[: self.batch_size]
-            if self.on_stale == "drop" or self.schedulable(version, chosen):
+            left = self.starts(without=chosen)
+            if self.on_stale == "drop" or may_leave_behind(
+                left, version, self.eta, self.batch_size
+            ):
                 return self.take(chosen, version)
         return None
 

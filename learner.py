@@ -1,14 +1,16 @@
-"""learner.py: what is trained, and how the rooms are joined: set-up from flags.
+"""learner.py: what a training step does to the policy, and how good the policy is.
 
-`Learner` is plain data: policy, optimizer, reference, damper, counters. The functions here build
-it, its task and its generator from a `Config`. Left out: what a step does to it (train_sync.py),
-how it is saved (checkpoint.py) and everything about processes (train_async.py).
+`naive_step` is the idea: one GRPO step on one group of answers, on padded tensors. `learner_step`
+is the same for many groups at once, packed without padding, with any objective of losses.py; both
+trainers call it. `Learner` is plain data: policy, optimizer, reference, damper, counters.
+Left out: set-up (runtime/setup.py), what is saved (runtime/checkpoint.py), processes.
+
+Axes: G groups · n answers of a group · N samples of a step · M generated tokens of a micro-batch
+      T tokens · V tokens of the task's alphabet
 """
 
 import time
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +19,30 @@ from torch import Tensor
 
 import losses
 from model import GPT, generated_logprobs, pack_tokens
-from reward import Task, score
-from rollout import Generator, capacity_of, generate, make_environment
-from runtime.config import Config, TrainingStopped
-from runtime.messages import Group, Trajectory, apply_verdicts, group_to_parts
+from reward import Task, verify_group
+from rollout import Generator, generate, make_environment
+from runtime.config import Config, capacity_of
+from runtime.messages import Group, Trajectory, apply_verdicts
+
+
+def naive_step(model: GPT, optimizer, tokens, mask, behaviour, rewards, alphabet) -> Tensor:
+    """The idea: one step on one group, with GRPO's advantages and CISPO's weight; returns the loss.
+
+    tokens int64 [n, T], padded at the end; mask bool [n, T], True where the policy generated;
+    behaviour [n, T], log-probs as sampled; rewards [n]; alphabet [V].
+    """
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)  # [n]
+    hidden = model(pack_tokens(list(tokens))).view(*tokens.shape, -1)  # [n, T, d]
+    policy = torch.log_softmax(model.logits(hidden[:, :-1], alphabet), dim=-1)  # [n, T - 1, V]
+    which = (tokens[:, 1:, None] == alphabet).int().argmax(-1, keepdim=True)  # in the alphabet
+    logprobs = policy.gather(-1, which)[..., 0]  # [n, T - 1], of the tokens that follow
+    mask, behaviour = mask[:, 1:], behaviour[:, 1:]
+    weight = (logprobs.detach() - behaviour).exp().clamp(max=4.0)  # pi / mu, cut
+    loss = -(weight * advantages[:, None] * logprobs)[mask].sum() / mask.sum()
+    model.flat_grad.zero_()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 @dataclass
@@ -36,6 +58,61 @@ class Learner:
     next_group: int = 0  # prompt cursor: the next group id
     skipped: int = 0  # steps left out because loss or gradient was not finite
     skipped_in_row: int = 0
+
+
+# ----------------------------------------------------------------------------------------- a step
+
+
+def learner_step(learner: Learner, groups: list[Group], config: Config, rank: int = 0) -> dict:
+    """One optimizer step on a batch of groups; returns the step's metrics.
+
+    Gradients of all micro-batches add up to those of the whole step, because every loss is divided
+    by `count`, the generated tokens of the step (failed episodes left out). With several learners
+    each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
+    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step` (books.py).
+    """
+    begin, reference_seconds, parts, loss = time.monotonic(), 0.0, [], 0.0
+    advantages, dead = group_signal(groups, config.advantage)
+    pairs = zip((t for g in groups for t in g.trajectories), advantages, strict=True)
+    samples = [(t, a) for t, a in pairs if not t.failed and t.generated]
+    count = sum(t.generated for t, _ in samples)
+    batches = pack([len(t.tokens) for t, _ in samples], config.token_budget, config.learners)
+    every = config.reference_every
+    measured = learner.reference is not None and (learner.version + 1) % every == 0
+    learner.model.flat_grad.zero_()
+
+    for indices in batches[rank :: config.learners]:
+        batch, reference = [samples[i] for i in indices], None
+        if measured:
+            start = time.monotonic()
+            with torch.no_grad():
+                reference, _ = token_logprobs(learner.reference, batch, learner, config)
+            reference_seconds += time.monotonic() - start
+        share, part = micro_batch_loss(learner, batch, reference, count, config)
+        share.backward()
+        loss += float(share.detach())
+        parts.append(part)
+
+    if config.learners > 1:
+        dist.all_reduce(learner.model.flat_grad)
+        shares: list = [None] * config.learners
+        dist.all_gather_object(shares, [parts, loss])
+        parts = [part for own, _ in shares for part in own]
+        loss = sum(own for _, own in shares)
+    metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
+    metrics |= update_weights(learner, config, loss, metrics)
+    seconds = time.monotonic() - begin
+    metrics |= {"micro_batches": len(batches), "dead_groups": int(dead.sum()), "seconds": seconds}
+    return metrics | {"reference_share": reference_seconds / seconds}
+
+
+def group_signal(groups: list[Group], kind: str) -> tuple[list[float], Tensor]:
+    """Advantages of all trajectories, laid end to end [N], and which groups teach nothing [G]."""
+    # [G, n], by way of an array, which takes a third of the time
+    rewards = torch.from_numpy(np.float32([[t.reward for t in g.trajectories] for g in groups]))
+    valid = torch.from_numpy(np.array([[not t.failed for t in g.trajectories] for g in groups]))
+    advantages, dead = losses.group_advantages(rewards, kind, valid)
+    return advantages.flatten().tolist(), dead
 
 
 def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
@@ -55,99 +132,50 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
     return batches
 
 
-def token_logprobs(
-    model: GPT, trajectories: list[Trajectory], alphabet: Tensor, temperature: float
-):
-    """Log-probs [M] and entropies [M] of the M generated tokens, in order of the trajectories."""
-    packed = pack_tokens([t.tokens for t in trajectories], model.flat.device)
-    mask = torch.from_numpy(np.concatenate([t.loss_mask for t in trajectories]))
+def token_logprobs(model: GPT, batch: list[tuple], learner: Learner, config: Config):
+    """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories."""
+    packed = pack_tokens([t.tokens for t, _ in batch], model.flat.device)
+    mask = torch.from_numpy(np.concatenate([t.loss_mask for t, _ in batch]))
     rows = mask.nonzero()[:, 0].to(model.flat.device)
-    return generated_logprobs(model, packed, rows, alphabet, temperature)
+    return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
 
 
-def learner_step(learner: Learner, groups: list[Group], config: Config, rank: int = 0) -> dict:
-    """One optimizer step on a batch of groups; returns the step's metrics.
+def micro_batch_loss(
+    learner: Learner, batch: list[tuple[Trajectory, float]], reference, count, config
+):
+    """This micro-batch's share of the step's loss, and of its diagnostics.
 
-    Gradients of all micro-batches add up to those of the whole step, because every loss is divided
-    by `count`, the generated tokens of the step (failed episodes left out). With several learners
-    each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
-    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step`.
+    batch: trajectories with their advantages; reference [M]: log-probs of the reference, or None.
     """
-    begin, device = time.monotonic(), learner.model.flat.device
-    trajectories = [t for g in groups for t in g.trajectories]
-    advantages, dead = group_signal(groups, config.advantage)
-    pairs = zip(trajectories, advantages.tolist(), strict=True)
-    used = [(t, a) for t, a in pairs if not t.failed and t.generated]
-    count = sum(t.generated for t, _ in used)
-    batches = pack([len(t.tokens) for t, _ in used], config.token_budget, config.learners)
-    measure = learner.reference is not None and (learner.version + 1) % config.reference_every == 0
-    reference_seconds, parts, total_loss = 0.0, [], 0.0
-    sampled = (learner.alphabet, config.temperature)  # from what, and how
-    learner.model.flat_grad.zero_()
-
-    for indices in batches[rank :: config.learners]:
-        batch = [used[i][0] for i in indices]
-        logprobs, entropy = token_logprobs(learner.model, batch, *sampled)
-        sizes = torch.tensor([t.generated for t in batch])
-        sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(device)  # [M]
-        advantage = torch.tensor([used[i][1] for i in indices]).to(device)[sequence]  # [M]
-        behaviour = np.concatenate([t.logprobs[t.loss_mask] for t in batch])
-        behaviour = torch.from_numpy(behaviour).to(device)  # [M]
-        mask = torch.ones_like(sequence, dtype=torch.bool)
-        # one update a step: the proximal policy is the one whose forward pass this is
-        proximal = logprobs.detach()
-        loss, sums = losses.OBJECTIVES[config.objective](
-            logprobs, proximal, behaviour, advantage, mask, sequence, count, losses.Settings()
-        )
-        loss = loss - config.entropy * losses.token_mean(entropy, mask, count)
-        reference = None
-        if measure:
-            start = time.monotonic()
-            with torch.no_grad():
-                reference, _ = token_logprobs(learner.reference, batch, *sampled)
-            reference_seconds += time.monotonic() - start
-            # weighted with pi / mu: the samples may be stale
-            kl = losses.token_mean(losses.unbiased_k3(logprobs, reference, behaviour), mask, count)
-            loss = loss + config.reference_weight * losses.reference_scale(learner.damper) * kl
-        loss.backward()
-        total_loss += float(loss.detach())
-        parts += [losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)]
-
-    if config.learners > 1:
-        dist.all_reduce(learner.model.flat_grad)
-        shares: list = [None] * config.learners
-        dist.all_gather_object(shares, [parts, total_loss])
-        parts = [part for share, _ in shares for part in share]
-        total_loss = sum(loss for _, loss in shares)
-    metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
-    metrics.update(update_weights(learner, config, total_loss, metrics))
-    rewards = [t.reward for t in trajectories if not t.failed]
-    failures = Counter(t.finish for t in trajectories if t.failed)
-    seconds = time.monotonic() - begin
-    return metrics | {
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "samples": len(trajectories),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "micro_batches": len(batches),
-        "dead_groups": int(dead.sum()),
-        "failures": dict(failures),
-        "seconds": seconds,
-        "reference_share": reference_seconds / seconds,
-    }
-
-
-def group_signal(groups: list[Group], kind: str) -> tuple[Tensor, Tensor]:
-    """Advantages of all trajectories, laid end to end, and which groups teach nothing [G]."""
-    # [G, n], by way of an array, which takes a third of the time
-    rewards = torch.from_numpy(np.float32([[t.reward for t in g.trajectories] for g in groups]))
-    valid = torch.from_numpy(np.array([[not t.failed for t in g.trajectories] for g in groups]))
-    advantages, dead = losses.group_advantages(rewards, kind, valid)
-    return advantages.flatten(), dead
+    logprobs, entropy = token_logprobs(learner.model, batch, learner, config)  # [M] each
+    sizes = torch.tensor([t.generated for t, _ in batch])
+    sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(logprobs.device)  # [M]
+    advantages = torch.tensor([a for _, a in batch]).to(logprobs.device)[sequence]  # [M]
+    behaviour = np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch])
+    behaviour = torch.from_numpy(behaviour).to(logprobs.device)  # [M]
+    mask = torch.ones_like(sequence, dtype=torch.bool)
+    loss, sums = losses.OBJECTIVES[config.objective](
+        logprobs,
+        proximal=logprobs.detach(),  # one update a step: the policy of this very forward pass
+        behaviour=behaviour,
+        advantages=advantages,
+        mask=mask,
+        sequence=sequence,
+        count=count,
+        constants=losses.Constants(),
+    )
+    loss = loss - config.entropy * losses.token_mean(entropy, mask, count)
+    if reference is not None:
+        # weighted with pi / mu: the samples may be stale
+        kl = losses.token_mean(losses.unbiased_k3(logprobs, reference, behaviour), mask, count)
+        loss = loss + config.reference_weight * losses.reference_scale(learner.damper) * kl
+    part = losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)
+    return loss, part
 
 
 def update_weights(learner: Learner, config: Config, loss: float, metrics: dict) -> dict:
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
-    gradient, scales = learner.model.flat_grad, losses.reference_scale(learner.damper)
+    gradient, scale = learner.model.flat_grad, losses.reference_scale(learner.damper)
     norm = float(gradient.norm())
     progress = min(1.0, learner.version / max(1, config.steps))
     finite = bool(np.isfinite(loss + norm))
@@ -165,35 +193,12 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
     refresh = config.reference_refresh
     if learner.reference is not None and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)
-    return {
-        "loss": loss,
-        "grad_norm": norm,
-        "lr": lr,
-        "kl_window": losses.window_mean(learner.damper),
-        "reference_weight": config.reference_weight * scales,
-        "skipped": learner.skipped,
-    }
+    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped": learner.skipped}
+    metrics["kl_window"] = losses.window_mean(learner.damper)
+    return metrics | {"reference_weight": config.reference_weight * scale}
 
 
-def evaluate(learner: Learner, config: Config, task: Task) -> dict:
-    """Greedy answers to every held-out problem, by the weights as they are between two steps.
-
-    It runs where the weights are changed, so it cannot race with training. Returns `solved`
-    (share), `reward` (mean) and `turns` (mean).
-    """
-    slots = min(config.slots, task.eval_size)
-    environment, capacity = make_environment(config, task), capacity_of(config, task)
-    generator = Generator(learner.model, environment, slots, capacity, 1, temperature=0.0)
-    problems = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
-    groups = generate(generator, problems)
-    for group in groups:
-        apply_verdicts(group, score(group, task, config))
-    episodes = [g.trajectories[0] for g in groups]
-    return {
-        "solved": float(np.mean([t.reward >= task.solved for t in episodes])),
-        "reward": float(np.mean([t.reward for t in episodes])),
-        "turns": float(np.mean([len(t.turns) for t in episodes])),
-    }
+# ------------------------------------------------------------------------------------- evaluation
 
 
 def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
@@ -203,17 +208,26 @@ def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
     return [Group(i, learner.version, task.reset(i, "train")) for i in ids]
 
 
-def check_step(learner: Learner, groups: list[Group], metrics: dict, config: Config, run: Path):
-    """Stop when three steps in a row were not finite or too many episodes failed."""
-    if learner.skipped_in_row >= 3:
-        torch.save([group_to_parts(g) for g in groups], run / "bad_batch.pt")
-        raise TrainingStopped(
-            f"loss or gradient not finite three times in a row (loss {metrics['loss']}, gradient "
-            f"norm {metrics['grad_norm']}); the batch is in {run / 'bad_batch.pt'}"
-        )
-    failed = sum(metrics["failures"].values())
-    if failed > config.max_failures * metrics["samples"]:
-        raise TrainingStopped(
-            f"{failed} of {metrics['samples']} episodes failed ({metrics['failures']}), more than "
-            f"--max-failures {config.max_failures}"
-        )
+def evaluate(learner: Learner, config: Config, task: Task) -> dict:
+    """Greedy answers to every held-out problem, by the weights as they are between two steps.
+
+    It runs where the weights are changed, so it cannot race with training. Returns `solved`
+    (share), `reward` (mean) and `turns` (mean).
+    """
+    generator = Generator(
+        learner.model,
+        make_environment(config, task),
+        slots=min(config.slots, task.eval_size),
+        capacity=capacity_of(config, task),
+        group_size=1,
+        temperature=0.0,
+    )
+    groups = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
+    for group in generate(generator, groups):
+        apply_verdicts(group, verify_group(group, task, config))
+    episodes = [group.trajectories[0] for group in groups]
+    return {
+        "solved": float(np.mean([t.reward >= task.solved for t in episodes])),
+        "reward": float(np.mean([t.reward for t in episodes])),
+        "turns": float(np.mean([len(t.turns) for t in episodes])),
+    }

@@ -2,44 +2,37 @@
 
     python train_async.py                        # guess a number, from random weights
     python train_async.py --max-staleness 0      # bitwise the synchronous algorithm
-    python train_async.py --swap recompute       # --help lists every flag
+    python train_async.py --swap recompute       # --help lists the flags
 
-`learner_step` comes from train_sync.py: what is learned does not change, only when. This file adds
-what asynchrony needs: rollout and reward workers in their own processes, admission, weights that
-are published while episodes run, and groups that are issued again when a worker dies.
-With `--reward-workers 0` a rollout worker verifies what it has generated: quicker where there are
-two cores and the verifier is quick; a slow one holds generation up.
+`learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
+adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights
+that are published while episodes run, and groups that are issued again when a worker dies.
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
-the weights that it changes.
+the weights that it changes. With `--reward-workers 0` a rollout worker verifies what it has
+generated: quicker where there are two cores and the verifier is quick.
 """
 
+import contextlib
 import time
-from pathlib import Path
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from buffer import Buffer, staleness
 from learner import learner_step, new_groups
+from runtime.books import close_step, finish
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError, run_main
-from runtime.devices import pick_devices, set_threads
+from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, TO_REISSUE, WORKER, Ledger, read_log, table
 from runtime.mailbox import Mailbox
-from runtime.messages import (
-    Group,
-    apply_verdicts,
-    group_flaw,
-    group_from_parts,
-    group_to_parts,
-    verdict_flaw,
-)
-from runtime.processes import Pool, Worker, WorkersFailed
+from runtime.messages import Generated, Group, Judgement, Orders, Verified, apply_verdicts, flaw
+from runtime.processes import Lost, Pool, Silent, Worker, WorkersFailed
 from runtime.replay import replay, replayable
-from runtime.report import facts_of, summarise
-from runtime.runlog import Stop
-from runtime.setup import open_training, resumed
+from runtime.setup import Run, open_training
 from runtime.tokenizer import VOCAB_SIZE
 from runtime.workers import (
     join_learners,
@@ -48,298 +41,319 @@ from runtime.workers import (
     reward_worker,
     rollout_worker,
 )
-from train_sync import after_step, evaluate_kept
 
 
-def start_workers(config: Config, run: Path, devices: tuple, mailbox: Mailbox, flights) -> Pool:
-    """Spawn every process of the run; the reward workers are fed by the rollout workers."""
-    learner_devices, rollout_devices = devices
-    cores = len(learner_devices) + len(rollout_devices)
-    roles = {
-        "rollout": (
-            rollout_worker,
-            [(config, device, mailbox.memory.name, cores) for device in rollout_devices],
-        ),
-        "reward": (reward_worker, [(config,)] * config.reward_workers),
-    }
-    if config.learners > 1:
-        meeting_point(run).unlink(missing_ok=True)  # of a run that is resumed
-        others = enumerate(learner_devices[1:], start=1)
-        arguments = [(config, rank, device, str(run), cores) for rank, device in others]
-        roles["learner"] = (learner_worker, arguments)
+@dataclass
+class Flow:
+    """What an asynchronous run has besides its learner."""
 
-    def flaw(worker: Worker, header: dict, arrays: dict, original: tuple | None) -> str | None:
-        if header["kind"] == "group":
-            allowed = config.group_size, mailbox.version, VOCAB_SIZE
-            flaw = flights.flaw(worker, header) or group_flaw(header, arrays, *allowed)
-            judged = None if config.reward_workers else header["verdict"]
-        else:
-            flaw, judged = None, header if original else None
-        return flaw or (judged and verdict_flaw(judged["verdicts"], config.group_size))
+    mailbox: Mailbox
+    buffer: Buffer
+    pool: Pool
+    ledger: Ledger = field(default_factory=Ledger)
+    interrupted: list[int] = field(default_factory=list)  # groups to issue again, after a resume
+    training: list[int] = field(default_factory=list)  # groups of the step that is computed now
+    deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
+    lost: list[str] = field(default_factory=list)  # workers, and of what they died
+    status: dict = field(default_factory=dict)  # of each rollout worker, as it told last
+    tokens: int = 0  # generated
+    begun: float = 0.0  # when the first group landed
+    progress: tuple = ()  # what `check_progress` saw last, and when it changed
 
-    relay = ("rollout", "group", "reward" if config.reward_workers else None)
-    return Pool(roles, run / "logs", config.restarts, config.silence, relay, flaw)
-
-
-class Flights:
-    """Which rollout worker has which group; hands groups to the least busy one."""
-
-    def __init__(self, pool: Pool | None = None):
-        self.pool, self.groups, self.where = pool, {}, {}
-        self.dead: list[Worker] = []  # workers whose groups were issued again
-
-    def issue(self, groups: list[Group]) -> list[str]:
-        """Send each group to the rollout worker with the fewest, in one message a worker; returns
-        the name of the worker of each."""
-        workers = self.pool.of("rollout")
-        loads = [sum(w is one for w in self.where.values()) for one in workers]
-        orders: list[list[tuple]] = [[] for _ in workers]
-        for group in groups:
-            least = loads.index(min(loads))
-            loads[least] += 1
-            orders[least].append((group.group_id, group.start, group.problem))
-            self.groups[group.group_id], self.where[group.group_id] = group, workers[least]
-        for worker, some in zip(workers, orders, strict=True):
-            if some:
-                self.pool.send(worker, "orders", {"orders": some})
-        return [self.where[group.group_id].name for group in groups]
-
-    def landed(self, group_id: int) -> None:
-        self.groups.pop(group_id, None)
-        self.where.pop(group_id, None)
-        self.pool.relayed.discard(group_id)
-
-    def lost_with(self, worker: Worker) -> list[Group]:
-        """Groups that a dead worker had not finished."""
-        ids = [g for g, w in self.where.items() if w is worker and g not in self.pool.relayed]
-        return [self.groups[g] for g in ids]
-
-    def flaw(self, worker: Worker, header: dict) -> str | None:
-        """Why a group is none that this worker was asked for; None if it is one."""
-        group_id = header["group_id"]
-        if self.where.get(group_id) is not worker or group_id in self.pool.relayed:
-            return f"group {group_id}, which it does not have: a duplicate?"
-        if header["start"] != self.groups[group_id].start:
-            return f"start {header['start']}, must be {self.groups[group_id].start}"
-        return None
-
-    def place(self, group_id: int) -> str:
-        """Where a group is that has not landed, in the words of ledger.py."""
-        worker = self.where.get(group_id)
-        if any(worker is w for w in self.dead) and group_id not in self.pool.relayed:
-            return "with a dead worker"
-        return WORKER if worker else "nowhere"
-
-
-def settle(ledger: Ledger, watch, buffer: Buffer, flights: Flights, again: list[int]) -> None:
-    """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
-    AssertionError names the first group that is not where it must be."""
-    for event in watch.events:
-        ledger.note(event)
-    watch.flush()
-    places = {g: BUFFER if g in buffer.completed else flights.place(g) for g in buffer.outstanding}
-    ledger.balance(places | dict.fromkeys(again, TO_REISSUE))
-
-
-def log_spawn(watch, worker: Worker) -> None:
-    """A worker was started; its end is an `exit`."""
-    watch.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
-
-
-def land(group: Group, verdict: dict, judged_by: str, buffer, flights, watch, totals) -> None:
-    """A group is generated and verified: it may be trained."""
-    apply_verdicts(group, verdict["verdicts"])
-    if not buffer.complete(group):
-        return  # a copy from before its group was issued again
-    flights.landed(group.group_id)
-    totals["begin"] = totals["begin"] or time.monotonic()
-    totals["tokens"] += sum(t.generated for t in group.trajectories)
-    details = {"group": group.group_id, "seconds": verdict["seconds"], **replayable(group)}
-    details["lengths"] = [len(t.tokens) for t in group.trajectories]
-    watch.event(judged_by, "score", verdict["began"], **details)
-
-
-def handle(message: tuple, buffer: Buffer, flights: Flights, version: int, watch, totals: dict):
-    """What one message of a worker changes."""
-    kind, worker, header, original = message
-    if kind in ("scores", "unanswered"):
-        group = group_from_parts(*original)
-        if kind == "unanswered":  # two reward workers have died of it: it is not tried again
-            lost = [(0.0, (), "verifier_lost")] * len(group.trajectories)
-            header |= {"verdicts": lost, "began": time.monotonic(), "seconds": 0.0}
-        land(group, header, worker.name, buffer, flights, watch, totals)
-    elif kind == "group":  # generated; what has happened since the last came with it
-        totals["status"][worker.name] = header["status"]
-        for at, what, group_id, at_version, size in header["events"]:
-            amount = size if what == "generate" else {"size": size}
-            watch.event(worker.name, what, at, group=group_id, version=at_version, **amount)
-        if verdict := header.get("verdict"):  # verified, too
-            group = group_from_parts(header, original)
-            land(group, verdict, worker.name, buffer, flights, watch, totals)
-    elif kind == "silent":
-        watch.say(f"{worker.name} {header} (last message: {worker.said}; log: {worker.log})")
-    elif kind == "lost":
-        reason, facts = header, f"last message: {worker.said}; log: {worker.log}"
-        watch.say(f"{worker.name} {reason}: restarted ({facts})")
-        watch.event(worker.name, "exit", reason=reason)
-        log_spawn(watch, flights.pool.workers[worker.role, worker.number])
-        totals["lost"].append(f"{worker.name} {reason}")
-        if worker.role == "learner":
-            raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
-        for group in (lost := flights.lost_with(worker)):
-            watch.event(worker.name, "lost", group=group.group_id, reason=reason)
-            buffer.requeue(group.group_id, version)
-            group.start = version
-        for group, name in zip(lost, flights.issue(lost), strict=True):
-            watch.event("learner", "requeue", group=group.group_id, version=version, worker=name)
-        flights.dead.append(worker)
-
-
-def admit(learner, buffer, flights, again: list[int], config, task, watch) -> None:
-    """Issue new prompts as long as every deadline holds, and no more than the run will train."""
-    groups, kinds, version = [], [], learner.version
-    wanted = (config.steps - version) * config.groups_per_step
-    while len(buffer.outstanding) < wanted and buffer.may_admit(version):
-        kinds.append("requeue" if again else "admit")
-        if again:  # groups that were in flight when the run was interrupted
-            group_id = again.pop(0)
-            groups.append(Group(group_id, version, task.reset(group_id, "train")))
-        else:
-            groups += new_groups(learner, task, 1)
-        buffer.admit(groups[-1].group_id, version)
-    for group, kind, name in zip(groups, kinds, flights.issue(groups), strict=True):
-        watch.event("learner", kind, group=group.group_id, version=version, worker=name)
-
-
-def check_progress(progress: dict, version: int, flights: Flights, config: Config) -> None:
-    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
-    workers, now = flights.pool.of("rollout"), time.monotonic()
-    tokens = [w.status.get("status", {}).get("tokens", 0) for w in workers]
-    signs = (version, len(flights.where), len(flights.pool.relayed), tokens)
-    if progress.get("signs") != signs:
-        progress |= {"signs": signs, "at": now}
-    elif now - progress["at"] > config.stall:
-        where = {g: w.name for g, w in list(flights.where.items())[:5]}
-        raise TrainingStopped(
-            f"no step, no verdict and no token for {config.stall:.0f} s (--stall); "
-            f"{len(flights.where)} groups are on their way, the first {where}"
-        )
+    @property
+    def in_flight(self) -> list[int]:
+        """Ids of all groups that are admitted and not trained: a checkpoint must not lose them."""
+        return self.training + self.interrupted + list(self.buffer.outstanding)
 
 
 def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
     if config.replay:
         return replay(config)
-    stop, config = Stop(), resumed(config)
-    devices = pick_devices(config)
-    set_threads(config, sum(map(len, devices)), devices[0][0])
-    config, task, run, learner, watch, state = open_training(config, "async", devices[0][0])
+    run = open_training(config, "async")
+    config, learner, log, batch = run.config, run.learner, run.log, None
+    with open_flow(run) as flow:
+        while learner.version < config.steps and not run.stop.asked:
+            admit(run, flow)
+            check_progress(run, flow)
+            for worker, message in flow.pool.receive(seconds=0.0 if batch else 0.2):
+                handle(run, flow, worker, message)
+            batch = flow.buffer.next_batch(learner.version)  # none older than eta; or wait
+            log_discards(run, flow)
+            if batch is None:
+                continue
+            version, flow.training = learner.version, [group.group_id for group in batch]
+            for worker in flow.pool.of("learner"):
+                flow.pool.send(worker, Orders(batch))
+            with log.timed("learner", "train", version=version, groups=flow.training) as event:
+                metrics = learner_step(learner, batch, config)
+                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
+                flow.training = []
+                event |= {"in_flight": len(flow.in_flight), "of": config.steps}
+            with log.timed("learner", "publish", version=learner.version):
+                flow.mailbox.publish(learner.version, learner.model.flat)
+            admit(run, flow)  # before anything slow
+            metrics |= ages_of(batch, version)
+            settle(run, flow)
+            close(run, flow, batch, metrics)
+        settle(run, flow)
+        save(run, flow)
+        finish(run, facts_of_flow(run, flow))  # before anything is torn down
+    print(table(flow.ledger.totals()))
+
+
+# -------------------------------------------------------------------------------- work, out and in
+
+
+def admit(run: Run, flow: Flow) -> None:
+    """Issue prompts as long as every deadline holds, and no more than the run will train."""
+    config, version, new, again = run.config, run.learner.version, [], []
+    wanted = (config.steps - version) * config.groups_per_step
+    while len(flow.buffer.outstanding) < wanted and flow.buffer.may_admit(version):
+        if flow.interrupted:
+            group_id = flow.interrupted.pop(0)
+            again.append(Group(group_id, version, run.task.reset(group_id, "train")))
+        else:
+            new += new_groups(run.learner, run.task, 1)
+        flow.buffer.admit((new or again)[-1].group_id, version)
+    issue(run, flow, "requeue", again)
+    issue(run, flow, "admit", new)
+
+
+def issue(run: Run, flow: Flow, kind: str, groups: list[Group]) -> None:
+    """Send groups to the rollout workers, and log who has which."""
+    names = flow.pool.issue("rollout", groups)
+    for group, name in zip(groups, names, strict=True):
+        facts = {"group": group.group_id, "version": group.start, "worker": name}
+        run.log.event("learner", kind, **facts)
+
+
+def handle(run: Run, flow: Flow, worker: Worker, message) -> None:
+    """What one message of a worker, or its death, changes."""
+    match message:
+        case Generated(group, events, status, judgement):
+            flow.status[worker.name] = status
+            for at, kind, group_id, version, details in events:
+                facts = {"group": group_id, "version": version, **details}
+                run.log.event(worker.name, kind, at, **facts)
+            if judgement:  # verified, too
+                land(run, flow, group, judgement, worker.name)
+        case Verified(group, judgement):
+            land(run, flow, group, judgement, worker.name)
+        case Silent(reason):
+            run.log.say(f"{worker.name} {reason} (last: {worker.said}; log: {worker.log})")
+        case Lost(reason, groups, _):
+            bury(run, flow, worker, reason)
+            if worker.role == "learner":
+                raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
+            again = generate_again if worker.role == "rollout" else verify_again
+            again(run, flow, worker, reason, groups)
+            settle(run, flow)
+
+
+def land(run: Run, flow: Flow, group: Group, judgement: Judgement, judged_by: str) -> None:
+    """A group is generated and verified: it may be trained."""
+    apply_verdicts(group, judgement.verdicts)
+    if not flow.buffer.complete(group):
+        return  # a copy from before its group was issued again
+    flow.begun = flow.begun or time.monotonic()
+    flow.tokens += sum(t.generated for t in group.trajectories)
+    facts = {"group": group.group_id, "seconds": judgement.seconds, **replayable(group)}
+    facts["lengths"] = [len(t.tokens) for t in group.trajectories]
+    run.log.event(judged_by, "score", judgement.began, **facts)
+
+
+def bury(run: Run, flow: Flow, worker: Worker, reason: str) -> None:
+    """A worker is gone, and a successor has its name."""
+    run.log.say(f"{worker.name} {reason}: restarted (last: {worker.said}; log: {worker.log})")
+    run.log.event(worker.name, "exit", reason=reason)
+    log_spawn(run, flow.pool.workers[worker.role, worker.number])
+    flow.lost.append(f"{worker.name} {reason}")
+
+
+def generate_again(run: Run, flow: Flow, worker: Worker, reason: str, groups: list[Group]) -> None:
+    """Groups that a rollout worker had not finished begin anew, with today's weights."""
+    for group in groups:
+        run.log.event(worker.name, "lost", group=group.group_id, reason=reason)
+        flow.buffer.requeue(group.group_id, run.learner.version)
+        group.start = run.learner.version
+    issue(run, flow, "requeue", groups)
+
+
+def verify_again(run: Run, flow: Flow, worker: Worker, reason: str, groups: list[Group]) -> None:
+    """Groups that a reward worker had go to another; one of which two have died has failed."""
+    flow.deaths.update(group.group_id for group in groups[:1])  # it was working on the first
+    for group in groups:
+        if flow.deaths[group.group_id] < 2:
+            flow.pool.issue("reward", [group])
+        else:
+            verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(group.trajectories)
+            land(run, flow, group, Judgement(verdicts, time.monotonic(), 0.0), worker.name)
+
+
+# ------------------------------------------------------------------------------------------- books
+
+
+def settle(run: Run, flow: Flow) -> None:
+    """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
+    an error names the first group that is not where it must be."""
+    for event in run.log.events:
+        flow.ledger.note(event)
+    run.log.flush()
+    out = flow.pool.out()
+    places = {group: WORKER for group in flow.buffer.outstanding if group in out}
+    places |= dict.fromkeys(flow.buffer.completed, BUFFER) | dict.fromkeys(flow.interrupted, TO_REISSUE)
+    flow.ledger.balance(places)
+
+
+def check_progress(run: Run, flow: Flow) -> None:
+    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
+    out, now = flow.pool.out(), time.monotonic()
+    tokens = [worker.status.get("tokens", 0) for worker in flow.pool.of("rollout")]
+    signs = run.learner.version, sorted(out.items()), tokens
+    if not flow.progress or flow.progress[0] != signs:
+        flow.progress = signs, now
+    elif now - flow.progress[1] > run.config.stall:
+        raise TrainingStopped(
+            f"no step, no verdict and no token for {run.config.stall:.0f} s (--stall); "
+            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
+        )
+
+
+def log_discards(run: Run, flow: Flow) -> None:
+    for group, reason in flow.buffer.dropped:
+        facts = {"group": group, "reason": reason, "version": run.learner.version}
+        run.log.event("learner", "discard", **facts)
+    flow.buffer.dropped.clear()
+
+
+def log_spawn(run: Run, worker: Worker) -> None:
+    """A worker was started; its end is an `exit`."""
+    run.log.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
+
+
+def ages_of(batch: list[Group], version: int) -> dict:
+    """Staleness of a batch's episodes, in versions."""
+    ages = [staleness(t, version) for group in batch for t in group.trajectories]
+    return {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
+
+
+def close(run: Run, flow: Flow, batch: list[Group], metrics: dict) -> None:
+    """The books of a step, and what the progress bar shows."""
+    generated = flow.tokens / (time.monotonic() - flow.begun)
+    close_step(
+        run,
+        batch,
+        metrics,
+        in_flight=flow.in_flight,
+        completed=flow.buffer.completed.values(),
+        age=f"{metrics['staleness_mean']:.1f}<={run.config.max_staleness}",
+        generate=f"{generated:.0f}/s",
+        learn=f"{metrics['tokens'] / metrics['seconds']:.0f}/s",
+    )
+
+
+def save(run: Run, flow: Flow) -> None:
+    run.log.bar.close()
+    completed = flow.buffer.completed.values()
+    checkpoint(run.learner, run.folder, run.log, flow.in_flight, completed)
+
+
+def facts_of_flow(run: Run, flow: Flow) -> dict:
+    """What only an asynchronous run can say about itself, for its summary."""
+    seconds, groups = time.monotonic() - (flow.begun or run.log.start), flow.ledger.totals()
+    status = list(flow.status.values())
+    busy = [s["busy"] / s["alive"] for s in status] or [0.0]
+    rates = [s["tokens"] / max(s["busy"], 1e-9) for s in status]
+    return {
+        "staleness_bound": run.config.max_staleness,
+        "tokens_generated": flow.tokens,
+        "rollout_tokens_per_s": round(sum(rates)),
+        "utilization": {
+            "rollout": float(np.mean(busy)),
+            "learner": run.log.seconds["train"] / seconds,
+        },
+        "groups": {name: count for name, count in groups.items() if name != "lost"},
+        "ledger": groups,
+        "workers_lost": flow.lost,
+    }
+
+
+# ------------------------------------------------------------------------------- beginning and end
+
+
+@contextlib.contextmanager
+def open_flow(run: Run):
+    """Mailbox, buffer and processes; what was in flight when a run was interrupted is issued again.
+
+    Whatever goes wrong inside, a checkpoint is written and every process is ended.
+    """
+    config, learner, state = run.config, run.learner, run.state
+    device = str(learner.model.flat.device)
     try:
-        mailbox = Mailbox(learner.model.flat.numel(), device=devices[0][0])
+        mailbox = Mailbox(learner.model.flat.numel(), device=device)
     except OSError as error:  # too little shared memory
         raise UserError(f"--model {config.model}: {error.strerror}") from error
     mailbox.publish(learner.version, learner.model.flat)
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    totals = {"tokens": 0, "status": {}, "lost": [], "train": 0.0, "begin": None}
-    ledger, again = Ledger(), list(state["in_flight"]) if state else []
+    flow = Flow(mailbox, buffer, pool=None)
     if state:
-        read_log(run / "events.jsonl", ledger.note)
+        read_log(run.folder / "events.jsonl", flow.ledger.note)
         for group in completed_groups(state):
             buffer.restore(group)
-        again = [g for g in again if g not in buffer.completed]
-        for group_id in sorted(g for g in again if ledger.states[g] != "lost"):
-            watch.event("learner", "lost", group=group_id, reason="interrupted")
-    flights, batch, progress = Flights(), None, {}
-    pool = flights.pool = start_workers(config, run, devices, mailbox, flights)
-    for worker in pool.workers.values():
-        log_spawn(watch, worker)
+        flow.interrupted = [g for g in state["in_flight"] if g not in buffer.completed]
+        for group_id in sorted(flow.interrupted):
+            if flow.ledger.states[group_id] != "lost":
+                run.log.event("learner", "lost", group=group_id, reason="interrupted")
+    flow.pool = start_workers(run, mailbox)
+    for worker in flow.pool.workers.values():
+        log_spawn(run, worker)
     try:
         if config.learners > 1:
-            join_learners(config, 0, str(run))
-        while learner.version < config.steps and not stop.asked:
-            admit(learner, buffer, flights, again, config, task, watch)
-            check_progress(progress, learner.version, flights, config)
-            messages = pool.receive(0.0 if batch else 0.2)  # wait for workers, but never for ever
-            for message in messages:
-                handle(message, buffer, flights, learner.version, watch, totals)
-            if any(kind == "lost" for kind, *_ in messages):
-                settle(ledger, watch, buffer, flights, again)
-            batch = buffer.next_batch(learner.version)
-            for group, reason in buffer.dropped:
-                watch.event(
-                    "learner", "discard", group=group, reason=reason, version=learner.version
-                )
-            buffer.dropped.clear()
-            if batch is None:
-                continue
-            begin, version = time.monotonic(), learner.version
-            for worker in pool.of("learner"):
-                for group in batch:
-                    pool.send(worker, "batch", *group_to_parts(group))
-            ids = [group.group_id for group in batch]
-            again = ids + again  # until they are trained: a checkpoint must not lose them
-            metrics = learner_step(learner, batch, config)
-            again = again[len(ids) :]
-            left = len(buffer.outstanding) + len(again)
-            details = {"version": version, "groups": ids, "in_flight": left, "of": config.steps}
-            details |= {name: metrics[name] for name in ("loss", "grad_norm", "sequence_tokens")}
-            watch.span("learner", "train", begin, **details)
-            begin = time.monotonic()
-            mailbox.publish(learner.version, learner.model.flat)
-            watch.span("learner", "publish", begin, version=learner.version)
-            admit(learner, buffer, flights, again, config, task, watch)  # before anything slow
-
-            ages = [staleness(t, version) for g in batch for t in g.trajectories]
-            metrics |= {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
-            generated = totals["tokens"] / (time.monotonic() - (totals["begin"] or watch.start))
-            shown = {
-                "age": f"{metrics['staleness_mean']:.1f}<={config.max_staleness}",
-                "generate": f"{generated:.0f}/s",
-                "learn": f"{metrics['tokens'] / metrics['seconds']:.0f}/s",
-            }
-            settle(ledger, watch, buffer, flights, again)
-            flying = (again + list(buffer.outstanding), buffer.completed.values())
-            after_step(learner, batch, metrics, config, task, run, watch, flying, **shown)
-            totals["train"] += metrics["seconds"]
-        settle(ledger, watch, buffer, flights, again)
-    except RuntimeError as error:  # a role is used up, or another learner left an all-reduce
-        if config.learners == 1 and not isinstance(error, WorkersFailed):
-            raise
-        raise TrainingStopped(str(error)) from error
+            join_learners(config, 0, str(run.folder))
+        yield flow
+    except BaseException as error:
+        save(run, flow)
+        # a role is used up, or another learner has left an all-reduce
+        if isinstance(error, WorkersFailed) or (
+            isinstance(error, RuntimeError) and config.learners > 1
+        ):
+            raise TrainingStopped(str(error)) from error
+        raise
     finally:
-        watch.bar.close()
-        try:
-            flying = again + list(buffer.outstanding)
-            checkpoint(learner, run, watch, flying, buffer.completed.values())
-        finally:
-            pool.close()
-            mailbox.close()
-            for worker in pool.workers.values():
-                watch.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
-            watch.flush()
-    finish(run, learner, config, task, watch, ledger.totals(), totals)
+        flow.pool.close()
+        mailbox.close()
+        for worker in flow.pool.workers.values():
+            run.log.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
+        run.log.flush()
 
 
-def finish(run, learner, config, task, watch, groups: dict, totals) -> None:
-    """Write the summary: what only an asynchronous run can say about itself."""
-    seconds = time.monotonic() - (totals["begin"] or watch.start)
-    busy = [s["busy"] / s["alive"] for s in totals["status"].values()]
-    rate = [s["tokens"] / max(s["busy"], 1e-9) for s in totals["status"].values()]
-    facts = facts_of(learner, config, watch) | {
-        "staleness_bound": config.max_staleness,
-        "tokens_generated": totals["tokens"],
-        "rollout_tokens_per_s": round(sum(rate)),
-        "utilization": {
-            "rollout": float(np.mean(busy or [0.0])),
-            "learner": totals["train"] / seconds,
-        },
-        "groups": {name: count for name, count in groups.items() if name != "lost"},
-        "ledger": groups,
-        "workers_lost": totals["lost"],
-    }
-    evaluate_kept(learner, config, task, run, watch)
-    print(summarise(run, facts))
-    print(table(groups))
+def start_workers(run: Run, mailbox: Mailbox) -> Pool:
+    """Spawn every process of the run; what rollout workers finish goes on to the reward workers."""
+    config, folder = run.config, run.folder
+    learner_devices, rollout_devices = pick_devices(config)
+    cores = len(learner_devices) + len(rollout_devices)
+    rollouts = [(config, device, mailbox.memory.name, cores) for device in rollout_devices]
+    roles = {"rollout": (rollout_worker, rollouts)}
+    roles["reward"] = reward_worker, [(config,)] * config.reward_workers
+    if config.learners > 1:
+        meeting_point(folder).unlink(missing_ok=True)  # of a run that is resumed
+        others = enumerate(learner_devices[1:], start=1)
+        arguments = [(config, rank, device, str(folder), cores) for rank, device in others]
+        roles["learner"] = learner_worker, arguments
+
+    def found(message) -> str | None:
+        allowed = {"newest": mailbox.version, "vocabulary": VOCAB_SIZE}
+        return flaw(message, group_size=config.group_size, **allowed)
+
+    return Pool(
+        roles,
+        logs=folder / "logs",
+        restarts=config.restarts,
+        silence=config.silence,
+        then={"rollout": "reward"} if config.reward_workers else {},
+        flaw=found,
+    )
 
 
 if __name__ == "__main__":

@@ -1,62 +1,69 @@
-"""runtime/messages.py."""
+"""messages.py: what travels between processes: the record of an episode, and one message a kind.
+
+`Trajectory` is one episode, token by token; a `Group` is all answers to one prompt. Workers are
+sent `Orders`; they answer with `Generated`, `Verified` and `Beat`. `flaw` is the one place that
+looks at what comes from outside before it is used.
+Boundary: this file knows shapes and ranges, never what a token means.
+Left out: pipes and processes (processes.py), who gets which work (train_async.py).
+
+Axes: T tokens of an episode, prompt included
+"""
 
 import dataclasses
 import math
 import pickle
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, islice, starmap
+from itertools import accumulate
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
-NEVER = np.iinfo(np.int32).max  # a version that is older than none
+NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
+ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
 @dataclass
 class Trajectory:
-    """One episode, token by token: the record that travels (T tokens, prompt included)."""
+    """One episode, token by token: the record that travels. It has no arrays while it is made."""
 
     group_id: int
     sample_index: int
-    seed: int  # key of its sampling noise
-    tokens: np.ndarray  # int32 [T]; prompt, generated and environment tokens, never re-tokenised
-    loss_mask: np.ndarray  # bool [T]; True where the policy generated
-    logprobs: np.ndarray  # float32 [T]; behaviour log-probs, exactly as sampled; 0 elsewhere
-    versions: np.ndarray  # int32 [T]; policy version that produced the token; -1 elsewhere
-    turns: list[tuple[int, int]]  # spans of the policy's turns
+    noise_key: int  # decides its sampling noise, position by position (rollout.py)
+    tokens: np.ndarray = (
+        None  # int32 [T]: prompt, generated and environment tokens, never re-tokenised
+    )
+    loss_mask: np.ndarray = None  # bool [T]: True where the policy generated
+    logprobs: np.ndarray = None  # float32 [T]: behaviour log-probs, exactly as sampled; 0 elsewhere
+    versions: np.ndarray = None  # int32 [T]: policy version that produced the token; -1 elsewhere
+    # start and stop of each of the policy's turns
+    turns: list[tuple[int, int]] = field(default_factory=list)
     finish: str = "stop"  # stop, length, env_error, env_timeout, verifier_error, ...
+    failure: str = ""  # of a failed episode: the message, the file and the line, for people
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
     worker: int = -1
     started: float = 0.0  # seconds on the machine's monotonic clock
     finished: float = 0.0
-    swaps: list[int] = field(default_factory=list)  # a, v, b, w: tokens from a on fed by v, b by w
+    swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
 
     @property
     def failed(self) -> bool:
         """True when the environment or the verifier failed: no reward can be read from it."""
         return self.finish not in ("stop", "length")
 
-    # Neither changes once the episode is complete, so its tokens are looked through once.
-    @cached_property
+    @property
     def generated(self) -> int:
         """How many tokens the policy generated."""
         return sum([stop - start for start, stop in self.turns])
 
-    @cached_property
+    @cached_property  # a complete episode does not change
     def oldest(self) -> int:
         """The smallest version among its generated tokens: staleness counts from here."""
-        return oldest_versions(self.loss_mask, self.versions, [0])[0] if len(self.tokens) else NEVER
-
-
-def oldest_versions(loss_mask: np.ndarray, versions: np.ndarray, starts: list[int]) -> list[int]:
-    """The smallest version among the generated tokens of each episode, NEVER where there are none.
-
-    Episodes lie end to end (bool and int32 [N]) and begin at `starts`; none may be empty.
-    """
-    return np.minimum.reduceat(np.where(loss_mask, versions, NEVER), starts).tolist()
+        return int(self.versions[self.loss_mask].min(initial=NEVER))
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Group:
     start: int
     problem: dict
     trajectories: list[Trajectory] = field(default_factory=list)
+    arrays: dict | None = None  # after a journey: the long arrays that the episodes are slices of
 
     @property
     def oldest(self) -> int:
@@ -75,153 +83,170 @@ class Group:
 
     @property
     def digest(self) -> int:
-        """A checksum of all that training reads, so without the episodes that have failed."""
+        """A checksum of all that training reads; failed episodes are not read."""
         read = [t for t in self.trajectories if not t.failed]
         crc = zlib.crc32(repr([t.reward for t in read]).encode())
         for name in ARRAYS:
             crc = zlib.crc32(b"".join([getattr(t, name) for t in read]), crc)
         return crc
 
+    def __reduce__(self):
+        """Pickled as a few long arrays: a third of the time that many short ones take."""
+        return group_from_parts, group_to_parts(self)
 
-def apply_verdicts(group: Group, verdicts: list[tuple]) -> None:
+
+def apply_verdicts(group: Group, verdicts: Sequence) -> None:
     """Write (reward, turn rewards, error or None) into a group's trajectories, in order; a failed
     verification marks its trajectory, unless the environment had failed before."""
     for trajectory, (value, turn_rewards, error) in zip(group.trajectories, verdicts, strict=True):
         trajectory.reward, trajectory.turn_rewards = value, list(turn_rewards)
         if error and not trajectory.failed:
-            trajectory.finish = error.split(":")[0]
+            trajectory.finish, _, trajectory.failure = error.partition(": ")
 
 
-ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
-
-
-def to_bytes(header: dict, arrays: dict[str, np.ndarray] | None = None) -> bytes:
-    """A message: checksum of all that follows, size of the header, header, the arrays' bytes.
-
-    The header is pickled, which takes less than half the time that JSON does. Messages travel
-    between the processes of one run only: never read one that somebody else has written.
-    """
-    arrays = arrays or {}
-    shapes = [(name, a.dtype.str, a.shape) for name, a in arrays.items()]
-    head = pickle.dumps((header, shapes), pickle.HIGHEST_PROTOCOL)
-    data = b"".join([len(head).to_bytes(4, "big"), head, *(a.tobytes() for a in arrays.values())])
-    return zlib.crc32(data).to_bytes(4, "big") + data
-
-
-def from_bytes(message: bytes) -> tuple[dict, dict[str, np.ndarray]]:
-    """Header and arrays of a message; raises ValueError when it is torn or damaged."""
-    if zlib.crc32(memoryview(message)[4:]) != int.from_bytes(message[:4], "big"):
-        raise ValueError(f"message of {len(message)} bytes is torn or damaged: wrong checksum")
-    start, arrays = 8 + int.from_bytes(message[4:8], "big"), {}
-    try:
-        header, shapes = pickle.loads(message[8:start])
-    except Exception as error:  # on other bytes it raises almost anything
-        raise ValueError(f"message of {len(message)} bytes without a header") from error
-    for name, dtype, shape in shapes:
-        array = np.frombuffer(message, dtype, math.prod(shape), start).reshape(shape)
-        arrays[name] = array.copy()  # aligned, and may be written to
-        start += array.nbytes
-    return header, arrays
-
-
-APART = {*ARRAYS, "group_id", "turns"}  # travel as arrays, or once for the whole group
-
-
-FIELDS = [f.name for f in dataclasses.fields(Trajectory) if f.name not in APART]
-
-
+FIELDS = [f.name for f in dataclasses.fields(Trajectory) if f.name not in {*ARRAYS, "group_id"}]
 fields_of = attrgetter(*FIELDS)
 
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
-    """A group as plain fields and arrays of all its tokens, and turns, laid end to end.
-
-    Fields travel as columns, {name: [value of each trajectory]}: what repeats no name is read in
-    half the time, and the interpreter that reads it has a learner to run.
-    """
+    """A group as plain data, and the arrays of its episodes laid end to end."""
     episodes = group.trajectories
-    columns = zip(*map(fields_of, episodes), strict=True) if episodes else [()] * len(FIELDS)
     header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-    header |= {"columns": dict(zip(FIELDS, columns, strict=True))}
-    header |= {"lengths": [len(t.tokens) for t in episodes]}
-    header |= {"turns": [len(t.turns) for t in episodes]}
-    bounds = chain.from_iterable(chain.from_iterable(t.turns for t in episodes))
-    arrays = {"turns": np.fromiter(bounds, np.int32).reshape(-1, 2)}
+    header["lengths"] = [len(t.tokens) for t in episodes]
+    header["fields"] = [fields_of(t) for t in episodes]
+    arrays = {}
     for name, kind in ARRAYS.items():
-        arrays[name] = np.concatenate([getattr(t, name) for t in episodes] or [np.empty(0, kind)])
+        arrays[name] = np.concatenate([np.empty(0, kind), *[getattr(t, name) for t in episodes]])
     return header, arrays
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
-    lengths, turns = header["lengths"], list(map(tuple, arrays["turns"].tolist()))
-    ids, places = [header["group_id"]] * len(lengths), spans(lengths)
-    sample_index, seed, *rest = (header["columns"][name] for name in FIELDS)
-    pieces = (map(arrays[name].__getitem__, places) for name in ARRAYS)
-    own = map(turns.__getitem__, spans(header["turns"]))
-    # by position, and without a loop of our own: that is quicker
-    rows = zip(ids, sample_index, seed, *pieces, own, *rest, strict=True)
-    episodes = list(starmap(Trajectory, rows))
-    if episodes and min(lengths):  # for all of them at once, which is quicker
-        starts, mask = [place.start for place in places], arrays["loss_mask"]
-        oldest = oldest_versions(mask, arrays["versions"], starts)
-        generated = np.add.reduceat(mask, starts, dtype=np.int64).tolist()
-        for episode, *facts in zip(episodes, oldest, generated, strict=True):
-            episode.oldest, episode.generated = facts
-    return Group(header["group_id"], header["start"], header["problem"], episodes)
+    group = Group(header["group_id"], header["start"], header["problem"], arrays=arrays)
+    stops = list(accumulate(header["lengths"]))
+    for fields, start, stop in zip(header["fields"], [0, *stops], stops, strict=False):
+        sample_index, noise_key, *rest = fields
+        own = [array[start:stop] for array in arrays.values()]
+        # by position, in the order of the fields of Trajectory: twice as quick as by name
+        episode = Trajectory(group.group_id, sample_index, noise_key, *own, *rest)
+        group.trajectories.append(episode)
+    return group
 
 
-def spans(sizes: list[int]) -> list[slice]:
-    """Where things of these sizes lie that are laid end to end."""
-    stops = list(accumulate(sizes))
-    return list(map(slice, [0, *stops], stops))
+# ------------------------------------------------------------------------------- one kind each
 
 
-def group_flaw(header: dict, arrays: dict, size: int, newest: int, vocabulary: int) -> str | None:
-    """What is wrong with a group as `group_to_parts` sends it, in words; None if it is sound.
+class Orders(NamedTuple):
+    """To a worker: groups to generate, to verify or to train."""
 
-    A worker that has gone wrong must not poison what is trained. `size` is the group size, `newest`
-    the newest version that was published. Raises KeyError, TypeError or ValueError when fields are
+    groups: list[Group]
+
+
+class End(NamedTuple):
+    """To a worker: go."""
+
+
+class Judgement(NamedTuple):
+    """A verifier's verdicts on a group, when it began, and the seconds that it took."""
+
+    verdicts: list[tuple]
+    began: float
+    seconds: float
+
+
+class Generated(NamedTuple):
+    """From a rollout worker: a finished group, and what has happened since the last one."""
+
+    group: Group
+    events: list[tuple]  # (time, kind, group or -1, version, size or counts)
+    status: dict
+    judgement: Judgement | None = None  # where the worker that generates verifies, too
+
+
+class Verified(NamedTuple):
+    """From a reward worker."""
+
+    group: Group
+    judgement: Judgement
+
+
+class Beat(NamedTuple):
+    """From any worker: it is alive."""
+
+    status: dict
+
+
+def pack_messages(messages: Sequence) -> bytes:
+    """One delivery: a checksum, and the pickled messages. Deliveries travel between the processes
+    of one run only: never unpack one that somebody else has written."""
+    data = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
+    return zlib.crc32(data).to_bytes(4, "big") + data
+
+
+def unpack_messages(delivery: bytes) -> Sequence:
+    """The messages of a delivery; ValueError when it is torn or damaged."""
+    if zlib.crc32(memoryview(delivery)[4:]) != int.from_bytes(delivery[:4], "big"):
+        raise ValueError(f"{len(delivery)} bytes that are torn or damaged: wrong checksum")
+    return pickle.loads(memoryview(delivery)[4:])
+
+
+# -------------------------------------------------------------------------------- the validator
+
+
+def flaw(message, *, group_size: int, newest: int, vocabulary: int) -> str | None:
+    """What is wrong with a worker's message, in words; None if it is sound.
+
+    A worker that has gone wrong must not poison what is trained. `newest` is the newest version
+    that was published. May raise AttributeError, KeyError, TypeError or ValueError where a field is
     missing or of another kind.
     """
-    columns, lengths, counts = header["columns"], header["lengths"], header["turns"]
-    for name, numbers in {"lengths": lengths, "turns": counts}.items():
-        if len(numbers) != size or any(type(n) is not int or n < 0 for n in numbers):
-            return f"{name} {numbers}, must be {size} integers from 0 up"
+    if not isinstance(message, Generated | Verified | Beat):
+        return f"a message of kind {type(message).__name__}"
+    if isinstance(message, Beat):
+        return None
+    found = None
+    if isinstance(message, Generated):
+        found = group_flaw(message.group, group_size, newest, vocabulary)
+    if found is None and message.judgement is not None:
+        found = verdict_flaw(message.judgement.verdicts, group_size)
+    return found
+
+
+def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | None:
+    """What is wrong with a generated group; None if it is sound."""
+    samples, arrays = [t.sample_index for t in group.trajectories], group.arrays
+    if samples != list(range(size)):
+        return f"samples {samples}, must be 0 to {size - 1} in order"
+    tokens = sum([len(t.tokens) for t in group.trajectories])
     found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    right = {name: (np.dtype(kind), (sum(lengths),)) for name, kind in ARRAYS.items()}
-    right["turns"] = (np.dtype(np.int32), (sum(counts), 2))
+    right = {name: (np.dtype(kind), (tokens,)) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
-    if list(columns["sample_index"]) != list(range(size)):
-        return f"samples {columns['sample_index']}, must be 0 to {size - 1} in order"
-    if wrong := [name for name in FIELDS if len(columns[name]) != size]:
-        return f"{len(columns[wrong[0]])} values of {wrong[0]}, must be {size}"
-    tokens, mask, logprobs, versions = (arrays[name] for name in ARRAYS)
-    turns, generated, start = iter(arrays["turns"].tolist()), bytearray(len(mask)), 0
-    for length, count in zip(lengths, counts, strict=True):
-        for first, last in islice(turns, count):
-            if not 0 <= first <= last <= length:
-                return f"a turn from {first} to {last} in an episode of {length} tokens"
-            generated[start + first : start + last] = b"\1" * (last - first)
-        start += length
+    generated, first = bytearray(tokens), 0  # the mask, made again from the turns
+    for t in group.trajectories:
+        for start, stop in t.turns:
+            if not 0 <= start <= stop <= len(t.tokens):
+                return f"a turn from {start} to {stop} in an episode of {len(t.tokens)} tokens"
+            generated[first + start : first + stop] = b"\1" * (stop - start)
+        first += len(t.tokens)
+    mask, versions = arrays["loss_mask"], arrays["versions"]
     if generated != mask.tobytes():
         return "a loss mask that is not the policy's turns"
     checks = (
-        ("token id", tokens, 0, vocabulary - 1),
-        ("log-prob", logprobs, -1e30, 1e-3),  # never NaN, never above 0 but for rounding
-        ("version", versions[mask], header["start"], newest),
+        ("token id", arrays["tokens"], 0, vocabulary - 1),
+        ("log-prob", arrays["logprobs"], -1e30, 1e-3),  # never NaN, never above 0 but for rounding
+        ("version", versions[mask], group.start, newest),
         ("version where nothing was generated", versions[~mask], -1, -1),
     )
     for name, values, low, high in checks:
-        if len(values) and not (low <= values.min() and values.max() <= high):  # NaN: neither
+        if len(values) and not (low <= values.min() and values.max() <= high):  # NaN is neither
             wrong = values[~((values >= low) & (values <= high))]
             return f"{name} {wrong[0]}, must be {low} to {high}"
     return None
 
 
 def verdict_flaw(verdicts: list, size: int) -> str | None:
-    """What is wrong with a reward worker's verdicts on a group; None if they are sound."""
+    """What is wrong with a verifier's verdicts on a group; None if they are sound."""
     if len(verdicts) != size:
         return f"{len(verdicts)} verdicts on {size} samples"
     wrong = [v for v, turns, _ in verdicts if not all(map(math.isfinite, [v, *turns]))]

@@ -1,91 +1,81 @@
-"""transport.py: worker processes, a private pipe to each, one queue object over all of them.
+"""processes.py: worker processes, a private pipe to each, and who has which work.
 
-`Pool` spawns workers, watches them, restarts the dead ones and gives out their messages in order
-of arrival. This file moves bytes and knows when a process has died.
-Left out: what the messages mean, and how weights travel (weight_mailbox.py).
+`Pool` spawns workers of several roles, issues groups to the least busy one of a role, and gives out
+in order what happens: messages, deaths, silences. A group is out with one worker until that worker
+answers with it (it lands) or is gone (it is lost, and comes back in `Lost`).
+Left out: what the messages mean, and what to do with a lost group (train_async.py).
 
-No lock and no queue is shared between workers, so `kill -9` of any of them can neither block nor
+No lock and no queue is shared between processes, so `kill -9` of a worker can neither block nor
 corrupt the others: its pipe closes, the rest goes on. Each pipe has two threads of the parent, one
 that reads and one that writes: no worker ever waits for a busy learner, and one that stops in the
-middle of a message holds up nobody else. What arrives is handled by one thread, `_drain`.
+middle of a message holds up nobody else. One more thread looks at what arrives.
 """
 
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
-from runtime.messages import from_bytes, to_bytes
+from runtime.messages import Beat, End, Group, Orders, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
-
-
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
-
-
-HOLD_SECONDS = 0.005  # a finished group waits this long for others to travel with
-
-
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 
 
+def listen(connection: Connection, put: Callable) -> None:
+    """A thread: hand on every delivery (bytes), and None at the end of the pipe."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            put(connection.recv_bytes())
+    put(None)
+
+
+# ------------------------------------------------------------------------------ the worker's side
+
+
 class Line:
-    """A worker's end of its pipe: numbered messages out, messages in, and a sign of life."""
+    """A worker's end of its pipe: messages out, messages in, and a sign of life."""
 
     def __init__(self, connection: Connection, worker: int):
-        self.connection, self.worker, self.sequence, self.last = connection, worker, 0, 0.0
-        self.held, self.since = [], 0.0  # messages that are still here; since when the first is
-        self.ready = select.poll()  # one for all time: connection.poll builds one at each call
-        self.ready.register(connection.fileno(), select.POLLIN)
+        self.connection, self.worker, self.last = connection, worker, 0.0
+        self.inbox: SimpleQueue = SimpleQueue()
+        threading.Thread(target=listen, args=(connection, self.inbox.put), daemon=True).start()
 
-    def send(self, kind: str, header: dict | None = None, arrays=None, hold: bool = False) -> None:
-        """Send a message, and all that are held; or hold it until `flush`."""
-        self.sequence += 1
-        head = {**(header or {}), "kind": kind, "worker": self.worker, "sequence": self.sequence}
-        message = to_bytes(head, arrays)
-        self.since = self.since if self.held else time.monotonic()
-        self.held += [len(message).to_bytes(4, "big"), message]
-        if not hold:
-            self.flush()
+    def send(self, *messages) -> None:
+        """Send messages as one delivery: it wakes three threads of the parent, so that many at
+        once cost less than one by one."""
+        self.last = time.monotonic()
+        try:
+            self.connection.send_bytes(pack_messages(messages))
+        except OSError:
+            raise SystemExit(0) from None  # the parent is gone
 
-    def flush(self, seconds: float = 0.0) -> None:
-        """Deliver what is held for so long already, at once: a delivery wakes three threads of the
-        parent, which takes longer than to read a message."""
-        now = time.monotonic()
-        if self.held and now - self.since >= seconds:
-            data, self.held, self.last = b"".join(self.held), [], now
-            try:
-                self.connection.send_bytes(data)
-            except OSError:
-                raise SystemExit(0) from None  # the parent is gone
-
-    def beat(self, header: dict | None = None) -> None:
+    def beat(self, status: dict | None = None) -> None:
         """Say "alive" if nothing was said for a while; call it in every loop."""
         if time.monotonic() - self.last > BEAT_SECONDS:
-            self.send("beat", header)
+            self.send(Beat(status or {}))
 
     def receive(self, seconds: float = 0.0):
-        """The next message as (header, arrays), or None after `seconds`; SystemExit at the end."""
+        """The next message, or None after `seconds`; SystemExit at the end."""
         try:
-            if not self.ready.poll(1000 * seconds):
-                return None
-            header, arrays = from_bytes(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            raise SystemExit(0) from None  # the parent is gone
-        if header["kind"] == "end":
+            delivery = self.inbox.get(block=seconds > 0, timeout=seconds)
+        except Empty:
+            return None
+        (message,) = unpack_messages(delivery) if delivery else (End(),)  # the parent is gone
+        if isinstance(message, End):
             raise SystemExit(0)
-        return header, arrays
+        return message
 
 
 def child_main(function, connection: Connection, worker: int, log: str, parent: int, arguments):
@@ -101,7 +91,10 @@ def child_main(function, connection: Connection, worker: int, log: str, parent: 
     function(Line(connection, worker), *arguments)
 
 
-@dataclass
+# ------------------------------------------------------------------------------ the parent's side
+
+
+@dataclass(eq=False)
 class Worker:
     """One running process of a role, with its pipe and what the parent knows about it."""
 
@@ -112,17 +105,32 @@ class Worker:
     log: str
     restarts: int
     spawned: float
-    heard: float = 0.0  # time of its last message, 0 before the first
+    heard: float = 0.0  # time of its last delivery, 0 before the first
     said: str = "spawn"  # kind of its last message
-    status: dict = field(default_factory=dict)  # header of its last beat
+    status: dict = field(default_factory=dict)  # of its last beat
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
-    held: dict[int, tuple] = field(default_factory=dict)  # relayed to it and not answered yet
+    work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
     gone: bool = False  # its loss has been reported
     noticed: float | None = None  # `heard` when its silence was reported
 
     @property
     def name(self) -> str:
         return f"{self.role}-{self.number}"
+
+
+class Lost(NamedTuple):
+    """A worker has died, or was killed because it was silent or sent nonsense; if `replaced`, a
+    successor has its name."""
+
+    reason: str
+    groups: list[Group]  # were out with it
+    replaced: bool
+
+
+class Silent(NamedTuple):
+    """A worker has said nothing for a while: perhaps it has died."""
+
+    reason: str
 
 
 class WorkersFailed(RuntimeError):
@@ -145,105 +153,118 @@ def interrupts_blocked():
 def post(worker: Worker) -> None:
     """A thread for each worker: only it ever blocks when that worker does not read its pipe."""
     with contextlib.suppress(OSError):  # the worker died: `listen` reports it
-        while (data := worker.outbox.get()) is not None:
-            worker.connection.send_bytes(data)
+        while (delivery := worker.outbox.get()) is not None:
+            worker.connection.send_bytes(delivery)
 
 
-def listen(worker: Worker, inbox: SimpleQueue) -> None:
-    """Another: only it ever blocks when that worker stops in the middle of a message."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            data = worker.connection.recv_bytes()
-            worker.heard = time.monotonic()
-            inbox.put((worker, data))
-    inbox.put((worker, None))  # the end of the pipe, after everything that was said
-
-
-def messages_of(delivery: bytes) -> Iterator[bytes]:
-    """What `Line.flush` has put together: each message behind its length."""
-    stop = 0
-    while stop < len(delivery):
-        start, size = stop + 4, int.from_bytes(delivery[stop : stop + 4], "big")
-        stop = start + size
-        yield delivery[start:stop]
-
-
-def last_words(worker: Worker, code: int) -> str:
-    """The last line of a worker's log, which names the exception it died of (exit code 1)."""
-    log = Path(worker.log)  # there is none yet if it died before it could begin
+def last_words(worker: Worker) -> str:
+    """Its exit code, and the last line of its log, which names the exception it died of (code 1)."""
+    code, log = worker.process.exitcode, Path(worker.log)
+    # there is no log yet if it died before it could begin
     text = log.read_text(errors="replace") if code == 1 and log.is_file() else ""
     lines = [line for line in text.split("\n") if line.strip()]
-    return f": {lines[-1][:200]}" if lines else ""
+    return f"exit code {code}" + (f": {lines[-1][:200]}" if lines else "")
 
 
 class Pool:
-    """Workers by role behind one queue: `receive` gives messages, deaths and restarts in order.
+    """Workers by role behind one queue.
 
     roles: name -> (function(line, *arguments), [arguments of each worker]).
-    relay: (from role, kind, to role): messages of that kind go straight to the least busy worker
-    of the other role and are held until it answers with the same group id; should it die, another
-    one gets them. Their headers come out of `receive` at once, the answer together with the
-    original, or without one ("unanswered") when two workers have died of it. To None: they come out
-    of `receive` themselves, with their arrays.
-    flaw(worker, header, arrays, original): what is wrong with a message, or None; a worker that
-    sends nonsense is replaced.
+    then: role -> the role to which its groups go next, at once, without waiting for the learner.
+    flaw(message): what is wrong with it, or None; a worker that sends nonsense is replaced.
     """
 
-    def __init__(
-        self,
-        roles: dict,
-        logs: Path,
-        restarts: int,
-        silence: float,
-        relay: tuple,
-        flaw: Callable = lambda *message: None,
-    ):
-        self.flaw, self.deaths = flaw, Counter()  # group id -> workers that have died of it
-        self.context = get_context("spawn")
+    def __init__(self, roles: dict, *, logs: Path, restarts: int, silence: float, then, flaw):
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
-        self.relay_from, self.relay_kind, self.relay_to = relay
+        self.then, self.flaw = then, flaw
+        self.context = get_context("spawn")
         self.workers: dict[tuple[str, int], Worker] = {}
-        self.relayed: set[int] = set()  # group ids on their way, or through the other role
-        self.inbox: SimpleQueue = SimpleQueue()  # (worker, bytes) in order of arrival
-        self.messages: deque = deque()
-        self.news = threading.Condition()  # of this process only: never shared with a worker
+        self.inbox: SimpleQueue = SimpleQueue()  # (worker, delivery) in order of arrival
+        self.news: list[tuple[Worker, object]] = []  # what `receive` will give out
+        # Guards news and all work: of this process only, never shared with a worker.
+        self.books = threading.Condition(threading.RLock())
         self.changing = threading.Lock()  # held while a worker is replaced: `close` waits for it
         self.closing = self.closed = False
-        self.error: Exception | None = None  # what ended the draining thread
+        self.error: Exception | None = None  # what ended the watching thread
         for role, (_, arguments) in roles.items():
             for number in range(len(arguments)):
                 self._spawn(role, number)
-        self.thread = threading.Thread(target=self._drain, name="drain", daemon=True)
+        self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.thread.start()
+
+    # ----------------------------------------------------------------------------- for the trainer
 
     def of(self, role: str) -> list[Worker]:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
         return [w for (r, _), w in sorted(list(self.workers.items())) if r == role]
 
-    def send(self, worker: Worker, kind: str, header: dict | None = None, arrays=None) -> None:
-        """Queue a message; it never blocks, and one to a dead worker is lost with it."""
-        worker.outbox.put(to_bytes({**(header or {}), "kind": kind}, arrays))
+    def send(self, worker: Worker, message) -> None:
+        """Queue a message; it never blocks."""
+        worker.outbox.put(pack_messages([message]))
 
-    def receive(self, seconds: float) -> list[tuple]:
-        """Everything that arrived, waiting at most `seconds` for the first: (kind, worker, header,
-        arrays) for messages, ("lost", worker, reason, None) for deaths, "silent" for those who may
-        have died. Raises WorkersFailed."""
-        with self.news:
-            if not (self.messages or self.error):
-                self.news.wait(seconds)
-            arrived = list(self.messages)
-            self.messages.clear()
+    def issue(self, role: str, groups: list[Group]) -> list[str]:
+        """Give each group to the least busy worker of a role, in one message a worker; returns the
+        name of the worker of each."""
+        with self.books:
+            workers = self.of(role)
+            orders: list[list[Group]] = [[] for _ in workers]
+            chosen = []
+            for group in groups:
+                chosen.append(min(range(len(workers)), key=lambda i: len(workers[i].work)))
+                workers[chosen[-1]].work[group.group_id] = group
+                orders[chosen[-1]].append(group)
+            for worker, own in zip(workers, orders, strict=True):
+                if own:
+                    self.send(worker, Orders(own))
+            return [workers[i].name for i in chosen]
+
+    def out(self) -> dict[int, str]:
+        """Every group that is out, or in a message that `receive` has not given out yet, with the
+        name of its worker."""
+        with self.books:
+            found = {g: w.name for w in list(self.workers.values()) for g in w.work}
+            for worker, message in self.news:
+                groups = getattr(message, "groups", [getattr(message, "group", None)])
+                found |= {group.group_id: worker.name for group in groups if group}
+            return found
+
+    def receive(self, seconds: float) -> list[tuple[Worker, object]]:
+        """Everything that happened, waiting at most `seconds` for the first: (worker, message),
+        where a message is one of the worker's, `Lost` or `Silent`. Raises WorkersFailed."""
+        with self.books:
+            if not (self.news or self.error):
+                self.books.wait(seconds)
+            arrived, self.news = self.news, []
         if self.error:
             raise RuntimeError("the thread that watches the workers has failed") from self.error
-        for kind, worker, reason, _ in arrived:
-            if kind == "failed":
+        for worker, message in arrived:
+            if isinstance(message, Lost) and not message.replaced:
                 raise WorkersFailed(
-                    f"{worker.name} {reason}; {self.budget} restarts are used up "
+                    f"{worker.name} {message.reason}; {self.budget} restarts are used up "
                     f"(last message: {worker.said}; log: {worker.log})"
                 )
         return arrived
 
-    def _spawn(self, role: str, number: int, restarts: int = 0) -> Worker:
+    def close(self, seconds: float = 2.0) -> None:
+        """End every worker: ask, wait a moment, kill what is left."""
+        with self.changing:
+            self.closing = True  # from here on nobody is replaced
+        workers = list(self.workers.values())
+        for worker in workers:
+            self.send(worker, End())
+            worker.outbox.put(None)
+        deadline = time.monotonic() + seconds
+        for worker in workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self.closed = True  # not before: workers die with the thread that has started them
+        self.thread.join(seconds)
+
+    # -------------------------------------------------------------------------- inside, by threads
+
+    def _spawn(self, role: str, number: int, restarts: int = 0) -> None:
         function, arguments = self.roles[role]
         here, there = self.context.Pipe()
         log = str(self.logs / f"{role}-{number}.log")
@@ -256,26 +277,29 @@ class Pool:
         with interrupts_blocked():  # and so they stay in the child: Ctrl-C is the parent's business
             process.start()
         there.close()
-        worker = Worker(role, number, process, here, log, restarts, time.monotonic())
-        threading.Thread(target=post, args=(worker,), daemon=True).start()
-        threading.Thread(target=listen, args=(worker, self.inbox), daemon=True).start()
+        worker = Worker(role, number, process, here, log, restarts, spawned=time.monotonic())
+
+        def put(delivery: bytes | None) -> None:
+            if delivery is not None:
+                worker.heard = time.monotonic()
+            self.inbox.put((worker, delivery))
+
+        for function, arguments in ((post, (worker,)), (listen, (here, put))):
+            threading.Thread(target=function, args=arguments, daemon=True).start()
         self.workers[role, number] = worker
-        return worker
 
-    def _put(self, *message) -> None:
-        with self.news:
-            self.messages.append(message)
-            self.news.notify()
+    def _put(self, worker: Worker, message) -> None:
+        with self.books:
+            self.news.append((worker, message))
+            self.books.notify()
 
-    def _drain(self) -> None:
-        """The thread: handle what arrives, notice every death and every silence, until `close`."""
+    def _watch(self) -> None:
+        """The thread: look at what arrives, notice every death and every silence, until `close`."""
         try:
             looked = awake = time.monotonic()
             while not self.closed:
                 with contextlib.suppress(Empty):
-                    worker, data = self.inbox.get(timeout=0.2)
-                    for message in [None] if data is None else messages_of(data):
-                        self._take(worker, message)
+                    self._take(*self.inbox.get(timeout=0.2))
                 now = time.monotonic()
                 if now - looked > 2.0:  # this process was stopped itself (Ctrl-Z): it heard nobody
                     awake = now
@@ -284,52 +308,61 @@ class Pool:
                     silent = now - max(worker.heard or worker.spawned, awake)
                     if silent > NOTICE_SECONDS[not worker.heard] and worker.noticed != worker.heard:
                         worker.noticed = worker.heard
-                        self._put("silent", worker, f"is silent for {silent:.0f} s", None)
+                        self._put(worker, Silent(f"is silent for {silent:.0f} s"))
                     if silent > (self.silence if worker.heard else START_SECONDS):
                         self._replace(worker, f"was silent for {silent:.0f} s")
         except Exception as error:  # `receive` raises it: nobody waits for a dead thread
-            with self.news:
+            with self.books:
                 self.error = error
-                self.news.notify()
+                self.books.notify()
 
-    def _take(self, worker: Worker, data: bytes | None) -> None:
-        """Handle one message, or the end (None), of a worker."""
+    def _take(self, worker: Worker, delivery: bytes | None) -> None:
+        """Look at one delivery, or the end (None), of a worker."""
         if worker.gone:
             return
-        if data is None:
+        if delivery is None:
             worker.process.join(1.0)
-            code = worker.process.exitcode
-            return self._replace(worker, f"died (exit code {code}{last_words(worker, code)})")
+            return self._replace(worker, f"died ({last_words(worker)})")
         try:
-            header, arrays = from_bytes(data)
-            held = worker.held.get(header.get("group_id"))
-            flaw = self.flaw(worker, header, arrays, held)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            flaw = f"{type(error).__name__}: {error}"
+            messages, flaw = unpack_messages(delivery), None
+        except Exception as error:  # on other bytes, unpickling raises almost anything
+            messages, flaw = [], f"{type(error).__name__}: {error}"
+        for message in messages:
+            try:
+                flaw = self.flaw(message) or self._stray(worker, message)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                flaw = f"{type(error).__name__}: {error}"
+            if flaw:
+                break
+            self._land(worker, message)
         if flaw:
-            return self._replace(worker, f"sent a damaged message ({flaw})")
-        worker.said = header["kind"]
-        if header["kind"] == "beat":
-            worker.status = header
-        elif worker.role == self.relay_from and header["kind"] == self.relay_kind:
-            self.relayed.add(header["group_id"])
-            self._put(header["kind"], worker, header, None if self.relay_to else arrays)
-            if self.relay_to:
-                self._relay(header["group_id"], (data, header, arrays))
-        elif worker.role != self.relay_to or "group_id" not in header:
-            self._put(header["kind"], worker, header, arrays)
-        elif held := worker.held.pop(header["group_id"], None):  # else: answered already
-            self._put(header["kind"], worker, header, held[1:])
+            self._replace(worker, f"sent a damaged message ({flaw})")
 
-    def _relay(self, group_id: int, original: tuple) -> None:
-        if not (workers := [w for w in self.of(self.relay_to) if not w.gone]):
-            return  # the whole role has failed: `receive` is about to say so
-        worker = min(workers, key=lambda w: len(w.held))
-        worker.held[group_id] = original
-        worker.outbox.put(original[0])
+    def _stray(self, worker: Worker, message) -> str | None:
+        """Why a group is none that this worker was asked for; None if it is one."""
+        if isinstance(message, Beat):
+            return None
+        group_id = message.group.group_id
+        if group_id not in worker.work:
+            return f"group {group_id}, which it does not have: a duplicate?"
+        if message.group.start != worker.work[group_id].start:
+            return f"start {message.group.start}, must be {worker.work[group_id].start}"
+        return None
+
+    def _land(self, worker: Worker, message) -> None:
+        """A sound message: a group is not out with this worker any more, and goes on."""
+        worker.said = type(message).__name__
+        if isinstance(message, Beat):
+            worker.status = message.status
+            return
+        with self.books:
+            del worker.work[message.group.group_id]
+            if worker.role in self.then:
+                self.issue(self.then[worker.role], [message.group])
+            self._put(worker, message)
 
     def _replace(self, worker: Worker, reason: str) -> None:
-        """Report a death once, start a successor while the budget lasts, hand on what it held."""
+        """Report a loss once, and start a successor while the budget lasts."""
         with self.changing:
             if self.closing or worker.gone:
                 return
@@ -337,30 +370,9 @@ class Pool:
             worker.process.kill()
             worker.process.join(1.0)
             worker.outbox.put(None)
-            if worker.restarts >= self.budget:
-                return self._put("failed", worker, reason, None)
-            self._spawn(worker.role, worker.number, worker.restarts + 1)
-        for i, (group_id, original) in enumerate(worker.held.items()):
-            self.deaths[group_id] += i == 0  # it was working on the first
-            if self.deaths[group_id] < 2:
-                self._relay(group_id, original)
-            else:
-                self._put("unanswered", worker, {"group_id": group_id}, original[1:])
-        self._put("lost", worker, reason, None)
-
-    def close(self, seconds: float = 2.0) -> None:
-        """End every worker: ask, wait a moment, kill what is left."""
-        with self.changing:
-            self.closing = True  # from here on nobody is replaced
-        workers = list(self.workers.values())
-        for worker in workers:
-            self.send(worker, "end")
-            worker.outbox.put(None)
-        deadline = time.monotonic() + seconds
-        for worker in workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-        self.closed = True  # not before: workers die with the thread that has started them
-        self.thread.join(seconds)
+            replaced = worker.restarts < self.budget
+            if replaced:
+                self._spawn(worker.role, worker.number, worker.restarts + 1)
+        with self.books:
+            groups, worker.work = list(worker.work.values()), {}
+            self._put(worker, Lost(reason, groups, replaced))

@@ -1,10 +1,15 @@
-"""runtime/setup.py."""
+"""setup.py: from flags to a run: task, model, learner, generator, run folder, log.
+
+Left out: what a step does (learner.py), what is asked of people (config.py).
+"""
 
 import copy
 import dataclasses
 import gc
 import json
 import os
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,46 +18,64 @@ import losses
 import reward
 from learner import Learner, evaluate
 from model import GPT, PRESETS, ModelConfig
-from reward import Task
-from rollout import Generator, alphabet_of, capacity_of, make_environment
-from runtime import ledger
+from rollout import Generator, make_environment
 from runtime.checkpoint import checkpoint, load_checkpoint, restore
-from runtime.config import Config, UserError, check
-from runtime.runlog import RunLog, append_lines, forget_metrics, open_run
+from runtime.config import Config, UserError, capacity_of, check, flag_name
+from runtime.devices import pick_devices, set_threads
+from runtime.ledger import forget_events
+from runtime.runlog import RunLog, Stop, append_lines, forget_metrics, open_run
 from runtime.tokenizer import VOCAB_SIZE
 
 
-def open_training(config: Config, mode: str, device: str):
-    """Task, run folder, learner (resumed or new), progress: the set-up of both trainers."""
-    task = make_task(config)
+@dataclass
+class Run:
+    """What both trainers work with."""
+
+    config: Config
+    task: reward.Task
+    folder: Path
+    learner: Learner
+    log: RunLog
+    stop: Stop
+    state: dict | None  # the checkpoint with which it goes on
+
+
+def open_training(config: Config, mode: str) -> Run:
+    """Everything a trainer needs, new or resumed; the first evaluation and checkpoint of a new run.
+
+    mode: "sync" or "async". Raises UserError.
+    """
+    stop, config = Stop(), resumed(config)
+    learner_devices, rollout_devices = pick_devices(config)
+    processes = 1 if mode == "sync" else len(learner_devices) + len(rollout_devices)
+    set_threads(config, processes, learner_devices[0])
+    task = task_of(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
-    capacity_of(config, task)
     state = load_checkpoint(Path(config.resume)) if config.resume else None
-    learner, seconds = make_learner(config, task, device), 0.0
-    run = open_run(config, mode)
+    learner, seconds = make_learner(config, task, learner_devices[0]), 0.0
+    if state and state["version"] >= config.steps:
+        done = f"must be more than the {state['version']} steps that the run has"
+        raise UserError(f"--steps {config.steps}: {done}")
+    folder = open_run(config, mode)
     if state:
         restore(learner, state, config)
-        if learner.version >= config.steps:
-            done = f"must be more than the {learner.version} steps that the run has"
-            raise UserError(f"--steps {config.steps}: {done}")
-        seconds = forget_metrics(run / "metrics.jsonl", learner.version)
+        seconds = forget_metrics(folder / "metrics.jsonl", learner.version)
         try:
-            ledger.forget_events(run / "events.jsonl", learner.version, state["in_flight"])
+            forget_events(folder / "events.jsonl", learner.version, state["in_flight"])
         except ValueError as error:
-            raise UserError(f"--resume {run}: {error}") from error
-    watch = RunLog(run, config.steps, learner.version, seconds)
+            raise UserError(f"--resume {folder}: {error}") from error
+    log = RunLog(folder, config.steps, learner.version, seconds)
+    if not hasattr(signal, "setitimer"):
+        log.say("this system has no timers: --reward-seconds cannot stop a slow environment")
     if not state:
         result = evaluate(learner, config, task)
-        append_lines(run / "metrics.jsonl", [{"t": 0.0, "step": 0, "eval": result}])
-        checkpoint(learner, run, watch)  # so that a run can always be resumed
+        append_lines(folder / "metrics.jsonl", [{"t": 0.0, "step": 0, "eval": result}])
+        checkpoint(learner, folder, log)  # so that a run can always be resumed
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
-    return config, task, run, learner, watch, state
+    return Run(config, task, folder, learner, log, stop, state)
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def make_task(config: Config) -> Task:
+def task_of(config: Config) -> reward.Task:
     """The configured task; raises UserError in one line."""
     try:
         return reward.make_task(config.task, config.seed)
@@ -60,40 +83,37 @@ def make_task(config: Config) -> Task:
         raise UserError(str(error)) from error
 
 
-def make_model(config: Config, task: Task) -> GPT:
+def make_model(config: Config, task: reward.Task) -> GPT:
     """The policy, large enough for the task's episodes: random weights, or those of --init.
 
     Raises UserError.
     """
     context = capacity_of(config, task)
     how = {"kernels": config.kernels, "dense_below": config.dense_below}
-    if config.kernels == "triton" and not (torch.cuda.is_available() or INTERPRETED):
-        raise UserError(
-            "--kernels triton: must have a CUDA device, or TRITON_INTERPRET=1 to try it"
-        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
+        raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
     if not config.init:
-        shape = {"vocab_size": VOCAB_SIZE, **PRESETS[config.model]}
+        shape = {"vocab_size": VOCAB_SIZE, "context": context, **PRESETS[config.model]}
         for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
             shape[name] = getattr(config, name)
-        return GPT(ModelConfig(**shape | how, context=context), config.seed)
+        return GPT(ModelConfig(**shape | how), config.seed)
     try:
         stored = torch.load(config.init, weights_only=True)
         shape = stored["shape"]
     except Exception as error:  # on a file of another kind the loader raises almost anything
         raise UserError(f"--init {config.init}: must be a weights file of pretrain.py") from error
-    learned = shape["positions"] == "learned"
-    if learned and context > shape["context"]:
-        raise UserError(
-            f"--init {config.init}: must have {context} positions for task {config.task}, has "
-            f"{shape['context']}"
-        )
-    how["context"] = shape["context"] if learned else context
+    if shape["positions"] != "learned":
+        how["context"] = context
+    elif context > shape["context"]:
+        needed = f"{context} positions for task {config.task}, has {shape['context']}"
+        raise UserError(f"--init {config.init}: must have {needed}")
     model = GPT(ModelConfig(**shape | how), config.seed)
     model.flat.copy_(stored["weights"])
     return model
 
 
-def make_learner(config: Config, task: Task, device: str) -> Learner:
+def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
     """Model, optimizer, reference and damper at version 0."""
     model = make_model(config, task).on(device)
     # one tensor is all parameters: the optimizer is one vector operation
@@ -103,18 +123,26 @@ def make_learner(config: Config, task: Task, device: str) -> Learner:
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
     damper = losses.Damper(threshold=config.kl_threshold)
-    alphabet = torch.from_numpy(alphabet_of(task)).to(device)
+    alphabet = torch.from_numpy(reward.alphabet_of(task)).to(device)
     reference = copy.deepcopy(model) if config.reference_every else None
     return Learner(model, optimizer, damper, alphabet, reference)
 
 
-def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:
+def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
     """The generator that a run uses for training episodes."""
-    sizes = config.slots, capacity_of(config, task), config.group_size
-    weights, dense = getattr(torch, config.rollout_weights), model.config.attention == "dense"
-    compiled = model.flat.is_cuda and dense  # CUDA graphs: on a GPU they always pay
-    how = config.seed, config.temperature, config.swap, worker, weights, compiled
-    return Generator(model, make_environment(config, task), *sizes, *how)
+    return Generator(
+        model,
+        make_environment(config, task),
+        slots=config.slots,
+        capacity=capacity_of(config, task),
+        group_size=config.group_size,
+        seed=config.seed,
+        temperature=config.temperature,
+        swap=config.swap,
+        worker=worker,
+        weights=getattr(torch, config.rollout_weights),
+        graphs=model.flat.is_cuda and model.config.attention == "dense",
+    )
 
 
 def resumed(config: Config, flag: str = "resume") -> Config:
@@ -130,12 +158,14 @@ def resumed(config: Config, flag: str = "resume") -> Config:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"--{flag} {folder}: must be a run folder (with config.json in it)")
-    stored = json.loads(path.read_text())
+    stored, values = json.loads(path.read_text()), {}
     for f in dataclasses.fields(Config):
-        value, old = getattr(config, f.name), stored.setdefault(f.name, f.default)
+        value, values[f.name] = getattr(config, f.name), stored.get(f.name, f.default)
         free = f.name == flag or (flag, f.name) == ("resume", "steps")
-        if not free and value not in (f.default, old):
-            name = "--" + f.name.replace("_", "-")
-            raise UserError(f"{name} {value}: must be left out with --{flag} (the run has {old})")
-    values = {f.name: stored[f.name] for f in dataclasses.fields(Config)}
-    return check(Config(**values | {flag: folder, "steps": config.steps or stored["steps"]}))
+        if not free and value not in (f.default, values[f.name]):
+            said = f"{flag_name(f.name)} {value}"
+            raise UserError(
+                f"{said}: must be left out with --{flag} (the run has {values[f.name]})"
+            )
+    steps = config.steps or values["steps"]
+    return check(Config(**values | {flag: folder, "steps": steps}))

@@ -1,7 +1,7 @@
 """workers.py: what runs in the processes of an asynchronous run, beside the learner.
 
 A rollout worker generates, a reward worker verifies, a learner of rank 1 or more trains on its
-share of each batch. Each talks to the parent through one `Line` (transport.py), and has nothing
+share of each batch. Each talks to the parent through one `Line` (processes.py), and has nothing
 else in common with the others but the mailbox.
 Left out: who gets which work, and what happens when one of them dies (train_async.py).
 """
@@ -9,100 +9,107 @@ Left out: who gets which work, and what happens when one of them dies (train_asy
 import atexit
 import gc
 import time
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from learner import learner_step
-from reward import judge
+from reward import Task, verify_group
 from rollout import COUNTED
+from runtime import devices
 from runtime.checkpoint import load_checkpoint, restore
 from runtime.config import Config
-from runtime.devices import set_threads
 from runtime.mailbox import Mailbox
-from runtime.messages import Group, group_from_parts, group_to_parts
-from runtime.processes import HOLD_SECONDS, Line
-from runtime.setup import make_generator, make_learner, make_model, make_task
+from runtime.messages import Generated, Group, Judgement, Verified
+from runtime.processes import Line
+from runtime.setup import make_generator, make_learner, make_model, task_of
+
+# A finished group waits this long for others to travel with: 1.05 times the episodes a second.
+TOGETHER_SECONDS = 0.005
+
+
+def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgement:
+    """Verify a group, and say how long that took."""
+    began = time.monotonic()
+    verdicts = verify_group(group, task, config, alive)
+    return Judgement([tuple(v) for v in verdicts], began, time.monotonic() - began)
+
+
+def generated(span: tuple, end: float, counts: Counter) -> tuple:
+    """The event of a span of generation with one version of the weights."""
+    begin, version, before = span
+    details = {name: counts[name] - before[name] for name in COUNTED}
+    return begin, "generate", -1, version, details | {"seconds": end - begin}
 
 
 def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
-    set_threads(config, processes, device)
-    task = make_task(config)
+    devices.set_threads(config, processes, device)
+    task = task_of(config)
     model = make_model(config, task).on(device)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
-    born, span = time.monotonic(), None
     mailbox = Mailbox(model.flat.numel(), mailbox_name, device)
     atexit.register(mailbox.close)
-    gc.freeze()  # as in train_sync.py
+    gc.freeze()  # as in open_training (setup.py)
+    born, finished, since, span = time.monotonic(), [], 0.0, None
     line.beat()
 
     while True:
-        message = line.receive(0.0 if generator.busy or span else 0.02)  # no span while it waits
+        message = line.receive(0.0 if generator.busy or finished else 0.02)
         while message:
-            for order in message[0]["orders"]:
-                generator.submit(Group(*order))
+            for group in message.groups:
+                generator.submit(group)
             message = line.receive()
         if mailbox.version > generator.newest:
             generator.set_weights(*mailbox.read())
-        begin, before = time.monotonic(), dict(generator.counts)
+        begin, before = time.monotonic(), generator.counts.copy()
         active = generator.step()
-        if span and (not active or generator.version != span[1]):
-            done = {name: before[name] - span[2][name] for name in COUNTED}
-            done["seconds"] = begin - span[0]
-            generator.events.append((span[0], "generate", -1, span[1], done))
+        if span and not (active and generator.version == span[1]):
+            generator.events.append(generated(span, begin, before))
             span = None
         if active:
             span = span or (begin, generator.version, before)
         else:
             time.sleep(0.0005)
-        finished = generator.take_finished()
         status = {**generator.counts, "alive": time.monotonic() - born}
-        for group in finished:  # with the first one goes what has happened since the last
-            header, arrays = group_to_parts(group)
-            news = {"events": generator.events, "status": status}
-            if not config.reward_workers:
-                news["verdict"] = judge(group, task, config, line.beat)
-            line.send("group", header | news, arrays, hold=True)
-            generator.events = []
-        line.flush(HOLD_SECONDS if active else 0.0)
-        if not finished:
-            line.beat({"status": status})
+        for group in generator.take_finished():
+            judgement = None if config.reward_workers else judge(group, task, config, line.beat)
+            since = since if finished else time.monotonic()
+            events, generator.events = generator.events, []
+            finished.append(Generated(group, events, status, judgement))
+        if finished and (not active or time.monotonic() - since >= TOGETHER_SECONDS):
+            line.send(*finished)
+            finished = []
+        line.beat(status)
 
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other; each episode has its own time limit."""
-    task = make_task(config)
+    task = task_of(config)
     gc.freeze()
-    line.beat()
     while True:
-        message = line.receive(0.5)
-        if message:
-            group = group_from_parts(*message)
-            verdict = judge(group, task, config, line.beat)
-            line.send("scores", {"group_id": group.group_id, **verdict})
         line.beat()
+        if message := line.receive(0.5):
+            for group in message.groups:
+                line.send(Verified(group, judge(group, task, config, line.beat)))
 
 
 def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
     """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
-    set_threads(config, processes, device)
-    learner = make_learner(config, make_task(config), device)
+    devices.set_threads(config, processes, device)
+    learner = make_learner(config, task_of(config), device)
     if config.resume:
         restore(learner, load_checkpoint(Path(config.resume)), config)
     join_learners(config, rank, run)
     gc.freeze()
-    batch: list[Group] = []
     while True:
-        message = line.receive(0.5)
         line.beat()
-        if message:
-            batch.append(group_from_parts(*message))
-        if len(batch) == config.groups_per_step:
-            learner_step(learner, batch, config, rank)
-            batch = []
+        if message := line.receive(0.5):
+            learner_step(learner, message.groups, config, rank)
 
 
 def meeting_point(run: str | Path) -> Path:

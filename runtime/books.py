@@ -1,0 +1,93 @@
+"""books.py: what follows a training step: evaluation, samples, metrics, checkpoint, checks.
+
+Left out: what the numbers mean (learner.py, losses.py), and how lines get to disk (runlog.py).
+"""
+
+from collections import Counter
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from learner import evaluate
+from runtime.checkpoint import checkpoint
+from runtime.config import TrainingStopped
+from runtime.messages import Group, group_to_parts
+from runtime.report import facts_of, show_episode, summarise
+from runtime.runlog import append_lines
+from runtime.setup import Run
+
+
+def close_step(
+    run: Run, groups: list[Group], metrics: dict, *, in_flight=(), completed=(), **shown
+):
+    """A step is done: evaluate and show episodes where that is due, write its metrics, save.
+
+    in_flight: ids of all groups that are not trained yet; completed: those of them that are ready.
+    """
+    config, learner, log = run.config, run.learner, run.log
+    version = learner.version
+    metrics |= batch_metrics(groups)
+    due = version % config.eval_every == 0 or version == config.steps
+    if due and config.eval_when == "late":
+        log.kept.append((log.now(), version, learner.model.flat.clone()))
+    elif due:
+        metrics["eval"] = evaluate(learner, config, run.task)
+        shown["eval"] = f"{metrics['eval']['solved']:.2f}"
+    if version % config.samples_every == 0:
+        texts = [show_episode(group) for group in groups[:3]]
+        log.say("\n".join(texts))
+        rows = [{"version": version, "text": text} for text in texts]
+        append_lines(run.folder / "samples.jsonl", rows)
+    log.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
+    if version % config.checkpoint_every == 0:  # last: what it resumes from must be complete
+        checkpoint(learner, run.folder, log, in_flight, completed)
+    check_step(run, groups, metrics)
+
+
+def batch_metrics(groups: list[Group]) -> dict:
+    """What can be said of a batch without a model."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    rewards = [t.reward for t in trajectories if not t.failed]
+    return {
+        "reward": float(np.mean(rewards)) if rewards else 0.0,
+        "samples": len(trajectories),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
+    }
+
+
+def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
+    """Show the first failing call; stop when three steps in a row were not finite or too many
+    episodes failed."""
+    if run.learner.skipped_in_row >= 3:
+        torch.save([group_to_parts(g) for g in groups], run.folder / "bad_batch.pt")
+        raise TrainingStopped(
+            f"loss or gradient not finite three times in a row (loss {metrics['loss']}, gradient "
+            f"norm {metrics['grad_norm']}); the batch is in {run.folder / 'bad_batch.pt'}"
+        )
+    failed = [t for g in groups for t in g.trajectories if t.failed]
+    if failed and not run.log.failure:  # once a run: the first is the one to mend
+        first = next((t for t in failed if t.failure), failed[0])
+        run.log.failure = f"{first.finish}: {first.failure or 'no message'}"
+        run.log.say(f"an episode failed, group {first.group_id}: {run.log.failure}")
+    if len(failed) > run.config.max_failures * metrics["samples"]:
+        raise TrainingStopped(
+            f"{len(failed)} of {metrics['samples']} episodes failed ({metrics['failures']}), more "
+            f"than --max-failures {run.config.max_failures}; the first: {run.log.failure}"
+        )
+
+
+def finish(run: Run, facts: dict) -> None:
+    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
+
+    Kept weights are in memory only: a run that was killed has lost these evaluations.
+    """
+    learner, log = run.learner, run.log
+    facts |= facts_of(learner, run.config, log)
+    for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
+        learner.model.flat.copy_(weights)
+        result = evaluate(learner, run.config, run.task)
+        row = {"t": round(seconds, 3), "step": version, "eval": result}
+        append_lines(run.folder / "metrics.jsonl", [row])
+    print(summarise(run.folder, facts))
