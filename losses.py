@@ -1,22 +1,21 @@
-"""Objectives of the learner: advantages, policy losses, KL estimators and the KL-window damper.
+"""losses.py: the objectives of the learner: advantages, policy losses, KL, diagnostics, damper.
 
-Small pure functions on packed tokens. Left out: models, optimizers, batching and everything that
-remembers; the one thing with a memory, the damper, is a plain record that its caller keeps.
-How to use them: `OBJECTIVES["tis"](logprobs, proximal, behaviour, advantages, mask, sequence,
-count, Settings())` for every micro-batch of a step; the losses and the statistics add up.
+Pure functions on packed tokens. The one thing with a memory, the KL-window damper, is a plain
+record that its caller keeps. Left out: models, optimizers, batching.
+Call `OBJECTIVES["tis"](logprobs, proximal, behaviour, advantages, mask, sequence, count,
+Constants())` for every micro-batch of a step; losses and statistics of the micro-batches add up.
 
 Axes:      G groups, n samples of a group, N tokens of one micro-batch of packed sequences,
-           S sequences packed there, V vocabulary.
+           S sequences in it.
 Policies:  mu = behaviour (it generated the token), pi_p = proximal (recomputed at the start of
            the step), pi = the one being trained, pi_ref = reference.
-           w = pi_p / mu,  r = pi / pi_p,  rho = pi / mu.
+           w = pi_p / mu,  r = pi / pi_p,  rho = pi / mu,  A = advantage.
 Tensors:   log-probs and advantages float32 [N]; mask bool [N], True where the policy generated;
            sequence int64 [N], 0 <= sequence < S <= N. Values outside the mask are never used.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 @dataclass(frozen=True)
-class Settings:
+class Constants:
     """Constants of the objectives, each with its source."""
 
     eps_low: float = 0.2  # PPO clip, lower side: GLM-5 (arXiv 2602.15763) section 3.2
@@ -40,29 +39,31 @@ class Settings:
     cispo_high: float = 3.0  # so rho <= 4, Tinker's default; MiniMax-M1 gives no number
     gspo_low: float = 3e-4  # GSPO (2507.18071), experiments: clips of a sequence-level ratio
     gspo_high: float = 4e-4  # likewise
-    opsm_delta: float = 1e-4  # slime's --opsm-delta (TRL suggests 0.5); V3.2 gives no number
 
 
-def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` with exactly 0 (and no gradient) outside the mask, whatever stands there."""
-    # Broadcasting one advantage per sequence over tokens would be silent and wrong.
+# ---- building blocks ----
+
+
+def _masked(values, mask):
+    """`values` [N] with exactly 0, and no gradient, outside the mask."""
+    # One advantage per sequence would broadcast over its tokens, silently and wrongly.
     assert values.shape == mask.shape, f"shape {tuple(values.shape)}, mask {tuple(mask.shape)}"
-    return values.masked_fill(~mask, 0.0)  # [N]; a product with the mask would keep NaN
+    return values.masked_fill(~mask, 0.0)  # a product with the mask would keep NaN
 
 
 def token_mean(values: Tensor, mask: Tensor, count: float) -> Tensor:
-    """Sum over the generated tokens of this micro-batch divided by those of the WHOLE step.
+    """Sum over the generated tokens of this micro-batch, divided by those of the WHOLE step.
 
-    values [N], mask bool [N], count > 0 -> scalar. Micro-batches then add up to the step's mean,
-    whatever the packing; dividing by `mask.sum()` would not, `len(mask)` would count prompts.
+    values [N], mask bool [N], count > 0 -> scalar. So micro-batches add up to the mean of the
+    step, however it was packed. Dividing by `mask.sum()` would not; `len(mask)` counts prompts.
     """
     assert count > 0, f"count is the number of generated tokens of the step, got {count}"
     return _masked(values, mask).sum() / count
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """Mean over the generated tokens of a token's own sequence: values [N] -> [N]."""
-    zeros = torch.zeros_like(values)  # [N] bounds S without asking the device for a maximum
+    """For each token the mean over the generated tokens of its sequence: values [N] -> [N]."""
+    zeros = torch.zeros_like(values)  # N is at least S, and known without asking the device
     totals = zeros.index_add(0, sequence, _masked(values, mask))
     tokens = zeros.index_add(0, sequence, mask.to(values.dtype))
     return (totals / tokens.clamp_min(1.0))[sequence]
@@ -74,162 +75,126 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _proximal_weight(name: str, proximal: Tensor | None, behaviour: Tensor, mask: Tensor) -> Tensor:
-    """w = pi_p / mu [N], detached: it corrects for who sampled and is not to be optimised."""
-    if proximal is None:
-        raise ValueError(f"objective {name!r} needs the proximal log-probs, got None")
-    return log_ratio(proximal.detach(), behaviour, mask).exp()
-
-
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """PPO's pessimistic min(ratio A, clip(ratio) A) [N], and bool [N]: where no gradient is left.
+def _clip(ratio, advantages, mask, low, high):
+    """PPO's pessimistic gain min(ratio A, clip(ratio) A), and where no gradient is left; [N] each.
 
     Schulman et al. 2017 (arXiv 1707.06347) equation 7, with two sides as in DAPO.
     """
+    advantages = _masked(advantages, mask)
     free = ratio * advantages
     bound = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     return torch.minimum(free, bound), bound < free
 
 
-def _result(
-    gain: Tensor, mask: Tensor, count: float, clipped: Tensor, capped: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """What every objective returns: the loss, and how many tokens its correction touched."""
-    sums = {"clipped": (clipped & mask).sum(), "capped": (capped & mask).sum()}
+def _decoupled(logprobs, proximal, behaviour, advantages, mask, constants):
+    """For decoupled objectives: w = pi_p / mu, PPO's gain around pi_p, where it is clipped; [N].
+
+    The weight is detached: it corrects for who sampled and is not to be optimised.
+    """
+    weight = log_ratio(proximal.detach(), behaviour, mask).exp()
+    ratio = log_ratio(logprobs, proximal, mask).exp()
+    return weight, *_clip(ratio, advantages, mask, constants.eps_low, constants.eps_high)
+
+
+def _result(gain, mask, count, clipped=False, capped=False):
+    """What every objective returns: its loss, and how many tokens were clipped and capped."""
+    sums = {"clipped": (mask & clipped).sum(), "capped": (mask & capped).sum()}
     return -token_mean(gain, mask, count), sums
 
 
-def reinforce(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
+# ---- objectives: (tensors [N], count, constants) -> loss, {"clipped": tokens, "capped": tokens} --
+
+
+def reinforce(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
     """-A log pi: no correction at all, right only when pi = mu (Williams 1992)."""
-    gain = _masked(advantages, mask) * _masked(logprobs, mask)
-    nowhere = torch.zeros_like(mask)
-    return _result(gain, mask, count, nowhere, nowhere)
+    return _result(_masked(advantages, mask) * _masked(logprobs, mask), mask, count)
 
 
-def ppo(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
+def ppo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
     """-min(rho A, clip(rho) A): classic PPO, whose trust region stands around the stale mu.
 
-    Schulman et al. 2017 (arXiv 1707.06347) equation 7. AReaL (arXiv 2505.24298) shows that it
-    falls behind even at small staleness; here as the naive arm.
+    Schulman et al. 2017 (arXiv 1707.06347) equation 7. The naive one: AReaL (arXiv 2505.24298)
+    shows that it falls behind even at small staleness.
     """
     ratio = log_ratio(logprobs, behaviour, mask).exp()
-    gain, clipped = _clipped_surrogate(
-        ratio, _masked(advantages, mask), settings.eps_low, settings.eps_high
-    )
-    return _result(gain, mask, count, clipped, torch.zeros_like(mask))
+    gain, clipped = _clip(ratio, advantages, mask, constants.eps_low, constants.eps_high)
+    return _result(gain, mask, count, clipped)
 
 
-def _weighted_ppo(weight, capped, logprobs, proximal, advantages, mask, count, settings):
-    """-weight min(r A, clip(r) A): the trust region stands around pi_p, the weight corrects mu."""
-    ratio = log_ratio(logprobs, proximal, mask).exp()
-    gain, clipped = _clipped_surrogate(
-        ratio, _masked(advantages, mask), settings.eps_low, settings.eps_high
-    )
-    return _result(weight * gain, mask, count, clipped | (weight == 0.0), capped)
-
-
-def decoupled_ppo(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
-    """-w min(r A, clip(r) A): decoupled PPO, the weight unbounded.
+def decoupled_ppo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+    """-w min(r A, clip(r) A): the trust region stands around pi_p; the weight is unbounded.
 
     AReaL (arXiv 2505.24298), after Hilton et al. 2021 (arXiv 2110.00641).
     """
-    weight = _proximal_weight("decoupled_ppo", proximal, behaviour, mask)
-    capped = torch.zeros_like(mask)
-    return _weighted_ppo(weight, capped, logprobs, proximal, advantages, mask, count, settings)
+    weight, gain, clipped = _decoupled(logprobs, proximal, behaviour, advantages, mask, constants)
+    return _result(weight * gain, mask, count, clipped)
 
 
-def tis(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
+def tis(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
     """-min(w, cap) min(r A, clip(r) A): truncated importance sampling, biased but bounded.
 
-    Truncation as in Ionides 2008, per token as in slime (`--use-tis`); constants in Settings.
+    Truncation as in Ionides 2008, per token as in slime (`--use-tis`).
     """
-    weight = _proximal_weight("tis", proximal, behaviour, mask)
-    capped = weight > settings.tis_cap
-    weight = weight.clamp(0.0, settings.tis_cap)
-    return _weighted_ppo(weight, capped, logprobs, proximal, advantages, mask, count, settings)
+    weight, gain, clipped = _decoupled(logprobs, proximal, behaviour, advantages, mask, constants)
+    cap = constants.tis_cap
+    return _result(weight.clamp(0.0, cap) * gain, mask, count, clipped, weight > cap)
 
 
-def icepop(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
+def icepop(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
     """-pop(w) min(r A, clip(r) A), pop(w) = w if 1/beta <= w <= beta else 0 (both inclusive).
 
     GLM-5 (arXiv 2602.15763) equation 1.
     """
-    weight = _proximal_weight("icepop", proximal, behaviour, mask)
-    kept = (weight >= 1.0 / settings.icepop_beta) & (weight <= settings.icepop_beta)
-    weight = weight.masked_fill(~kept, 0.0)
-    capped = torch.zeros_like(mask)
-    return _weighted_ppo(weight, capped, logprobs, proximal, advantages, mask, count, settings)
+    weight, gain, clipped = _decoupled(logprobs, proximal, behaviour, advantages, mask, constants)
+    dropped = (weight < 1.0 / constants.icepop_beta) | (weight > constants.icepop_beta)
+    return _result(weight.masked_fill(dropped, 0.0) * gain, mask, count, clipped | dropped)
 
 
-def double_sided(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
+def double_sided(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
     """-f(rho) A log pi, f(rho) = rho if 1 - low < rho < 1 + high else 0 (both strict), detached.
 
-    GLM-5 (arXiv 2602.15763) equations 3 to 5, its agents: no pi_p is needed, and a token outside
-    teaches nothing whatever the sign of A, where PPO's min would keep half of them.
+    GLM-5 (arXiv 2602.15763) equations 3 to 5, for its agents. No pi_p is needed, and a token
+    outside teaches nothing whatever the sign of A; PPO's min would keep half of them.
     """
     ratio = log_ratio(logprobs.detach(), behaviour, mask).exp()
-    inside = (ratio > 1.0 - settings.double_low) & (ratio < 1.0 + settings.double_high)
-    weight = ratio.masked_fill(~inside, 0.0)
+    outside = (ratio <= 1.0 - constants.double_low) | (ratio >= 1.0 + constants.double_high)
+    weight = ratio.masked_fill(outside, 0.0)
     gain = weight * _masked(advantages, mask) * _masked(logprobs, mask)
-    return _result(gain, mask, count, ~inside, torch.zeros_like(mask))
+    return _result(gain, mask, count, outside)
 
 
-def cispo(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
+def cispo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
     """-clip(rho) A log pi, the weight detached: it is cut, and no token is silenced.
 
     MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
     """
     ratio = log_ratio(logprobs.detach(), behaviour, mask).exp()
-    weight = ratio.clamp(1.0 - settings.cispo_low, 1.0 + settings.cispo_high)
+    weight = ratio.clamp(1.0 - constants.cispo_low, 1.0 + constants.cispo_high)
     gain = weight * _masked(advantages, mask) * _masked(logprobs, mask)
-    return _result(gain, mask, count, torch.zeros_like(mask), weight != ratio)
+    return _result(gain, mask, count, capped=weight != ratio)
 
 
-def gspo(logprobs, proximal, behaviour, advantages, mask, sequence, count, settings):
-    """-min(s A, clip(s) A), s = exp(mean log rho over the sequence): kept or cut as a whole.
+def gspo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+    """-min(s A, clip(s) A), s = exp(mean log rho of the sequence): kept or cut as a whole.
 
-    GSPO (arXiv 2507.18071), its token-level form: the value of s with the gradient of a token's
-    own pi, equal to the sequence form when A is constant on a sequence and right when it is not.
-    Sequences are weighted by their length, for the denominator of all objectives is `count`. A
-    sequence must lie whole in one micro-batch.
+    GSPO (arXiv 2507.18071) in its token form: the value is s, the gradient that of the token's
+    own pi. It equals the sequence form where A is constant on a sequence, and is right elsewhere.
+    A sequence must lie whole in one micro-batch; long ones weigh more, because of `count`.
     """
     per_token = log_ratio(logprobs, behaviour, mask)
     own = per_token - per_token.detach()  # value 0, gradient of the token's own log-prob
     ratio = (sequence_mean(per_token.detach(), mask, sequence) + own).exp()
-    gain, clipped = _clipped_surrogate(
-        ratio, _masked(advantages, mask), settings.gspo_low, settings.gspo_high
-    )
-    return _result(gain, mask, count, clipped, torch.zeros_like(mask))
+    gain, clipped = _clip(ratio, advantages, mask, constants.gspo_low, constants.gspo_high)
+    return _result(gain, mask, count, clipped)
 
 
-OBJECTIVES: dict[str, Callable] = {
-    objective.__name__: objective
-    for objective in (ppo, decoupled_ppo, tis, icepop, double_sided, cispo, gspo, reinforce)
-}
+_ALL = (ppo, decoupled_ppo, tis, icepop, double_sided, cispo, gspo, reinforce)
 
 
-# These correct with pi_p / mu. With one update a step pi_p is the policy of that very forward pass.
-NEEDS_PROXIMAL = frozenset({"decoupled_ppo", "tis", "icepop"})
+OBJECTIVES = {objective.__name__: objective for objective in _ALL}
 
 
-def opsm_mask(
-    behaviour: Tensor,
-    logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    sequence: Tensor,
-    delta: float,
-) -> Tensor:
-    """Tokens to keep, bool [N]: `mask` without the sequences that are bad news AND off-policy.
-
-    A sequence goes iff A < 0 and the mean of log(mu / pi) over its tokens is > delta: DeepSeek-
-    V3.2 (arXiv 2512.02556) equation 9. Give the result to an objective as its mask, and leave
-    `count` alone: what was dropped stays in the denominator, as in the paper.
-    """
-    drift = sequence_mean(-log_ratio(logprobs.detach(), behaviour, mask), mask, sequence)  # [N]
-    return mask & ~((advantages < 0) & (drift > delta))
+# ---- advantages ----
 
 
 ADVANTAGES = ("grpo", "mean", "rloo")
@@ -245,12 +210,11 @@ def group_advantages(
 
     `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
     (Dr. GRPO, arXiv 2503.20783; GLM-5's agents). `rloo`: R - mean of the others (arXiv 2402.14740).
-    Samples that are not `valid` (environment errors) count nowhere and get 0. A group with fewer
-    than two valid samples or with equal rewards is dead: exactly 0, so it teaches nothing.
-    ValueError for an unknown kind; AssertionError for a valid reward that is not finite.
+    Samples that are not `valid` bool [G, n] (their environment failed) count nowhere and get 0.
+    A group with fewer than two valid samples or with equal rewards is dead: exactly 0 everywhere.
+    AssertionError for an unknown kind, or a valid reward that is not finite.
     """
-    if kind not in ADVANTAGES:
-        raise ValueError(f"unknown advantage {kind!r}; allowed: {', '.join(ADVANTAGES)}")
+    assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}"
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     rewards = _masked(rewards, valid)
     assert torch.isfinite(rewards).all(), f"rewards must be finite, got {rewards.tolist()}"
@@ -269,14 +233,7 @@ def group_advantages(
     return centred.masked_fill(dead[:, None], 0.0), dead
 
 
-def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """-log x [N]: unbiased, of either sign, high variance."""
-    return logprobs - reference
-
-
-def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(log x)^2 / 2 [N]: biased, low variance, never negative."""
-    return (reference - logprobs).square() / 2
+# ---- KL to the reference: x = pi_ref / pi (Schulman, "Approximating KL Divergence", 2020) ----
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -288,32 +245,17 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tensor:
-    """(pi / mu) k3 [N]: given what precedes a token, unbiased from samples of mu for the KL of that
-    token's distribution, and so is its gradient; that mu sampled the prefix stays uncorrected.
+    """(pi / mu) k3 [N]: k3 for samples of mu, unbiased in its value and in its gradient.
 
     DeepSeek-V3.2 (arXiv 2512.02556), "Unbiased KL Estimate". The ratio is NOT detached: its
-    gradient is the part that k3 alone misses.
+    gradient is the part that k3 alone misses. It corrects the choice of the token; that mu chose
+    the tokens before it stays uncorrected.
     """
     ratio = (logprobs - behaviour.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return ratio * k3(logprobs, reference)
 
 
-def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of every token's distribution: [N, V] -> [N], with gradient.
-
-    Logits of -inf (a top-p mask) have probability 0 and count as 0, in the gradient too.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)  # [N, V]
-    finite = logprobs.masked_fill(logprobs == -math.inf, 0.0)  # 0 * -inf would be NaN
-    return -(logprobs.exp() * finite).sum(-1)
-
-
-def effective_sample_size(log_weights: Tensor, mask: Tensor) -> Tensor:
-    """(sum w)^2 / sum w^2 over the mask (Kish 1965): log w [N] -> scalar in [1, tokens], or 0."""
-    logs = log_weights.detach().masked_fill(~mask, -math.inf)
-    peak = logs.max().clamp_min(torch.finfo(logs.dtype).min)  # finite for an empty mask too
-    weights = (logs - peak).exp()  # the largest is 1, so that neither sum leaves the range
-    return weights.sum().square() / weights.square().sum().clamp_min(1.0)
+# ---- diagnostics ----
 
 
 @torch.no_grad()
@@ -327,42 +269,48 @@ def diagnostics(
 ) -> dict[str, Tensor]:
     """What one micro-batch contributes to the step's diagnostics, for `merge_diagnostics`.
 
-    Tensors [N]; `sums` is what the objective returned. -> detached scalars: sums over tokens, but
-    `ratio_max` and `ratio_min`. KL to mu is k3 of samples of mu, so it estimates KL(mu || pi); KL
-    to the reference is weighted with pi / mu: on stale samples k3 alone is far too large.
+    Tensors [N]; `sums` is what the objective returned. -> scalars, sums over tokens except for
+    `ratio_max` and `ratio_min`. `kl_behaviour`: k3 of samples of mu, so it estimates KL(mu || pi).
+    `kl_reference` is weighted with pi / mu: on stale samples k3 alone is far too large.
     """
-    ratio = log_ratio(logprobs, behaviour, mask).double().exp()  # [N], double: sums of squares
+
+    def total(values: Tensor) -> Tensor:
+        return _masked(values, mask).double().sum()
+
+    ratio = log_ratio(logprobs, behaviour, mask).double().exp()  # rho [N], double: it is squared
     result = {
         "tokens": mask.sum(),
-        "kl_behaviour": _masked(k3(behaviour, logprobs), mask).double().sum(),
-        "entropy": _masked(entropy, mask).double().sum(),
-        "weight": _masked(ratio, mask).sum(),
-        "weight_squared": _masked(ratio, mask).square().sum(),
+        "kl_behaviour": total(k3(behaviour, logprobs)),
+        "entropy": total(entropy),
+        "ratio": total(ratio),
+        "ratio_squared": total(ratio.square()),
         "ratio_max": ratio.masked_fill(~mask, -math.inf).max(),
         "ratio_min": ratio.masked_fill(~mask, math.inf).min(),
     }
     if reference is not None:
-        result["kl_reference"] = (
-            _masked(unbiased_k3(logprobs, reference, behaviour), mask).double().sum()
-        )
+        result["kl_reference"] = total(unbiased_k3(logprobs, reference, behaviour))
     return result | sums
 
 
-def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Step-level numbers from ALL micro-batches, the last one has no say of its own.
+def merge_diagnostics(parts: list[dict]) -> dict[str, float]:
+    """The step's numbers, from all of its micro-batches.
 
-    -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size as a fraction of the
-    tokens; all other keys as means per generated token (`clipped`, `capped`: fractions).
+    -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
+    (Kish 1965) as a share of the tokens; all other keys as means per generated token.
     AssertionError when the parts have different keys or the step has no generated token.
     """
     assert parts and all(part.keys() == parts[0].keys() for part in parts), "parts differ in keys"
     extremes = {"ratio_max": max, "ratio_min": min}
-    merged = {key: extremes.get(key, sum)(float(part[key]) for part in parts) for key in parts[0]}
+    merged = {}
+    for key in parts[0]:
+        values = [float(part[key]) for part in parts]
+        merged[key] = extremes.get(key, sum)(values)
     tokens = merged["tokens"]
     assert tokens > 0, "no generated token in this step"
-    weight, squared = merged.pop("weight"), merged.pop("weight_squared")
-    means = {key: merged[key] / tokens for key in merged.keys() - extremes.keys() - {"tokens"}}
-    return merged | means | {"ess": weight**2 / squared / tokens}
+    ess = merged.pop("ratio") ** 2 / merged.pop("ratio_squared") / tokens
+    for key in merged.keys() - {"tokens", *extremes}:
+        merged[key] /= tokens
+    return merged | {"ess": ess}
 
 
 # ---- the KL-window damper ----
@@ -370,7 +318,6 @@ def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
 # learn more slowly and hold on to the reference more. Window, threshold and 0.6 come from
 # secondary articles, no primary source is known, and none says by how much the reference term is
 # raised: doubling is this project's choice.
-REFERENCE_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -379,7 +326,7 @@ class Damper:
 
     threshold: float = 0.15  # compared with the mean of the window, strictly
     lr_factor: float = 0.6
-    reference_factor: float = REFERENCE_FACTOR
+    reference_factor: float = 2.0
     size: int = 1000
     window: tuple[float, ...] = ()
 
@@ -388,7 +335,7 @@ def observe(damper: Damper, kl: float) -> Damper:
     """The damper after one more KL value; AssertionError, naming it, if it is not finite."""
     # One NaN in the window would switch the damper off for the next 1000 steps.
     assert math.isfinite(kl), f"the KL value must be finite, got {kl}"
-    return replace(damper, window=(*damper.window, float(kl))[-damper.size :])
+    return replace(damper, window=(*damper.window, kl)[-damper.size :])
 
 
 def window_mean(damper: Damper) -> float:
@@ -404,13 +351,3 @@ def lr_scale(damper: Damper) -> float:
 def reference_scale(damper: Damper) -> float:
     """Factor on the reference coefficient: raised exactly when `lr_scale` is lowered."""
     return damper.reference_factor if window_mean(damper) > damper.threshold else 1.0
-
-
-def damper_to_dict(damper: Damper) -> dict:
-    """For a checkpoint or JSON: numbers and one list."""
-    return asdict(damper) | {"window": list(damper.window)}
-
-
-def damper_from_dict(state: dict) -> Damper:
-    """The inverse of `damper_to_dict`; TypeError for an unknown key."""
-    return Damper(**(state | {"window": tuple(state["window"])}))

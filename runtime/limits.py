@@ -1,18 +1,18 @@
-"""limits.py: what code that judges model output may cost: time, memory, digits of a number.
+"""limits.py: what a task's code may cost when it reads model output: time, memory, long numbers.
 
 A verifier or an environment reads what a policy has written, and a policy that learns finds every
-string that makes it slow. Beyond a limit an episode fails, with a reason to count by; nothing else
-does. Left out: code that never returns from one call into C. Its worker falls silent, is replaced
-(transport.py), and the group it died of is not tried a third time.
+string that makes it slow. Beyond a limit the episode fails, with a reason to count by; nothing
+else does. Left out: code that never returns from one call into C. Its worker falls silent and is
+replaced (processes.py).
 """
 
 import contextlib
-import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
-from functools import cache
+from pathlib import Path
 
 if sys.platform == "linux":
     import resource
@@ -28,15 +28,19 @@ class OutOfTime(BaseException):
     """A time limit has passed; not an Exception, so that a verifier does not swallow it."""
 
 
+def in_main_thread() -> bool:
+    """Signals reach the main thread only, and a limit on memory is one of the whole process."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float | None):
     """Raises OutOfTime inside its block after `seconds`; None or 0 means no limit.
 
-    It interrupts Python code, not one long call into C. Signals reach only a process's main
-    thread: in other threads, and where there is no SIGALRM, there is no limit.
+    It interrupts Python code, not one long call into C. There is no limit in threads other than
+    the main one, nor where there is no SIGALRM (Windows).
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not (seconds and main and hasattr(signal, "setitimer")):
+    if not (seconds and in_main_thread() and hasattr(signal, "setitimer")):
         yield
         return
     armed = True
@@ -45,15 +49,16 @@ def time_limit(seconds: float | None):
         if armed:  # an alarm that arrives after the block has ended must not hit what follows
             raise OutOfTime
 
-    handler, timer = signal.signal(signal.SIGALRM, expire), signal.getitimer(signal.ITIMER_REAL)
+    handler = signal.signal(signal.SIGALRM, expire)
+    timer = signal.getitimer(signal.ITIMER_REAL)
     try:
         try:
-            # Again and again, for code that swallowed the first one in a bare `except`.
+            # It strikes repeatedly, for code that swallowed the first one in a bare `except`.
             signal.setitimer(signal.ITIMER_REAL, seconds, seconds + 0.1)
             yield
         finally:
             armed = False
-    finally:  # a second one: the alarm may strike on the way into the first
+    finally:  # two of them: the alarm may strike on the way into the first
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
 
@@ -62,13 +67,13 @@ def time_limit(seconds: float | None):
 def memory_limit(mebibytes: float):
     """Inside its block the process can grow by so much; then Python raises MemoryError.
 
-    Linux only, and only in a process's main thread: the limit is one of the whole process.
+    Linux only, and only in a process's main thread.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not (main and sys.platform == "linux"):
+    if not (in_main_thread() and sys.platform == "linux"):
         yield
         return
-    pages = int(os.pread(_sizes(os.getpid()), 64, 0).split()[0])
+    with open("/proc/self/statm", "rb") as sizes:
+        pages = int(sizes.read().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + int(mebibytes * 2**20)
     if hard != resource.RLIM_INFINITY:
@@ -80,23 +85,30 @@ def memory_limit(mebibytes: float):
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@cache
-def _sizes(process: int) -> int:
-    """The open file of a process's sizes: read at every token boundary, so it is opened once."""
-    return os.open(f"/proc/{process}/statm", os.O_RDONLY)
+def describe(error: BaseException) -> str:
+    """One line, "Type: message (file, line N)": where in its own file a task has failed.
+
+    That is the deepest frame in a module of tasks/ or in a file that --task has named; both are
+    modules called "tasks.". An error that passed through neither has no place.
+    """
+    message = " ".join(str(error).split())[:200]
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("tasks."):
+            place = f" ({Path(frame.f_code.co_filename).name}, line {line})"
+    return f"{type(error).__name__}: {message}{place}"
 
 
 def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple:
     """(function(*args), None), or (None, reason) when it raises or exceeds the time limit.
 
-    The reason is one line, "WHO_timeout" or "WHO_error: Type: message"; what stands before its
-    first colon is a name to count by.
+    The reason is one line, "WHO_timeout" or "WHO_error: Type: message (file, line N)"; what
+    stands before its first colon is a name to count by.
     """
     try:
-        with time_limit(seconds) if seconds else contextlib.nullcontext():  # which is quicker
+        with time_limit(seconds):
             return function(*args), None
     except OutOfTime:
         return None, f"{who}_timeout"
     except Exception as error:
-        message = " ".join(str(error).split())[:200]
-        return None, f"{who}_error: {type(error).__name__}: {message}"
+        return None, f"{who}_error: {describe(error)}"

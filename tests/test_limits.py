@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import reward
-from reward import Step, make_task, score, verify
+from reward import Step, make_task, verify, verify_group
 from rollout import make_environment
 from runtime import limits
 from runtime.config import Config
@@ -59,7 +58,7 @@ def test_time_limit_never_strikes_after_its_block(alarm):
     """Limits about as long as the work: either may win, and both ways all is tidy."""
     mine, outcomes = signal.getsignal(signal.SIGALRM), Counter()
     task, problem = make_task("guess"), {"prompt": "guess", "secret": 15}
-    answers, rng = reward.solve(problem), random.Random(2)
+    answers, rng = task.solve(problem), random.Random(2)
     for _ in range(4000):
         verdict = verify(task, problem, answers, rng.uniform(1e-6, 4e-5))
         outcomes[verdict.error] += 1
@@ -74,7 +73,7 @@ def test_other_threads_run_without_a_limit():
     def work():
         task = make_task("reverse")
         problem = task.reset(0, "train")
-        verdicts.append(verify(task, problem, reward.solve(problem), 0.5))
+        verdicts.append(verify(task, problem, task.solve(problem), 0.5))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -102,7 +101,8 @@ def test_an_environment_that_wants_too_much_costs_its_own_episode():
     config = Config(reward_memory=256.0)
     environment = make_environment(config, replace(make_task("guess"), step=hungry_step))
     asked = [({}, encode(text), [(0, len(encode(text)))]) for text in ("1", "99999", "2")]
-    assert environment.respond(asked) == [None, "env_error", None]
+    first, second, third = environment.respond(asked)
+    assert first is third is None and second.startswith("env_error: MemoryError")
 
 
 def test_memory_is_not_limited_in_other_threads():
@@ -151,7 +151,8 @@ def hostile(chance: random.Random) -> str:
 def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
-    specs = ("guess", "reverse", "sum", "recall:64", f"jsonl:{path}", f"jsonl:{path}:numeric")
+    own = [f"jsonl:{path}:{verifier}" for verifier in ("exact", "numeric", "similar")]
+    specs = ("guess", "reverse", "sum", "recall:64", *own)
     chance, config = random.Random(6), Config(reward_seconds=5.0, reward_memory=512.0)
     for spec in specs:
         task = make_task(spec)
@@ -189,7 +190,7 @@ def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
         group.trajectories.append(Trajectory(0, i, 0, tokens, mask, none, tokens, turns))
     task = replace(make_task("reverse"), step=step)
     start = time.perf_counter()
-    verdicts = score(group, task, Config(reward_seconds=0.25), lambda: beats.append(1))
+    verdicts = verify_group(group, task, Config(reward_seconds=0.25), lambda: beats.append(1))
     assert time.perf_counter() - start < 3
     assert [i for i, v in enumerate(verdicts) if v.error == "verifier_timeout"] == late
     assert [v.reward for v in verdicts] == [float(i not in late) for i in range(len(said))]
@@ -211,7 +212,7 @@ def test_equal_answers_are_verified_once():
         tokens = np.array(encode(text), np.int32)
         episode = Trajectory(0, i, 0, tokens, np.ones(1, bool), none, tokens, [(0, 1)])
         group.trajectories.append(episode)
-    verdicts = score(group, replace(make_task("reverse"), step=step), Config())
+    verdicts = verify_group(group, replace(make_task("reverse"), step=step), Config())
     assert asked == ["1", "2", "3"]
     assert [v.reward for v in verdicts] == [1.0, 0.0, 1.0, 3.0, 0.0, 1.0]
     failed = "verifier_error: ValueError: no"

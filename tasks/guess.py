@@ -1,0 +1,92 @@
+"""guess.py: guess a number in 0..15 in at most 6 turns; the environment replies < or > or ?.
+
+The example to copy for a task of your own. A task file has one function, `make(argument, seed)`,
+which returns a `Task`. It runs by its path: `python train_sync.py --task path/to/file.py`, or
+`--task path/to/file.py:argument`. A complete one, in which a word is to be spelled backwards:
+
+    from reward import END, Step, Task, draw_problem, encode, random_of
+
+    def propose(random):
+        word = "".join(random.choice(list("abc"), size=4))
+        return f"{word} >", word[::-1]
+
+    def step(problem, answers):
+        hits = [a == b for a, b in zip(answers[-1], problem["answer"])]
+        return Step(None, sum(hits) / max(4, len(answers[-1])), True)
+
+    def make(argument, seed):
+        def reset(index, split):
+            return draw_problem(propose, random_of("backwards", seed, index, split), split)
+
+        letters = encode("a") + encode("b") + encode("c")
+        return Task(reset, step, (*letters, END), max_prompt_tokens=8, turn_tokens=5)
+
+The rules:
+  * `reset(index, split)` returns the same problem for the same index; what it draws comes from
+    `random_of`. Problems of "eval" are never seen in "train", and do not depend on the seed.
+  * `step(problem, answers)` judges the newest of the answers so far, and remembers nothing: it is
+    called again elsewhere, to verify the episode. Exceptions in it cost that episode only.
+  * Give some reward for a part of the answer. From random weights nothing else can be learned.
+  * Sizes are in tokens (`python reward.py path/to/file.py` prints an episode); the alphabet is
+    what the policy may emit, and the smaller it is, the sooner it is learned.
+"""
+
+from functools import partial
+
+from reward import Answers, Step, Task, TaskError, encode, in_turn
+
+RANGE, TURNS = 16, 6
+GUESSES = {f" {n}": n for n in range(RANGE)} | {f"{n}": n for n in range(RANGE)}
+
+
+def reset(seed: int, index: int, split: str) -> dict:
+    """A secret. There are only 16, so none is held out: the evaluation is all of them."""
+    return {"prompt": "guess", "secret": in_turn("guess", seed, index, split, RANGE)}
+
+
+def step(problem: dict, answers: Answers) -> Step:
+    """1 for the right number, less 0.1 for each turn; < when the secret is smaller."""
+    turn, secret = len(answers), problem["secret"]
+    guess = GUESSES.get(answers[-1])
+    if guess == secret:
+        return Step(None, 1 - turn / 10, True)
+    if turn >= TURNS:
+        return Step(None, 0.0, True)
+    if guess is None:
+        return Step("?", 0.0, False)
+    return Step("<" if secret < guess else ">", 0.0, False)
+
+
+def solve(problem: dict) -> list[str]:
+    """The answers of binary search; 3.375 on average."""
+    low, high, answers = 0, RANGE - 1, []
+    while low <= high:
+        middle = (low + high) // 2
+        answers.append(f" {middle}")
+        if problem["secret"] == middle:
+            break
+        if problem["secret"] < middle:
+            high = middle - 1
+        else:
+            low = middle + 1
+    return answers
+
+
+def make(argument: str, seed: int) -> Task:
+    """The task; `argument` is what follows the colon in --task, and there is none here."""
+    if argument:
+        raise TaskError("guess has no argument")
+    return Task(
+        reset=partial(reset, seed),
+        step=step,
+        alphabet=tuple(encode("".join(f" {n}" for n in range(RANGE)))),
+        max_prompt_tokens=1,
+        turn_tokens=1,
+        max_turns=TURNS,
+        stop=frozenset(),  # a turn is one token, and needs no end
+        observation_tokens=1,
+        eval_size=RANGE,
+        solved=1 - TURNS / 10,
+        steps=350,
+        solve=solve,
+    )

@@ -1,0 +1,151 @@
+"""jsonl.py: your own lines {"prompt": "...", "answer": "..."}.
+
+    jsonl:PATH[:exact|numeric|similar][:any][:TOKENS]
+
+exact      reward 1 for the answer of the line, 0 for anything else; the default
+numeric    reward 1 when the last number of an answer is that of the line
+similar    partial credit, 1 for the right answer and 0 for none: see `similarity`. What a model
+           with random weights never gets right it can still learn so
+any        the policy may emit every token; without it, those of the answers and the end
+TOKENS     the most tokens of an answer, 1 to 16384; without it, as many as the longest one has.
+           Give more, and `any`, to a policy that is to think aloud
+
+Every tenth different prompt is held out, with all its copies. With fewer than ten there is nothing
+to spare, and the evaluation is on the training lines.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from reward import END, Answers, Step, Task, TaskError, encode, in_turn, whole_number
+
+# A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
+# these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
+NUMBER = re.compile(
+    r"(?<![\w./])(?<![\d.][eE][-+])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?"
+    r"(?:/\d+(?:\.\d+)?)?(?![.,/]?\d|[eE][-+]?\d)",
+    re.ASCII,
+)
+USAGE = "jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384]"
+NUMBER_CHARACTERS = 64  # a longer number is wrong, whatever it says
+CHARACTERS = 1024  # of an answer that are looked at, so that the work is bounded
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text: integer, decimal or fraction, with or without thousands commas.
+
+    None if there is none, if it is longer than NUMBER_CHARACTERS, or divided by zero.
+    """
+    found = NUMBER.findall(text[-CHARACTERS:].replace("\u2212", "-"))  # typographic minus
+    if not found or len(found[-1]) > NUMBER_CHARACTERS:
+        return None
+    above, _, below = found[-1].replace(",", "").partition("/")
+    divisor = Fraction(below or 1)
+    return Fraction(above) / divisor if divisor else None
+
+
+def edit_distance(a: str, b: str) -> int:
+    """The fewest characters to insert, delete or replace that make b of a (Levenshtein 1966)."""
+    letters, places = np.array(list(b)), np.arange(len(b) + 1)
+    row = places  # distances of the first i letters of a to every beginning of b
+    for i, letter in enumerate(a, 1):
+        best = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))  # delete, replace
+        row = np.minimum.accumulate(np.append(i, best) - places) + places  # insert
+    return int(row[-1])
+
+
+def similarity(answer: str, expected: str) -> float:
+    """1 - edit distance / length of the longer text: 1 for the same, and padding costs.
+
+    Beyond CHARACTERS everything counts as wrong, unless the texts are the same.
+    """
+    if answer == expected:
+        return 1.0
+    longer = max(len(answer), len(expected))
+    beyond = max(0, longer - CHARACTERS)
+    return 1 - (edit_distance(answer[:CHARACTERS], expected[:CHARACTERS]) + beyond) / longer
+
+
+def exact(answer: str, expected: str) -> float:
+    return float(answer == expected)
+
+
+def numeric(answer: str, expected: str) -> float:
+    number = last_number(answer)
+    return float(number is not None and number == last_number(expected))
+
+
+VERIFIERS = {"exact": exact, "numeric": numeric, "similar": similarity}
+
+
+def read_row(line: bytes) -> dict:
+    """The problem in a line; TaskError says what is wrong with it."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deeply
+        raise TaskError("not valid JSON") from None
+    for key in ("prompt", "answer"):
+        text = row.get(key) if isinstance(row, dict) else None
+        if not isinstance(text, str) or not text.strip():
+            raise TaskError(f"expected an object in which {key!r} is a string that is not empty")
+    return {"prompt": row["prompt"], "answer": row["answer"]}
+
+
+def read_rows(path: str, verifier: str) -> list[dict]:
+    """The problems in a file; TaskError names the line."""
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise TaskError(f"cannot read {path!r} ({error}); allowed is {USAGE}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(read_row(line))
+            if verifier == "numeric" and last_number(rows[-1]["answer"]) is None:
+                raise TaskError("the verifier numeric needs a number in 'answer'")
+        except TaskError as error:
+            raise TaskError(f"line {number}: {error}") from None
+    if not rows:
+        raise TaskError('expected lines {"prompt": "...", "answer": "..."}, has none')
+    return rows
+
+
+def reset(rows: dict[str, list[dict]], seed: int, index: int, split: str) -> dict:
+    """A line of the file."""
+    return dict(rows[split][in_turn("jsonl", seed, index, split, len(rows[split]))])
+
+
+def step(verifier: Callable, problem: dict, answers: Answers) -> Step:
+    """What the verifier says; white space around an answer does not count."""
+    return Step(None, verifier(answers[-1].strip(), problem["answer"].strip()), True)
+
+
+def make(argument: str, seed: int) -> Task:
+    """`argument` is PATH[:exact|numeric|similar][:any][:TOKENS]."""
+    parts = re.fullmatch(
+        r"(.*?)(?::(exact|numeric|similar))?(?::(any))?(?::([0-9]+))?", argument, re.DOTALL
+    )
+    path, verifier, everything, tokens = parts.groups()
+    verifier = verifier or "exact"
+    most = whole_number(tokens, 1, 16384) if tokens else 0
+    rows = read_rows(path, verifier)
+    order = {prompt: i for i, prompt in enumerate(dict.fromkeys(row["prompt"] for row in rows))}
+    train = [row for row in rows if order[row["prompt"]] % 10 != 9]
+    held_out = [row for row in rows if order[row["prompt"]] % 10 == 9] or rows
+    answers = [encode(row["answer"]) for row in rows]
+    return Task(
+        reset=partial(reset, {"train": train, "eval": held_out}, seed),
+        step=partial(step, VERIFIERS[verifier]),
+        alphabet=None if everything else (*sorted(set().union(*answers)), END),
+        max_prompt_tokens=max(len(encode(row["prompt"])) for row in rows),
+        turn_tokens=most or max(map(len, answers)) + 1,
+        eval_size=min(256, len(held_out)),
+    )

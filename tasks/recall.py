@@ -1,0 +1,56 @@
+"""recall.py: find a value in a table: recall:256 is a prompt of at most 256 tokens (16 to 16384).
+
+" 37=51; 12=90;? 37=" -> "51". A task for long contexts and sparse attention: all but one pair is
+of no use, and which one is asked at the very end.
+"""
+
+from functools import partial
+
+from numpy.random import Generator
+
+from reward import END, Answers, Step, Task, draw_problem, encode, random_of, whole_number
+
+LEAST, MOST = 16, 16384  # tokens of a prompt
+
+
+def shape_of(tokens: int) -> tuple[int, int]:
+    """(pairs, tokens of a key): pairs "key=51;" and the question "?key=" fill up `tokens`."""
+    width = 1 if (tokens - 3) // 5 <= 100 else 2  # a key of one number is easier to find
+    return (tokens - width - 2) // (width + 4), width
+
+
+def propose(tokens: int, random: Generator) -> tuple[str, str]:
+    """(prompt, answer): a table in which no key appears twice, and a question about one pair."""
+    pairs, width = shape_of(tokens)
+    keys = random.choice(100**width, size=pairs, replace=False).tolist()
+    names = [f" {key}" if width == 1 else f" {key // 100} {key % 100}" for key in keys]
+    values = [f"{value:02d}" for value in random.integers(100, size=pairs).tolist()]
+    asked = int(random.integers(pairs))
+    table = [f"{name}={value};" for name, value in zip(names, values, strict=True)]
+    return f"{''.join(table)}?{names[asked]}=", values[asked]
+
+
+def reset(tokens: int, seed: int, index: int, split: str) -> dict:
+    """A table and a question; one prompt in ten is held out."""
+    return draw_problem(partial(propose, tokens), random_of("recall", seed, index, split), split)
+
+
+def step(problem: dict, answers: Answers) -> Step:
+    """The share of the two digits that are right; a longer answer earns less."""
+    answer, expected = answers[-1], problem["answer"]
+    matches = sum(a == b for a, b in zip(answer, expected, strict=False))
+    return Step(None, matches / max(len(answer), len(expected)), True)
+
+
+def make(argument: str, seed: int) -> Task:
+    """`argument` is the length of a prompt in tokens."""
+    tokens = whole_number(argument or "256", LEAST, MOST)
+    pairs, width = shape_of(tokens)
+    return Task(
+        reset=partial(reset, tokens, seed),
+        step=step,
+        alphabet=(*encode("0123456789"), END),
+        max_prompt_tokens=pairs * (width + 4) + width + 2,
+        turn_tokens=3,
+        eval_size=64,
+    )
