@@ -28,9 +28,9 @@ import train_async
 from buffer import Buffer, staleness
 from learner import learner_step, pack, token_logprobs
 from model import pack_tokens
-from reward import score, solve, split_answers
+from reward import split_answers, verify_group
 from rollout import uniforms
-from runtime.checkpoint import sha256_of
+from runtime.report import sha256_of
 from runtime.config import Config, TrainingStopped
 from runtime.ledger import Ledger, audit, table
 from runtime.mailbox import Mailbox
@@ -97,7 +97,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
         generator.events = []
         for group in generator.take_finished():
             seen.messages[group.group_id] = message = to_bytes(*group_to_parts(group))
-            answer = {"group_id": group.group_id, "verdicts": score(group, task, config)}
+            answer = {"group_id": group.group_id, "verdicts": verify_group(group, task, config)}
             tell("scores", answer | {"began": watch.start, "seconds": 0.0}, from_bytes(message))
 
     def step(batch: list[Group]) -> None:
@@ -188,7 +188,7 @@ def problem(seen) -> list[str]:
         f"may say       {say(alphabet[:1])} to {say(alphabet[-1:])}, "
         f"tokens {alphabet[0]} to {alphabet[-1]}",
         f"secret        {seen.group.problem['secret']}, for environment and verifier only",
-        f"binary search {solve(seen.group.problem)}",
+        f"binary search {seen.task.solve(seen.group.problem)}",
     ]
 
 
@@ -322,7 +322,7 @@ def own_loss(seen, model, count: int) -> tuple[torch.Tensor, torch.Tensor, torch
     mask, sequence = torch.ones_like(now, dtype=torch.bool), torch.zeros(len(now)).long()
     advantage = advantages_of(seen)[1][SAMPLE].expand(len(now))
     loss, _ = losses.OBJECTIVES[seen.config.objective](
-        now, now.detach(), behaviour, advantage, mask, sequence, count, losses.Settings()
+        now, now.detach(), behaviour, advantage, mask, sequence, count, losses.Constants()
     )
     return loss, now.detach(), losses.log_ratio(now.detach(), behaviour, mask).exp()
 

@@ -99,18 +99,18 @@ def sparse_attention(q, k, v, selected, chunk_size):
 
 def tis(logprobs, proximal, behaviour, advantages, mask, count, low, high, cap):
     """losses.py: the loss of the objective, without its statistics."""
-    settings = losses.Settings(eps_low=low, eps_high=high, tis_cap=cap)
+    constants = losses.Constants(eps_low=low, eps_high=high, tis_cap=cap)
     whole = torch.zeros_like(mask, dtype=torch.int64)
-    return losses.tis(logprobs, proximal, behaviour, advantages, mask, whole, count, settings)[0]
+    return losses.tis(logprobs, proximal, behaviour, advantages, mask, whole, count, constants)[0]
 
 
 def double_sided(logprobs, behaviour, advantages, mask, count, low, high):
     """losses.py: the loss of the objective, without its statistics."""
-    settings = losses.Settings(double_low=low, double_high=high)
+    constants = losses.Constants(double_low=low, double_high=high)
     whole = torch.zeros_like(mask, dtype=torch.int64)
-    return losses.double_sided(logprobs, None, behaviour, advantages, mask, whole, count, settings)[
-        0
-    ]
+    return losses.double_sided(
+        logprobs, None, behaviour, advantages, mask, whole, count, constants
+    )[0]
 
 
 def damp(window, kl):
