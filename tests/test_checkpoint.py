@@ -9,13 +9,14 @@ import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
 from learner import new_groups
-from reward import score
+from reward import verify_group
 from rollout import generate
 from runtime import checkpoint
 from runtime.checkpoint import completed_groups, load_checkpoint, save_checkpoint
 from runtime.config import Config, UserError
-from runtime.messages import Group, Trajectory
-from runtime.setup import make_generator, make_learner, make_task
+from runtime.messages import Group, Trajectory, apply_verdicts
+from runtime.runlog import RunLog, read_lines
+from runtime.setup import make_generator, make_learner, task_of
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
 
@@ -89,22 +90,21 @@ def config_of(folder, **flags) -> Config:
 
 def test_completed_groups_come_back_as_they_were(folder):
     config = config_of("", task="guess")
-    task = make_task(config)
+    task = task_of(config)
     learner = make_learner(config, task, "cpu")
     generator = make_generator(config, task, learner.model)
     groups = generate(generator, new_groups(learner, task, 3))
     for group in groups:
-        for t, verdict in zip(group.trajectories, score(group, task, config), strict=True):
-            t.reward, t.turn_rewards = verdict.reward, list(verdict.turn_rewards)
+        apply_verdicts(group, verify_group(group, task, config))
     stored = checkpoint.state_of(learner, [7, 0, 1, 2], groups)
     save_checkpoint(folder, 0, stored)
-    again = load_checkpoint(folder)
-    assert again["in_flight"] == [7, 0, 1, 2]
-    for old, new in zip(groups, completed_groups(again), strict=True):
+    loaded = load_checkpoint(folder)
+    assert loaded["in_flight"] == [7, 0, 1, 2]
+    for old, new in zip(groups, completed_groups(loaded), strict=True):
         assert (old.group_id, old.start, old.problem) == (new.group_id, new.start, new.problem)
         assert old.digest == new.digest
         for a, b in zip(old.trajectories, new.trajectories, strict=True):
-            assert (a.swaps, a.seed) == (b.swaps, b.seed)
+            assert (a.swaps, a.noise_key) == (b.swaps, b.noise_key)
 
 
 def digest_after(**changes) -> int:
@@ -129,6 +129,22 @@ def test_a_digest_covers_everything_that_training_reads():
     # and nothing else: what has failed teaches nothing
     assert digest_after(**changes) == digest_after(finish="env_error")
     assert digest_after(worker=3, started=1.0) == digest_after()
+
+
+def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(folder, monkeypatch):
+    """Killed in between, the log has an event too many; the other way round it could not be cut."""
+    config = config_of("", task="guess")
+    learner, log = make_learner(config, task_of(config), "cpu"), RunLog(folder, steps=1)
+    events: list[list] = []
+
+    def save(*_):
+        events.append(read_lines(folder / "events.jsonl"))
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+    checkpoint.checkpoint(learner, folder, log, [3, 4])
+    ((event,),) = events
+    assert (event["kind"], event["version"], event["groups"]) == ("checkpoint", 0, [3, 4])
+    log.close()
 
 
 def test_full_disk_costs_one_line_and_leaves_no_half_file(folder, monkeypatch):

@@ -5,6 +5,7 @@ Here "workers" are generators in this process, driven by a random schedule: who 
 adopts which version at which token, who dies. tests/test_train_async.py replays runs of real ones.
 """
 
+import copy
 import dataclasses
 import json
 import random
@@ -19,11 +20,18 @@ import train_async
 import train_sync
 from buffer import Buffer
 from learner import learner_step
-from reward import score
-from runtime.checkpoint import sha256_of
+from reward import verify_group
 from runtime.config import Config, TrainingStopped, UserError
-from runtime.ledger import Ledger
-from runtime.messages import Group
+from runtime.messages import (
+    Generated,
+    Group,
+    Judgement,
+    Verified,
+    pack_messages,
+    unpack_messages,
+)
+from runtime.processes import Lost
+from runtime.report import sha256_of
 from runtime.runlog import read_lines
 from runtime.setup import make_generator, make_model, open_training
 
@@ -35,7 +43,7 @@ class Workers:
     """What train_async's functions need of a Pool: generators behind it, and no processes."""
 
     def __init__(self, config, task, count: int):
-        self.config, self.task, self.relayed = config, task, set()
+        self.config, self.task = config, task
         self.workers, self.generators = {}, {}
         for number in range(count):
             self.spawn(number)
@@ -43,8 +51,8 @@ class Workers:
     def spawn(self, number: int):
         """A new worker under this number; returns the one that was there."""
         name, process = f"rollout-{number}", SimpleNamespace(pid=0)
-        worker = SimpleNamespace(name=name, role="rollout", number=number, process=process)
-        worker.spawned, worker.log, worker.said = time.monotonic(), "nowhere", "group"
+        worker = SimpleNamespace(name=name, role="rollout", number=number, process=process, work={})
+        worker.spawned, worker.log, worker.said = time.monotonic(), "nowhere", "Generated"
         model = make_model(self.config, self.task)
         self.generators[name] = make_generator(self.config, self.task, model, number)
         self.generators[name].version = -1
@@ -55,9 +63,17 @@ class Workers:
     def of(self, role: str) -> list:
         return list(self.workers.values())
 
-    def send(self, worker, kind: str, header: dict) -> None:
-        for order in header["orders"]:
-            self.generators[worker.name].submit(Group(*order))
+    def issue(self, role: str, groups: list[Group]) -> list[str]:
+        names = []
+        for group in groups:
+            worker = min(self.of(role), key=lambda worker: len(worker.work))
+            worker.work[group.group_id] = group
+            self.generators[worker.name].submit(copy.deepcopy(group))
+            names.append(worker.name)
+        return names
+
+    def out(self) -> dict[int, str]:
+        return {group: worker.name for worker in self.of("rollout") for group in worker.work}
 
 
 def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **flags) -> dict:
@@ -67,53 +83,60 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     """
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
-    config, task, run, learner, watch, _ = open_training(config, "async", "cpu")
+    run = open_training(config, "async")
+    config, learner, lives = run.config, run.learner, 2
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    pool, ledger, lives = Workers(config, task, workers), Ledger(), 2
-    flights = train_async.Flights(pool)
-    totals = {"tokens": 0, "status": {}, "lost": [], "begin": None}
+    pool = Workers(config, run.task, workers)
+    flow = train_async.Flow(mailbox=None, buffer=buffer, pool=pool)
 
-    def tell(*message):
-        train_async.handle(message, buffer, flights, learner.version, watch, totals)
+    def decode(generator) -> None:
+        """A few token boundaries; perhaps newer weights before one of them."""
+        for _ in range(choose.choice((0, 0, 1, 2, 5))):
+            newer = learner.version > generator.newest
+            if newer and (generator.version < 0 or choose.random() < 0.3):
+                generator.set_weights(learner.version, learner.model.flat.clone())
+            generator.step()
+
+    def judgement_of(group: Group) -> Judgement:
+        verdicts = [
+            (0.0, (), "verifier_timeout") if choose.random() < out_of_time else verdict
+            for verdict in verify_group(group, run.task, config)
+        ]
+        return Judgement(verdicts, time.monotonic(), 0.0)
+
+    def step(batch: list[Group]) -> None:
+        facts = {"version": learner.version, "groups": [group.group_id for group in batch]}
+        metrics = learner_step(learner, batch, config)
+        facts |= {"of": config.steps} | {name: metrics[name] for name in ("loss", "grad_norm")}
+        run.log.event("learner", "train", in_flight=len(buffer.outstanding), **facts)
+        train_async.settle(run, flow)
 
     while learner.version < config.steps:
-        train_async.admit(learner, buffer, flights, [], config, task, watch)
+        train_async.admit(run, flow)
         for worker in pool.of("rollout"):
-            by = pool.generators[worker.name]
-            for _ in range(choose.choice((0, 0, 1, 2, 5))):
-                newer = learner.version > by.newest
-                if newer and (by.version < 0 or choose.random() < 0.3):
-                    by.set_weights(learner.version, learner.model.flat.clone())
-                by.step()
-            tell("group", worker, {"events": by.events, "status": by.counts}, None)
-            by.events = []
-            for group in by.take_finished():
-                verdicts = [
-                    (0.0, (), "verifier_timeout") if choose.random() < out_of_time else verdict
-                    for verdict in score(group, task, config)
-                ]
-                header = {"group_id": group.group_id, "verdicts": verdicts}
-                header |= {"began": time.monotonic(), "seconds": 0.0}
-                tell("scores", worker, header, train_async.group_to_parts(group))
-            if lives and by.busy and learner.version > 1 and choose.random() < 0.1:
+            generator = pool.generators[worker.name]
+            decode(generator)
+            told = Generated(None, generator.events, {})
+            train_async.handle(run, flow, worker, told)
+            generator.events = []
+            for group in generator.take_finished():
+                (message,) = unpack_messages(pack_messages([Verified(group, judgement_of(group))]))
+                del worker.work[group.group_id]
+                train_async.handle(run, flow, worker, message)
+            if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:
                 lives -= 1
-                tell("lost", pool.spawn(worker.number), "died", None)
+                pool.spawn(worker.number)
+                lost = Lost("died", list(worker.work.values()), replaced=True)
+                train_async.handle(run, flow, worker, lost)
                 break
         batch = buffer.next_batch(learner.version)
-        for group_id, reason in buffer.dropped:
-            watch.event("learner", "discard", group=group_id, reason=reason)
-        buffer.dropped.clear()
+        train_async.log_discards(run, flow)
         if batch:
-            ids, step = [group.group_id for group in batch], learner.version
-            metrics = learner_step(learner, batch, config)
-            details = {"version": step, "groups": ids, "of": config.steps}
-            details |= {name: metrics[name] for name in ("loss", "grad_norm")}
-            watch.event("learner", "train", in_flight=len(buffer.outstanding), **details)
-            train_async.settle(ledger, watch, buffer, flights, [])
-    watch.close()
+            step(batch)
+    run.log.close()
     summary = {"steps": config.steps, "weights_sha256": sha256_of(learner.model.flat)}
-    summary["ledger"] = ledger.totals()
-    (run / "summary.json").write_text(json.dumps(summary))
+    summary["ledger"] = flow.ledger.totals()
+    (run.folder / "summary.json").write_text(json.dumps(summary))
     return summary
 
 

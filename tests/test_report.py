@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import lab.plots
 from runtime.messages import Group, Trajectory
 from runtime.report import show_episode, summarise
 from runtime.runlog import append_lines
@@ -73,15 +72,6 @@ def test_a_run_in_which_every_group_was_dead_says_what_to_try(tmp_path):
         ("e", [2] * 10 + [0] * 10, 0.5),  # long ago
     ):
         assert "nothing was learned" not in verdict_of(tmp_path / name, dead, solved)
-
-
-def test_the_title_of_the_picture_claims_nothing(tmp_path, monkeypatch):
-    titles, pyplot = [], lab.plots.canvas()
-    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _, text: titles.append(text))
-    monkeypatch.setattr(lab.plots, "canvas", lambda: pyplot)
-    verdict_of(tmp_path / "run", [2, 2])
-    lab.plots.draw_reward(tmp_path / "run")
-    assert titles == ["guess, async: reward and evaluation"]
 
 
 def test_an_episode_is_shown_in_one_line():
