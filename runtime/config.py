@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+LONGEST_CONTEXT = 131072
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 
 # what a plain --help shows
@@ -32,8 +33,8 @@ def flag(default, help, low=0, high=math.inf, choices=(), group=None):
 
     The first flag of a group names it: it is a heading of --help-all.
     """
-    details = dict(help=help, low=low, high=high, choices=choices, group=group)
-    return field(default=default, metadata=details)
+    about = {"help": help, "low": low, "high": high, "choices": choices, "group": group}
+    return field(default=default, metadata=about)
 
 
 def flag_name(name: str) -> str:
@@ -58,51 +59,35 @@ class Config:
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
     init: str = flag("", "file of weights to start from, written by pretrain.py")
 
-    model: str = flag(
-        "tiny", "size of the model", choices=("tiny", "small", "medium"), group="model"
-    )
-    context: int = flag(0, "most tokens of an episode (0: as many as the task needs)", 0, 131072)
+    model: str = flag("tiny", "size", choices=("tiny", "small", "medium"), group="model")
+    context: int = flag(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     positions: str = flag("learned", "position encoding", choices=("learned", "rope"))
-    attention: str = flag("dense", "dense or sparse (dsa)", choices=("dense", "dsa"))
+    attention: str = flag("dense", "dense, or sparse (dsa)", choices=("dense", "dsa"))
     scoring: str = flag("mean", "dsa: how chunks are scored", choices=("mean", "indexer"))
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(8, "dsa: chunks that a query attends to", 1)
-    kernels: str = flag(
-        "auto",
-        "dsa: what computes it (auto: triton on CUDA, otherwise spec)",
-        choices=("auto", "spec", "triton"),
-    )
+    kernels: str = flag("auto", "dsa: auto is triton on CUDA", choices=("auto", "spec", "triton"))
     dense_below: int = flag(0, "dsa: models with a shorter context attend densely")
 
-    slots: int = flag(128, "sequences that a worker generates at once", 1, 4096, group="generation")
+    slots: int = flag(128, "sequences that a worker decodes at once", 1, 4096, group="generation")
     group_size: int = flag(16, "answers to each prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
     swap: str = flag(
         "keep",
-        "new weights arrive: keep the caches of running episodes, recompute them, or drain: "
-        "finish those episodes first",
+        "at new weights: keep the caches of running episodes, recompute them, or drain: end first",
         choices=("keep", "recompute", "drain"),
     )
     rollout_weights: str = flag(
         "float32",
-        "precision of the weights that generate; below float32 they differ a little from those "
-        "that are trained",
+        "precision of the weights that generate; those that are trained stay float32",
         choices=("float32", "bfloat16", "float8_e4m3fn"),
     )
 
-    max_staleness: int = flag(
-        2, "how many versions old a trained token may be", 0, 1024, group="staleness"
-    )
-    on_stale: str = flag(
-        "wait",
-        "wait: nothing ever gets too old; drop: throw away what did",
-        choices=("wait", "drop"),
-    )
+    max_staleness: int = flag(2, "oldest trained token, in versions", 0, 1024, group="staleness")
+    on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))
 
-    objective: str = flag(
-        "cispo", "policy objective (losses.py)", choices=OBJECTIVES, group="objective"
-    )
+    objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
     advantage: str = flag("grpo", "advantage inside a group", choices=("grpo", "mean", "rloo"))
     lr: float = flag(6e-4, "learning rate of AdamW at the first step", 0, 1.0)
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0, 1.0)
@@ -120,21 +105,15 @@ class Config:
     reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)
     learners: int = flag(1, "processes that train, each on its share of a batch", 1, 64)
 
-    reward_seconds: float = flag(
-        2.0, "time limit of one verification or one environment turn", 0.01, group="trouble"
-    )
-    reward_memory: float = flag(1024.0, "MiB of memory that it may take", 1.0)
+    reward_seconds: float = flag(2.0, "time limit of a verdict or a reply", 0.01, group="trouble")
+    reward_memory: float = flag(1024.0, "MiB of memory that either may take", 1.0)
     max_failures: float = flag(0.5, "share of failed episodes in a step that stops the run", 0, 1)
     restarts: int = flag(3, "how often a dead worker is replaced before the run stops")
     silence: float = flag(20.0, "seconds without a sign of life until a worker is replaced", 1.0)
     stall: float = flag(300.0, "seconds without any progress until the run stops", 1.0)
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
-    eval_when: str = flag(
-        "live",
-        "live: evaluate between steps; late: after training, on kept weights",
-        choices=("live", "late"),
-    )
+    eval_when: str = flag("live", "late: after training, on kept weights", choices=("live", "late"))
     samples_every: int = flag(100, "steps between printed episodes", 1)
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
 
@@ -153,10 +132,8 @@ def check(config: Config) -> Config:
     if chunk_size.bit_count() != 1:
         raise UserError(f"--chunk-size {chunk_size}: must be a power of two, 1 to 512")
     if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
-        raise UserError(
-            f"--silence {config.silence}: must be at least {2 * config.reward_seconds} "
-            "(2 time limits, --reward-seconds)"
-        )
+        least = 2 * config.reward_seconds
+        raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")
     return config
 
 
@@ -200,6 +177,18 @@ def fail(error: Exception | str) -> None:
     """Print one line to stderr and end the process with exit code 2."""
     sys.stderr.write(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}\n")
     raise SystemExit(2)
+
+
+def capacity_of(config: Config, task) -> int:
+    """Positions that an episode of a task may fill; raises UserError when it needs more."""
+    need, least = f"longest prompt ({task.max_prompt_tokens} tokens) and its answer", task.context
+    if config.context and config.context < least:
+        name = f"--context {config.context}"
+        raise UserError(f"{name}: must be at least {least} for the {need} in task {config.task}")
+    if least > LONGEST_CONTEXT:
+        most = f"{LONGEST_CONTEXT} tokens, needs {least}"
+        raise UserError(f"--task {config.task}: must fit into {most}")
+    return config.context or least
 
 
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
