@@ -40,27 +40,17 @@ def train(config: Config) -> None:
             with log.timed("learner", "train", version=version):
                 metrics = learner_step(learner, groups, config)
             metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
-            close_step(
-                run, groups, metrics, learn=f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
-            )
+            close_step(run, groups, metrics)
     finally:
         log.bar.close()
         checkpoint(learner, run.folder, log)
 
-    wall, generated = log.now(), generator.counts["tokens"]
-    finish(
-        run,
-        {
-            "staleness_bound": 0,
-            "tokens_generated": generated,
-            "rollout_tokens_per_s": round(generated / max(log.seconds["generate"], 1e-9)),
-            "utilization": {
-                "rollout": log.seconds["generate"] / wall,
-                "learner": log.seconds["train"] / wall,
-            },
-            "groups": {"admitted": learner.next_group, "trained": learner.next_group},
-        },
-    )
+    wall = log.now()
+    busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}
+    facts = {"staleness_bound": 0, "utilization": busy}
+    facts["tokens_generated"] = generator.counts["tokens"]
+    facts["groups"] = {"admitted": learner.next_group, "trained": learner.next_group}
+    finish(run, facts)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ from runtime.runlog import append_lines
 from runtime.setup import Run
 
 
-def close_step(
-    run: Run, groups: list[Group], metrics: dict, *, in_flight=(), completed=(), **shown
-):
+def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=(), **shown):
     """A step is done: evaluate and show episodes where that is due, write its metrics, save.
 
     in_flight: ids of all groups that are not trained yet; completed: those of them that are ready.
@@ -39,6 +37,7 @@ def close_step(
         log.say("\n".join(texts))
         rows = [{"version": version, "text": text} for text in texts]
         append_lines(run.folder / "samples.jsonl", rows)
+    shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
     log.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
     if version % config.checkpoint_every == 0:  # last: what it resumes from must be complete
         checkpoint(learner, run.folder, log, in_flight, completed)

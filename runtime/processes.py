@@ -119,12 +119,17 @@ class Worker:
 
 
 class Lost(NamedTuple):
-    """A worker has died, or was killed because it was silent or sent nonsense; if `replaced`, a
-    successor has its name."""
+    """A worker has died, or was killed because it was silent or sent nonsense; a successor has its
+    name."""
 
     reason: str
     groups: list[Group]  # were out with it
-    replaced: bool
+
+
+class UsedUp(NamedTuple):
+    """A worker is lost, and has been replaced as often as allowed."""
+
+    reason: str
 
 
 class Silent(NamedTuple):
@@ -238,7 +243,7 @@ class Pool:
         if self.error:
             raise RuntimeError("the thread that watches the workers has failed") from self.error
         for worker, message in arrived:
-            if isinstance(message, Lost) and not message.replaced:
+            if isinstance(message, UsedUp):
                 raise WorkersFailed(
                     f"{worker.name} {message.reason}; {self.budget} restarts are used up "
                     f"(last message: {worker.said}; log: {worker.log})"
@@ -370,9 +375,9 @@ class Pool:
             worker.process.kill()
             worker.process.join(1.0)
             worker.outbox.put(None)
-            replaced = worker.restarts < self.budget
-            if replaced:
-                self._spawn(worker.role, worker.number, worker.restarts + 1)
+            if worker.restarts >= self.budget:
+                return self._put(worker, UsedUp(reason))
+            self._spawn(worker.role, worker.number, worker.restarts + 1)
         with self.books:
             groups, worker.work = list(worker.work.values()), {}
-            self._put(worker, Lost(reason, groups, replaced))
+            self._put(worker, Lost(reason, groups))
