@@ -19,11 +19,13 @@ from collections import defaultdict
 from dataclasses import fields
 from itertools import pairwise
 from math import ceil
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
-from lab.pipeline import Costs, Pipeline, PipelineConfig, PipelineLog, end
+from lab.pipeline import Costs, Pipeline, PipelineLog, end
+from runtime.config import Config
 from runtime.runlog import read_lines
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
@@ -41,17 +43,16 @@ KEEP = 500  # groups of a task: enough to draw from
 def read_run(folder: Path) -> PipelineLog:
     """The log in a run folder."""
     flags = json.loads((folder / "config.json").read_text())
+    rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds" in row]
     events = defaultdict(list)
     for event in read_lines(folder / "events.jsonl"):
         events[event["kind"]].append(event)
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds" in row]
-    names = [f.name for f in fields(PipelineConfig)]
-    config = PipelineConfig(**{name: flags[name] for name in names if name in flags})
-    config.synchronous = flags["mode"] == "sync"
-    config.eta = 0 if config.synchronous else flags["max_staleness"]
-    config.steps = len(rows)
-    config.rollout_workers = len({e["process"] for e in events["generate"]})
-    return PipelineLog(folder.name, config, events, rows)
+    synchronous = flags["mode"] == "sync"
+    flags |= {"steps": len(rows), "rollout_workers": 1}
+    if synchronous:
+        flags["max_staleness"] = 0
+    config = Config(**{f.name: flags[f.name] for f in fields(Config) if f.name in flags})
+    return PipelineLog(config, synchronous, events, rows)
 
 
 def fit(rows: list[tuple[list, float]]) -> list[float]:
@@ -79,29 +80,28 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
     Logs of synchronous runs tell how long a step is when nothing arrives, and how much quicker (or
     slower) generation is in the learner's process; everything else is read from the others.
     """
-    alone = [log for log in logs if log.config.synchronous]
+    alone = [log for log in logs if log.synchronous]
     groups, seconds, rows = [], defaultdict(list), defaultdict(list)
     for log in logs:
         rows[TRAIN] += train_rows(log)
-        if log not in alone:
-            rows[DECODE] += decode_rows(log)
-            rows[REFILL] += refill_rows(log)
-            groups += groups_of(log)
-            for name, values in pauses_of(log).items():
-                seconds[name] += values
+        if log.synchronous:
+            continue
+        rows[DECODE] += decode_rows(log)
+        rows[REFILL] += refill_rows(log)
+        groups += groups_of(log)
+        for name, values in pauses_of(log).items():
+            seconds[name] += values
     found = {name: float(np.mean(values)) for name, values in seconds.items()}
     for names in rows:
         found |= zip(names, fit(rows[names]), strict=True)
     found["all_reduce"] = 2 * found["publish"]  # assumed: gradients come in and go out
-    groups.sort(key=lambda group: group[0])
-    groups = groups[:: ceil(len(groups) / KEEP)]
-    costs = Costs([log.name for log in logs], groups=groups, **found)
+    groups.sort(key=itemgetter(0))
+    costs = Costs(groups=groups[:: ceil(len(groups) / KEEP)], **found)
     ratios = []
     for log in alone:
-        simulated = Pipeline(log.config, costs).run()
+        simulated = Pipeline(log.config, costs, synchronous=True).run()
         ratios.append(token_seconds(log) / token_seconds(simulated))
-    if ratios:
-        costs.alone = float(np.mean(ratios))
+    costs.alone = float(np.mean(ratios))
     return costs
 
 
@@ -113,12 +113,8 @@ def token_seconds(log: PipelineLog) -> float:
 
 def groups_of(log: PipelineLog) -> list[list[int]]:
     """`Costs.groups` of one run."""
-    start = {e["group"]: e for e in log.events["start"]}
-    groups = []
-    for e in log.events["score"]:
-        begun = start[e["group"]]
-        groups.append([begun["version"], begun["size"], *e["lengths"]])
-    return groups
+    start = {e["group"]: [e["version"], e["size"]] for e in log.events["start"]}
+    return [start[e["group"]] + e["lengths"] for e in log.events["score"]]
 
 
 def decode_rows(log: PipelineLog) -> list[tuple]:
@@ -133,14 +129,14 @@ def decode_rows(log: PipelineLog) -> list[tuple]:
 def refill_rows(log: PipelineLog) -> list[tuple]:
     """(amounts of `REFILL`, seconds) of each span but the first."""
     rows = []
-    begin = np.array([e["t"] for e in log.events["start"]])
-    prompt = np.array([e["size"] for e in log.events["start"]])
+    starts = [(e["t"], e["size"]) for e in log.events["start"]]
     for e in log.events["generate"][1:]:
-        new = (begin >= e["t"]) & (begin < end(e))
+        new = [start for start in starts if e["t"] <= start[0] < end(e)]
         # Groups that begin at one token boundary share a forward pass.
-        apart = np.diff(np.sort(begin[new])) > 0.5 * e["seconds"] / e["steps"]
-        passes = int(new.any()) + int(apart.sum())
-        amounts = [new.sum() * log.config.group_size, passes, prompt[new].sum()]
+        step = e["seconds"] / e["steps"]
+        apart = [b[0] - a[0] > 0.5 * step for a, b in pairwise(sorted(new))]
+        passes = bool(new) + sum(apart)
+        amounts = [len(new) * log.config.group_size, passes, sum(size for _, size in new)]
         rows.append((amounts, e["seconds"] - e["decode"]))
     return rows
 
@@ -148,24 +144,17 @@ def refill_rows(log: PipelineLog) -> list[tuple]:
 def train_rows(log: PipelineLog) -> list[tuple]:
     """(amounts of `TRAIN`, seconds) of each step but the first."""
     rows, every = [], log.config.reference_every
-    verdicts = verdicts_of(log)
     for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):
         tokens = row["sequence_tokens"]
         reference = tokens if every and row["step"] % every == 0 else 0
-        arrived = between(verdicts, event["t"], end(event))
-        amounts = [1, row["micro_batches"], tokens, reference, arrived]
-        rows.append((amounts, event["seconds"]))
+        arrived = verified(log, event["t"], end(event))
+        rows.append(([1, row["micro_batches"], tokens, reference, arrived], event["seconds"]))
     return rows
 
 
-def verdicts_of(log: PipelineLog) -> dict[int, float]:
-    """When each group was verified."""
-    return {e["group"]: end(e) for e in log.events["score"]}
-
-
-def between(verdicts: dict[int, float], begin: float, stop: float) -> int:
+def verified(log: PipelineLog, begin: float, stop: float) -> int:
     """How many groups were verified between two moments."""
-    return sum(begin < t < stop for t in verdicts.values())
+    return sum(begin < end(e) < stop for e in log.events["score"])
 
 
 def pauses_of(log: PipelineLog) -> dict[str, list[float]]:
@@ -185,12 +174,11 @@ def pauses_of(log: PipelineLog) -> dict[str, list[float]]:
 
 def handle_seconds(log: PipelineLog) -> float:
     """Seconds in which the learner takes in a group: it does so before it begins the next step."""
-    verdicts, waited, taken = verdicts_of(log), 0.0, 0
+    verdict = {e["group"]: end(e) for e in log.events["score"]}
+    waited, taken = 0.0, 0
     for row, (before, event) in zip(log.rows, pairwise(log.events["train"]), strict=False):
-        last = max(verdicts[group] for group in event["groups"])
+        last = max(verdict[group] for group in event["groups"])
         waited += event["t"] - max(last, row["t"])
-        if last > row["t"]:
-            taken += 1  # the learner waited for this group, and had taken in the others
-        else:
-            taken += between(verdicts, before["t"], event["t"])
+        # A learner that waited for the last group had taken in the others.
+        taken += 1 if last > row["t"] else verified(log, before["t"], event["t"])
     return waited / taken

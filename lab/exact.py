@@ -28,8 +28,7 @@ from tqdm import tqdm
 
 import losses
 from lab.estimators import KL_ESTIMATORS, opsm_mask
-from lab.exact_pipeline import draw as draw_pipeline
-from lab.exact_pipeline import drop_part, swap_part
+from lab.exact_pipeline import draw_pipeline, drop_part, swap_part
 from lab.plots import draw_panels, print_table, save_result
 from runtime.devices import describe_machine
 
@@ -63,13 +62,12 @@ def enumerate_task(vocab: int, length: int) -> EnumeratedTask:
     number = torch.arange(vocab**length)
     place = vocab ** torch.arange(length - 1, -1, -1)  # what a digit is worth
     first_row = (vocab ** torch.arange(length) - 1) // (vocab - 1)  # of the prefixes of a length
-    tokens = number[:, None] // place % vocab
     prefix = first_row + number[:, None] // (place * vocab)
     # Most of the reward is for a last digit that fits the first two: prefixes matter.
     a, b, c = number // 16 % 4, number // 4 % 4, number % 4
     rewards = 0.2 * (a == 2) + 0.2 * (b > a) + 0.6 * (c == (a + b) % 4)
-    rows = int(first_row[-1]) + vocab ** (length - 1)
-    return EnumeratedTask(tokens, prefix, rewards.double(), (rows, vocab))
+    tokens, shape = number[:, None] // place % vocab, (int(prefix.max()) + 1, vocab)
+    return EnumeratedTask(tokens, prefix, rewards.double(), shape)
 
 
 TASKS = {"one token": enumerate_task(64, 1), "three tokens": enumerate_task(4, 3)}
@@ -115,24 +113,22 @@ def prefix_values(theta: Tensor, task: EnumeratedTask) -> Tensor:
     return (((chances * task.rewards) @ visits) / (chances @ visits))[task.prefix]
 
 
-def vtrace(log_ratio: Tensor, values: Tensor, rewards: Tensor, cap: float = 1.0) -> tuple:
+def vtrace(log_ratio, values, rewards, cap=1.0):
     """V-trace targets v, weights rho and advantages r + v' - V, each [R, T]; reward at the end.
 
     log(pi / mu) [R, T], critic's values V [R, T], rewards [R]; no discount. Espeholt et al. 2018
     (IMPALA, arXiv 1802.01561) equation 1 and section 4.2; rho and c have the same cap here, which
     makes their recursion v = V + rho (r + v' - V).
     """
-    weights = log_ratio.exp().clamp(max=cap)
+    weights, target = log_ratio.exp().clamp(max=cap), rewards
     targets, advantages = torch.empty_like(values), torch.empty_like(values)
-    target = rewards
     for t in reversed(range(values.shape[1])):
         advantages[:, t] = target - values[:, t]
-        target = values[:, t] + weights[:, t] * advantages[:, t]
-        targets[:, t] = target
+        targets[:, t] = target = values[:, t] + weights[:, t] * advantages[:, t]
     return targets, weights, advantages
 
 
-def loss_of(method: str, new: Tensor, old: Tensor, rewards: Tensor, values: Tensor) -> tuple:
+def loss_of(method, new, old, rewards, values):
     """Loss of R responses by any of METHODS, advantages [R, T], share of tokens that were touched.
 
     Log-probs now and as recorded [R, T], rewards [R], values of the behaviour policy [R, T].
@@ -140,8 +136,6 @@ def loss_of(method: str, new: Tensor, old: Tensor, rewards: Tensor, values: Tens
     proximal policy is the one of this forward pass. The mean is over R responses, as in J.
     """
     drift = (new - old).detach()
-    mask = torch.ones(new.numel(), dtype=torch.bool)
-    sequence = torch.arange(len(new)).repeat_interleave(new.shape[1])
     advantages = (rewards - values[:, 0])[:, None].expand(new.shape)
     weights, touched = torch.ones_like(drift), 0.0
     if method == "sequence_is":  # the ratio of the whole response: unbiased at every staleness
@@ -150,18 +144,17 @@ def loss_of(method: str, new: Tensor, old: Tensor, rewards: Tensor, values: Tens
         _, weights, advantages = vtrace(drift, values, rewards)
         touched = float((weights < drift.exp()).double().mean())
     tensors = [x.reshape(-1) for x in (new, new.detach(), old, weights * advantages)]
+    sequence = torch.arange(len(new)).repeat_interleave(new.shape[1])
+    mask = torch.ones(len(sequence), dtype=torch.bool)
     if method == "opsm":
-        _, current, behaviour, gain = tensors
-        mask = opsm_mask(behaviour, current, gain, mask, sequence)
+        mask = opsm_mask(tensors[2], tensors[0], tensors[3], mask, sequence)
     objective = losses.OBJECTIVES[CORRECTIONS.get(method, method)]
     loss, sums = objective(*tensors, mask, sequence, len(new), losses.Constants())
-    touched += float(sum(sums.values()) + (~mask).sum()) / mask.numel()
+    touched += float(sum(sums.values()) + (~mask).sum()) / len(mask)
     return loss, advantages, touched
 
 
-def examine(
-    method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor
-) -> tuple[Tensor, dict]:
+def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor):
     """The gradient of every response [R, D], and how good it is; nothing is sampled.
 
     In units of the length of the true gradient: `bias`, |expectation - truth|; `spread`, the
@@ -196,9 +189,7 @@ def is_unbiased(method: str, length: int, staleness: int, touched: float) -> boo
     return length == 1 and touched == 0 and method != "reinforce"
 
 
-def gradient_claim(
-    name: str, gradients: Tensor, chances: Tensor, truth: Tensor, unbiased: bool
-) -> tuple:
+def gradient_claim(name, gradients, chances, truth, unbiased):
     """The claim that gradients [R, D] have no error, in units of the length of the truth [D].
 
     The error is measured in the direction in which enumeration predicts it (a bias at right angles
@@ -280,39 +271,39 @@ def kl_part(task: EnumeratedTask, seed: int) -> Part:
     for name in KL_RIGHT:
         curves[name] = []
         for s in STALENESS[1:]:
-            facts, checked = examine_kl(name, task, chain[: s + 1])
+            facts, pair = examine_kl(name, task, chain[s], chain[max(s - 2, 0)], chain[0])
             curves[name].append(facts)
-        claims += checked
+        claims += pair
     return curves, claims
 
 
-def examine_kl(name: str, task: EnumeratedTask, chain: list[Tensor]) -> Part:
-    """Value and gradient of an estimator for the last policy of a chain, the first as reference.
+def examine_kl(name, task: EnumeratedTask, theta: Tensor, older: Tensor, first: Tensor) -> Part:
+    """Value and gradient of an estimator of the KL from `theta` to `first`, and a claim on each.
 
-    k1, k2, k3 see samples of that policy; unbiased_k3 sees samples of a policy two steps older.
+    k1, k2, k3 see samples of `theta`, unbiased_k3 those of `older`, a policy two steps older.
     """
-    theta, reference = chain[-1].clone().requires_grad_(), logprobs_of(chain[0], task)
-    new = logprobs_of(theta, task)
-    old, tensors = new.detach(), (new, reference)
-    if name == "unbiased_k3":
-        old = logprobs_of(chain[max(len(chain) - 3, 0)], task)
-        tensors = (new, reference, old)
+    stale, theta = name == "unbiased_k3", theta.clone().requires_grad_()
+    new, reference = logprobs_of(theta, task), logprobs_of(first, task)
+    old = logprobs_of(older, task) if stale else new.detach()
     kl = chances_of(new) @ (new - reference).sum(1)
-    (truth,) = torch.autograd.grad(kl, theta, retain_graph=True)
-    values = KL_ESTIMATORS[name](*tensors).sum(1)  # [R]
+    truth = torch.autograd.grad(kl, theta, retain_graph=True)[0].flatten()
+    values = KL_ESTIMATORS[name](new, reference, *[old] * stale).sum(1)  # [R]
     (slopes,) = torch.autograd.grad(values.sum(), new)
     gradients = response_gradients(slopes, theta.detach(), task)
-    values, truth, kl = values.detach(), truth.flatten(), kl.item()
-    chances = chances_of(old)
-    mean, error = chances @ values, (chances @ gradients - truth).norm() / truth.norm()
-    deviation = (chances @ (values - mean) ** 2).sqrt()
-    facts = {"kl": kl, "value": mean, "deviation": deviation, "gradient_error": error}
-    length = task.tokens.shape[1]
-    label, (value_right, slope_right) = f"{name}, T = {length}", KL_RIGHT[name]
-    value = (f"value of {label}", values, chances, kl, length <= value_right)
-    right = length <= slope_right
-    slope = gradient_claim(f"slope of {label}", gradients, chances, truth, right)
-    return {key: float(fact) for key, fact in facts.items()}, [value, slope]
+    values, chances = values.detach(), chances_of(old)
+    mean = chances @ values
+    facts = {
+        "kl": kl.detach(),
+        "value": mean,
+        "deviation": (chances @ (values - mean) ** 2).sqrt(),
+        "gradient_error": (chances @ gradients - truth).norm() / truth.norm(),
+    }
+    facts, length = {key: float(fact) for key, fact in facts.items()}, task.tokens.shape[1]
+    value_right, slope_right = (length <= most for most in KL_RIGHT[name])
+    label = f"{name}, T = {length}"
+    value = (f"value of {label}", values, chances, facts["kl"], value_right)
+    slope = gradient_claim(f"slope of {label}", gradients, chances, truth, slope_right)
+    return facts, [value, slope]
 
 
 def draw(folder: Path, result: dict) -> None:

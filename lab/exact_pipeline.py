@@ -20,9 +20,10 @@ from torch import Tensor
 
 import losses
 from cache import decode, make_cache, prefill
-from lab.pipeline import Costs, Pipeline, PipelineConfig, end
+from lab.pipeline import Costs, Pipeline, end
 from lab.plots import BLUE, GREY, ORANGE, draw_panels
 from model import GPT, ModelConfig, generated_logprobs, pack_tokens
+from runtime.config import Config
 
 PROMPT, ALPHABET = [5, 6, 7, 5, 6, 4], torch.arange(4)
 
@@ -119,7 +120,7 @@ def drop_part(seed: int, steps: int = 375) -> tuple[dict, list[tuple]]:
     starts = np.linspace(0, steps, len(lengths))  # the simulation draws them by version
     groups = np.stack([starts, 0 * lengths, lengths], 1).astype(int).tolist()
     costs = Costs(step=1.0, train=100.0, groups=groups)
-    config = PipelineConfig("tail", steps, slots=64, group_size=1, groups_per_step=8)
+    config = Config(steps=steps, slots=64, rollout_workers=1, group_size=1, groups_per_step=8)
     curves, claims = {}, []
     for rule in ("wait", "drop"):
         events = Pipeline(replace(config, on_stale=rule), costs, seed).run().events
@@ -144,7 +145,7 @@ def length_facts(lengths: list[float]) -> dict:
     return {"answers": count, "tokens": tokens, "mean": tokens / count, "at_least": at_least}
 
 
-def draw(folder: Path, result: dict) -> None:
+def draw_pipeline(folder: Path, result: dict) -> None:
     """lab_swap.png and lab_drop.png, one message each."""
     curves = {}
     for mode, colour in MODES.items():

@@ -14,17 +14,18 @@ networks, except for one all-reduce a step.
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from math import ceil
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 from buffer import Buffer, staleness
 from learner import pack
+from runtime.config import Config
 from runtime.messages import Group
 
 
@@ -32,7 +33,6 @@ from runtime.messages import Group
 class Costs:
     """Seconds of everything that takes time on one device, and the episodes of a task."""
 
-    runs: list[str] = field(default_factory=list)  # names of the runs that it was calibrated on
     step: float = 0.0  # a decode step, however full
     step_slot: float = 0.0  # added for each slot: the batch has one static shape
     step_context: float = 0.0  # added for each slot and token of the longest running episode
@@ -56,32 +56,11 @@ class Costs:
     groups: list[list[int]] = field(default_factory=list)
 
 
-@dataclass
-class PipelineConfig:
-    """The flags of train_async.py that decide how fast it is."""
-
-    task: str
-    steps: int = 32
-    slots: int = 128
-    group_size: int = 16
-    groups_per_step: int = 32
-    eta: int = 2
-    swap: str = "keep"
-    on_stale: str = "wait"
-    rollout_workers: int = 1
-    reward_workers: int = 1
-    learners: int = 1
-    reference_every: int = 0
-    token_budget: int = 4096  # of a micro-batch
-    synchronous: bool = False  # the same devices generate and train, in turn
-
-
-@dataclass
-class PipelineLog:
+class PipelineLog(NamedTuple):
     """One run, real or simulated: its flags, its events by kind, and a row of metrics a step."""
 
-    name: str
-    config: PipelineConfig
+    config: Config
+    synchronous: bool  # the same devices generate and train, in turn
     events: dict[str, list[dict]]
     rows: list[dict]
 
@@ -97,12 +76,12 @@ class SimulatedWorker:
         self.samples: list = [None] * slots
         self.left = np.zeros(slots, np.int64)  # tokens still to generate
         self.cached = np.zeros(slots, np.int64)  # tokens in the cache
-        self.begin = 0.0  # when decoding began
+        self.woken = 0.0  # time of its last token boundary
+        self.begin = 0.0  # when decoding began, after the refill
         self.pace = 0.0  # seconds a decode step
         self.steps = 0  # decode steps until the next change; 0: idle
         self.ticket = 0  # only the planned boundary with this number still counts
         self.prompts: dict[int, int] = {}  # group id -> version that computed its prompt
-        self.span: dict | None = None  # the event of generation that goes on
 
     def context(self) -> float:
         """Mean length of the longest running episode over the steps to come."""
@@ -110,23 +89,23 @@ class SimulatedWorker:
 
 
 class Pipeline:
-    """One simulation. The last argument of a method that runs at some moment is that moment."""
+    """One simulation. Methods run at a moment of it: `now`, in seconds, is their last argument."""
 
-    def __init__(self, config: PipelineConfig, costs: Costs, seed: int = 0):
-        self.config, self.costs = config, costs
+    def __init__(self, config: Config, costs: Costs, seed: int = 0, synchronous: bool = False):
+        self.config, self.costs, self.synchronous = config, costs, synchronous
         self.random = np.random.default_rng(seed)
-        self.buffer = Buffer(config.groups_per_step, config.eta, config.on_stale)
+        self.buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
         names = [f"rollout-{i}" for i in range(config.rollout_workers)]
         self.workers = [SimulatedWorker(name, config.slots) for name in names]
         self.verifiers = [0.0] * config.reward_workers  # heap: when each reward worker is free
-        self.agenda: list[tuple] = []  # heap of (time, order, what happens)
+        self.agenda = []  # heap of (time, order, what happens)
         self.order = count()
         self.version = 0
         self.busy = False  # the learner takes in groups or trains
-        self.inbox: list[Group] = []  # verified groups that the learner has not taken in
+        self.inbox = []  # verified groups that the learner has not taken in
         self.arrived = 0  # groups that arrived since the step began
-        self.starts = np.array([record[0] for record in costs.groups])
-        self.log = PipelineLog("simulated", config, defaultdict(list), [])
+        self.starts = [record[0] for record in costs.groups]
+        self.events, self.rows = defaultdict(list), []
 
     def run(self) -> PipelineLog:
         """Simulate all steps."""
@@ -134,23 +113,19 @@ class Pipeline:
         while self.version < self.config.steps:
             now, _, action = heapq.heappop(self.agenda)
             action(now)
-        spans = self.log.events["generate"]
-        self.log.events["generate"] = [e for e in spans if "seconds" in e]  # those that ended
-        return self.log
+        return PipelineLog(self.config, self.synchronous, self.events, self.rows)
 
-    def plan(self, time: float, action: Callable, *arguments) -> None:
+    def plan(self, time, action, *arguments):
         """Put an action on the agenda."""
         heapq.heappush(self.agenda, (time, next(self.order), partial(action, *arguments)))
 
-    def note(self, process: str, kind: str, t: float, **details) -> dict:
+    def note(self, process, kind, t, **details):
         """Write an event into the log."""
-        event = {"t": t, "process": process, "kind": kind, **details}
-        self.log.events[kind].append(event)
-        return event
+        self.events[kind].append({"t": t, "process": process, "kind": kind, **details})
 
     # ------------------------------------------------------------------------------- generation
 
-    def admit(self, now: float) -> None:
+    def admit(self, now):
         """Admit as many groups as the deadlines allow; each goes to the least busy worker."""
         config, buffer = self.config, self.buffer
         wanted = (config.steps - self.version) * config.groups_per_step
@@ -177,7 +152,7 @@ class Pipeline:
             lengths = self.random.choice(lengths, self.config.group_size).tolist()
         return prompt, lengths
 
-    def wake(self, worker: SimulatedWorker, now: float) -> None:
+    def wake(self, worker, now):
         """Something is new for a worker: it looks at its next token boundary."""
         if not worker.steps:
             return self.boundary(worker, worker.ticket, now)
@@ -186,48 +161,39 @@ class Pipeline:
             worker.steps = done
             self.plan_boundary(worker)
 
-    def plan_boundary(self, worker: SimulatedWorker) -> None:
+    def plan_boundary(self, worker):
         """Plan the boundary after `worker.steps` steps, in place of the one planned before."""
         worker.ticket += 1
         stop = worker.begin + worker.steps * worker.pace
         self.plan(stop, self.boundary, worker, worker.ticket)
 
-    def boundary(self, worker: SimulatedWorker, ticket: int, now: float) -> None:
+    def boundary(self, worker, ticket: int, now):
         """A token boundary at which something changes; decode from here to the next one."""
         if ticket != worker.ticket:
             return  # another boundary was planned since
         if worker.steps:
             self.finish(worker, now)
         refill_seconds = self.refill(worker, now)
-        running = worker.left > 0
         worker.steps = 0
-        span = worker.span
-        if span and (worker.version != span["version"] or not running.any()):
-            span["seconds"] = now - span["t"]
-            worker.span = None
+        running = worker.left > 0
         if not running.any():
-            worker.ticket += 1
             return
-        if not worker.span:
-            amounts = {"steps": 0, "slot_steps": 0, "context": 0, "decode": 0.0}
-            span = self.note(worker.name, "generate", now, version=worker.version, **amounts)
-            worker.span = span
         config, costs = self.config, self.costs
         worker.steps = int(worker.left[running].min())
         slot = costs.step_slot + costs.step_context * worker.context()
         pace = costs.step + config.slots * slot + costs.step_running * running.sum()
-        factor = costs.alone if config.synchronous else 1.0
-        worker.pace = pace * factor
+        factor = costs.alone if self.synchronous else 1.0
+        worker.pace, worker.woken = pace * factor, now
         worker.begin = now + refill_seconds * factor
         self.plan_boundary(worker)
 
-    def finish(self, worker: SimulatedWorker, now: float) -> None:
-        """Count the steps that are done; episodes that have all their tokens leave their slots."""
-        running, steps, span = worker.left > 0, worker.steps, worker.span
-        span["steps"] += steps
-        span["slot_steps"] += steps * int(running.sum())
-        span["context"] += steps * worker.context()
-        span["decode"] += steps * worker.pace
+    def finish(self, worker, now):
+        """The planned steps are done; episodes that have all their tokens leave their slots."""
+        running, steps = worker.left > 0, worker.steps
+        amounts = {"steps": steps, "slot_steps": steps * int(running.sum())}
+        amounts |= {"context": steps * worker.context(), "decode": steps * worker.pace}
+        seconds = now - worker.woken
+        self.note(worker.name, "generate", worker.woken, seconds=seconds, **amounts)
         worker.left[running] -= steps
         worker.cached[running] += steps
         for slot in np.flatnonzero(running & (worker.left == 0)):
@@ -237,7 +203,7 @@ class Pipeline:
                 self.note(worker.name, "finish", now, group=group.group_id)
                 self.verify(group, now)
 
-    def refill(self, worker: SimulatedWorker, now: float) -> float:
+    def refill(self, worker, now) -> float:
         """Adopt new weights as `swap` says, then fill the free slots; returns the seconds."""
         costs, running, seconds = self.costs, worker.left > 0, 0.0
         if worker.version < self.version:
@@ -253,7 +219,7 @@ class Pipeline:
         seconds += len(free) * costs.episode + sum(prompts) * costs.prefill
         return seconds + costs.refill * any(prompts)
 
-    def start_sample(self, worker: SimulatedWorker, slot: int, now: float) -> int:
+    def start_sample(self, worker, slot, now) -> int:
         """Give a slot to the next sample; returns the prompt tokens to compute: once a group."""
         group, length = worker.waiting.popleft()
         prompt = group.problem["prompt"]
@@ -270,9 +236,9 @@ class Pipeline:
 
     # ------------------------------------------------------- verification and learning
 
-    def verify(self, group: Group, now: float) -> None:
+    def verify(self, group, now):
         """Verify a group by the reward worker that is free first."""
-        if self.config.synchronous:
+        if self.synchronous:
             return self.arrive(group, now)  # the learner verifies: see `work`
         score = self.costs.score
         begin = max(now + self.costs.delivery, self.verifiers[0])
@@ -282,26 +248,26 @@ class Pipeline:
         self.note("reward-0", "score", begin, **details)
         self.plan(begin + score, self.arrive, group)
 
-    def arrive(self, group: Group, now: float) -> None:
+    def arrive(self, group, now):
         """A verified group reaches the learner."""
         self.inbox.append(group)
         self.arrived += 1
         self.work(now)
 
-    def work(self, now: float) -> None:
+    def work(self, now):
         """A learner that has nothing to do takes in what has arrived, or else trains."""
         if self.busy:
             return
         config, costs = self.config, self.costs
-        enough = config.groups_per_step if config.synchronous else 1
+        enough = config.groups_per_step if self.synchronous else 1
         if len(self.inbox) < enough:
             return self.train(now)
         self.busy = True
-        groups, self.inbox = self.inbox, []
-        each = costs.score if config.synchronous else costs.handle
-        self.plan(now + len(groups) * each, self.take_in, groups)
+        each = costs.score if self.synchronous else costs.handle
+        self.plan(now + len(self.inbox) * each, self.take_in, self.inbox)
+        self.inbox = []
 
-    def take_in(self, groups: list[Group], now: float) -> None:
+    def take_in(self, groups, now):
         """The groups are in the buffer now."""
         self.busy = False
         for group in groups:
@@ -310,7 +276,7 @@ class Pipeline:
         self.train(now)
         self.work(now)
 
-    def train(self, now: float) -> None:
+    def train(self, now):
         """Begin a step, if the buffer has a batch for it."""
         batch = self.buffer.next_batch(self.version)
         if self.buffer.dropped:
@@ -328,44 +294,48 @@ class Pipeline:
             token += costs.reference_token
         work = micro_batches * costs.micro_batch + sum(lengths) * token
         seconds = costs.train + work / config.learners + costs.all_reduce * (config.learners > 1)
+        oldest = [staleness(t, self.version) for t in samples]
         row = {"step": step, "sequence_tokens": sum(lengths), "micro_batches": micro_batches}
-        row["staleness_mean"] = float(np.mean([staleness(t, self.version) for t in samples]))
-        details = {"version": self.version, "groups": [g.group_id for g in batch]}
-        event = self.note("learner", "train", now, **details)
-        self.plan(now + seconds, self.publish, row, event)
+        self.rows.append(row | {"staleness_mean": float(np.mean(oldest))})
+        trained = [group.group_id for group in batch]
+        self.note("learner", "train", now, version=self.version, groups=trained)
+        self.plan(now + seconds, self.publish)
 
-    def publish(self, row: dict, event: dict, now: float) -> None:
+    def publish(self, now):
         """The step ends when it has taken in what arrived meanwhile; then weights go out."""
         if self.arrived:
             late = now + self.arrived * self.costs.listen
             self.arrived = 0
-            return self.plan(late, self.publish, row, event)
-        event["seconds"] = now - event["t"]
+            return self.plan(late, self.publish)
+        step = self.events["train"][-1]
+        step["seconds"] = now - step["t"]
         seconds = self.costs.publish
-        self.note("learner", "publish", now, version=row["step"], seconds=seconds)
-        self.plan(now + seconds, self.adopt, row)
+        self.note("learner", "publish", now, version=self.version + 1, seconds=seconds)
+        self.plan(now + seconds, self.adopt)
 
-    def adopt(self, row: dict, now: float) -> None:
+    def adopt(self, now):
         """The new weights are there; the learner goes on when its books are written."""
-        self.version = row["step"]
+        self.version += 1
         for worker in self.workers:
             self.wake(worker, now)
         free = now + self.costs.after
-        self.log.rows.append(row | {"t": free})
-        if not self.config.synchronous:
+        self.rows[-1]["t"] = free
+        if not self.synchronous:
             self.admit(now)
         self.plan(free, self.go_on)
 
-    def go_on(self, now: float) -> None:
+    def go_on(self, now):
         """The learner is free again."""
         self.busy = False
         self.admit(now)
         self.work(now)
 
 
-def predict(config: PipelineConfig, costs: Costs, seed: int = 0) -> dict[str, float]:
+def predict(
+    config: Config, costs: Costs, seed: int = 0, synchronous: bool = False
+) -> dict[str, float]:
     """`pipeline_metrics` of a simulated run."""
-    return pipeline_metrics(Pipeline(config, costs, seed).run())
+    return pipeline_metrics(Pipeline(config, costs, seed, synchronous).run())
 
 
 def end(event: dict) -> float:
@@ -373,29 +343,25 @@ def end(event: dict) -> float:
     return event["t"] + event["seconds"]
 
 
-def overlap(spans: list[dict], begin: float, stop: float) -> float:
-    """Seconds that spans have between `begin` and `stop`."""
-    return sum(max(0.0, min(end(e), stop) - max(e["t"], begin)) for e in spans)
-
-
 def pipeline_metrics(log: PipelineLog) -> dict[str, float]:
-    """Tokens trained a second, mean staleness in versions, and idle shares of the processes.
+    """Tokens trained a second, idle share of all processes, and mean staleness in versions.
 
     The pipeline is full when these are measured: the first and last eta + 1 steps are left out.
     """
     config, trained = log.config, log.events["train"]
-    first, last = 1 + config.eta, config.steps - 1 - config.eta
+    first, last = 1 + config.max_staleness, config.steps - 1 - config.max_staleness
     begin, stop = end(trained[first - 1]), end(trained[last - 1])
-    rows, seconds = log.rows[first:last], stop - begin
-    workers = config.rollout_workers
-    rollout = overlap(log.events["generate"], begin, stop) / (seconds * workers)
-    learner = overlap(trained, begin, stop) / seconds
+
+    def busy(kind: str) -> float:
+        """Seconds in which events of a kind went on."""
+        return sum(max(0.0, min(end(e), stop) - max(e["t"], begin)) for e in log.events[kind])
+
+    seconds, rows = stop - begin, log.rows[first:last]
+    work = busy("generate") + busy("train") * config.learners
     # In a synchronous run the devices that train are those that generate.
-    devices = workers if config.synchronous else workers + config.learners
+    devices = config.rollout_workers + config.learners * (not log.synchronous)
     return {
         "tokens_per_s": sum(row["sequence_tokens"] for row in rows) / seconds,
-        "rollout_idle": 1 - rollout,
-        "learner_idle": 1 - learner,
-        "idle": 1 - (rollout * workers + learner * config.learners) / devices,
+        "idle": 1 - work / (seconds * devices),
         "staleness": float(np.mean([row["staleness_mean"] for row in rows])),
     }
