@@ -16,6 +16,8 @@ Left out: failures, which may hang on the clock. They teach nothing; the log nam
 
 import dataclasses
 import json
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 from tqdm import tqdm
@@ -36,16 +38,17 @@ NO_END = 2**30  # tokens
 
 def replayable(group: Group) -> dict:
     """What the log keeps of a verified group."""
-    failed = {i: t.finish for i, t in enumerate(group.trajectories) if t.failed}
-    kept = {"failed": failed} if failed else {}
-    return kept | {"digest": group.digest, "swaps": [t.swaps for t in group.trajectories]}
+    return {
+        "failed": {i: t.finish for i, t in enumerate(group.trajectories) if t.failed},
+        "digest": group.digest,
+        "swaps": [t.swaps for t in group.trajectories],
+    }
 
 
 def replay(config: Config) -> None:
     """The whole run again; prints what is shown by it, or raises TrainingStopped."""
-    run = Path(config.replay)
     config, summary = recorded(config)
-    steps, scores = read_script(run)
+    steps, scores = read_script(Path(config.replay))
     task, (learners, generators) = task_of(config), pick_devices(config)
     set_threads(config, len(learners) + len(generators), learners[0])
     if learners[0] != "cpu":
@@ -53,7 +56,7 @@ def replay(config: Config) -> None:
     learner = make_learner(config, task, learners[0])
     trained = [scores[group] for step in steps for group in step["groups"]]
     parts = make_parts(config, task, learner, trained)
-    done: dict[int, Group] = {}
+    done = {}  # group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = [group for part in parts for group in part.play(learner)]
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
@@ -64,10 +67,8 @@ def replay(config: Config) -> None:
     sha256 = sha256_of(learner.model.flat)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
-    episodes = sum(len(event["swaps"]) for event in trained)
-    print(
-        f"{len(steps)} steps and {episodes:,} episodes again: all the same, weights {sha256[:16]}"
-    )
+    episodes = f"{len(trained) * config.group_size:,} episodes"
+    print(f"{len(steps)} steps and {episodes} again: all the same, weights {sha256[:16]}")
 
 
 # ---------------------------------------------------------------------------- what the log tells
@@ -93,8 +94,7 @@ def read_script(run: Path) -> tuple[list[dict], dict[int, dict]]:
     place in the order of issue. Every event knows its `line` in the log."""
     steps, issued, scores = [], {}, {}
     for line, event in enumerate(read_lines(run / "events.jsonl"), start=1):
-        event["line"] = line
-        group = event.get("group")
+        event["line"], group = line, event.get("group")
         if event["kind"] in ("admit", "requeue"):
             issued[group] = {"worker": event["worker"], "issued": line}  # the last time counts
         elif event["kind"] == "score":
@@ -116,26 +116,25 @@ class Part:
 
     def __init__(self, generator: Generator, scores: list[dict], task: Task):
         self.generator = generator
-        self.swaps: dict[tuple, list] = {}  # of every sample
-        self.begin: dict[int, list] = {}  # version -> samples that begin with it
-        for event in sorted(scores, key=lambda event: event["issued"]):
-            group_id = event["group"]
-            group = Group(group_id, event["swaps"][0][1], task.reset(group_id, "train"))
+        self.swaps = {}  # of every sample
+        self.begin = defaultdict(list)  # version -> samples that begin with it
+        for event in sorted(scores, key=itemgetter("issued")):
+            group_id, swaps = event["group"], event["swaps"]
+            group = Group(group_id, swaps[0][1], task.reset(group_id, "train"))
             generator.groups[group_id] = group
-            for i, flat in enumerate(event["swaps"]):
-                swaps = list(zip(flat[::2], flat[1::2], strict=True))
-                self.swaps[group_id, i] = swaps
-                self.begin.setdefault(swaps[0][1], []).append((group, i))
+            for i, flat in enumerate(swaps):
+                self.swaps[group_id, i] = list(zip(flat[::2], flat[1::2], strict=True))
+                self.begin[flat[1]].append((group, i))
 
     def play(self, learner: Learner) -> list[Group]:
         """Play everything as far as the learner's version fed it; returns the finished groups."""
         generator, version = self.generator, learner.version
         shared = generator.model is learner.model
         generator.set_weights(version, None if shared else learner.model.flat)
-        generator.waiting.extend(self.begin.pop(version, []))
+        generator.waiting.extend(self.begin[version])
         while True:
             for b, episode in enumerate(generator.episodes):
-                if episode is not None:
+                if episode:
                     generator.running[b] = generator.cached[b] < self.end(episode, version)
             if not generator.step():
                 left = len(generator.waiting)
@@ -149,11 +148,10 @@ class Part:
 
 
 def make_parts(config: Config, task: Task, learner: Learner, scores: list[dict]) -> list[Part]:
-    """One part a worker that sampled something."""
+    """One part for each worker that sampled something."""
     # environments are asked in turn, not beside generation
-    task, parts = dataclasses.replace(task, beside=False), []
+    parts, task, model = [], dataclasses.replace(task, beside=False), learner.model
     for worker in sorted({event["worker"] for event in scores}):
-        model = learner.model
         if config.rollout_weights != "float32":  # rounded, so it needs its own
             model = make_model(config, task).on(model.flat.device)
         own = [event for event in scores if event["worker"] == worker]
@@ -161,28 +159,28 @@ def make_parts(config: Config, task: Task, learner: Learner, scores: list[dict])
     return parts
 
 
-def train(learner: Learner, step: dict, done: dict[int, Group], config: Config) -> None:
-    """Train the groups of one step, in the log's order, and compare."""
-    what = f"of step {step['version']}"
-    for group in step["groups"]:
-        if group not in done:
-            raise difference(step, f"{what}: group {group} is not finished")
-    batch = [done.pop(group) for group in step["groups"]]
-    # the learning rate falls towards the last step that was planned then: --resume may move it
-    metrics = learner_step(learner, batch, dataclasses.replace(config, steps=step["of"]))
-    for name in ("loss", "grad_norm"):
-        if repr(metrics[name]) != repr(step[name]):  # as text, NaN is itself
-            raise difference(step, f"{what}: {name} is {metrics[name]}, was {step[name]}")
-
-
 def compare(group: Group, event: dict) -> None:
     """Mark the samples that failed; raise TrainingStopped when others are not what the log says."""
     for i, reason in event.get("failed", {}).items():
         group.trajectories[int(i)].finish = reason
     if group.digest != event["digest"]:
-        raise difference(event, f"of group {group.group_id}: a sample is another one")
+        raise TrainingStopped(f"{first(event)} of group {group.group_id}: a sample is another one")
 
 
-def difference(event: dict, text: str) -> TrainingStopped:
+def train(learner: Learner, step: dict, done: dict, config: Config) -> None:
+    """Train the groups of one step, in the log's order, and compare."""
+    what, batch = f"{first(step)} of step {step['version']}", []
+    for group_id in step["groups"]:
+        if group_id not in done:
+            raise TrainingStopped(f"{what}: group {group_id} is not finished")
+        batch.append(done.pop(group_id))
+    # the learning rate falls towards the last step that was planned then: --resume may move it
+    metrics = learner_step(learner, batch, dataclasses.replace(config, steps=step["of"]))
+    for name in ("loss", "grad_norm"):
+        if repr(metrics[name]) != repr(step[name]):  # as text, NaN is itself
+            raise TrainingStopped(f"{what}: {name} is {metrics[name]}, was {step[name]}")
+
+
+def first(event: dict) -> str:
     where = f"events.jsonl, line {event['line']}"
-    return TrainingStopped(f"{where}: the first event that differs is the {event['kind']} {text}")
+    return f"{where}: the first event that differs is the {event['kind']}"

@@ -22,6 +22,7 @@ from buffer import Buffer
 from learner import learner_step
 from reward import verify_group
 from runtime.config import Config, TrainingStopped, UserError
+from runtime.flow import AsyncRun, log_discards, settle
 from runtime.messages import (
     Generated,
     Group,
@@ -84,10 +85,10 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
     run = open_training(config, "async")
-    config, learner, lives = run.config, run.learner, 2
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     pool = Workers(config, run.task, workers)
-    flow = train_async.Flow(mailbox=None, buffer=buffer, pool=pool)
+    run = AsyncRun(**vars(run), mailbox=None, buffer=buffer, pool=pool)
+    config, learner, lives = run.config, run.learner, 2
 
     def decode(generator) -> None:
         """A few token boundaries; perhaps newer weights before one of them."""
@@ -109,33 +110,33 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
         metrics = learner_step(learner, batch, config)
         facts |= {"of": config.steps} | {name: metrics[name] for name in ("loss", "grad_norm")}
         run.log.event("learner", "train", in_flight=len(buffer.outstanding), **facts)
-        train_async.settle(run, flow)
+        settle(run)
 
     while learner.version < config.steps:
-        train_async.admit(run, flow)
+        train_async.admit(run)
         for worker in pool.of("rollout"):
             generator = pool.generators[worker.name]
             decode(generator)
             told = Generated(None, generator.events, {})
-            train_async.handle(run, flow, worker, told)
+            train_async.handle(run, worker, told)
             generator.events = []
             for group in generator.take_finished():
                 (message,) = unpack_messages(pack_messages([Verified(group, judgement_of(group))]))
                 del worker.work[group.group_id]
-                train_async.handle(run, flow, worker, message)
+                train_async.handle(run, worker, message)
             if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:
                 lives -= 1
                 pool.spawn(worker.number)
-                lost = Lost("died", list(worker.work.values()), replaced=True)
-                train_async.handle(run, flow, worker, lost)
+                lost = Lost("died", list(worker.work.values()))
+                train_async.handle(run, worker, lost)
                 break
         batch = buffer.next_batch(learner.version)
-        train_async.log_discards(run, flow)
+        log_discards(run)
         if batch:
             step(batch)
     run.log.close()
     summary = {"steps": config.steps, "weights_sha256": sha256_of(learner.model.flat)}
-    summary["ledger"] = flow.ledger.totals()
+    summary["ledger"] = run.ledger.totals()
     (run.folder / "summary.json").write_text(json.dumps(summary))
     return summary
 
@@ -205,7 +206,7 @@ def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, monkeypatch, swa
     scores = scores_of(tmp_path / "run")
     assert 5 < sum(len(event.get("failed", {})) for event in scores) < 60
     replay(tmp_path / "run")
-    event = next(event for event in scores if "failed" in event)
+    event = next(event for event in scores if event["failed"])
     line = 1 + read_lines(tmp_path / "run" / "events.jsonl").index(event)
     rewrite(tmp_path / "run", line, lambda event: event.pop("failed"))
     differs(tmp_path / "run", f"line {line}: .* the score of group {event['group']}: a sample")
