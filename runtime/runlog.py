@@ -8,10 +8,12 @@
 Left out: what is written when a run ends (report.py), and checkpoints (checkpoint.py).
 """
 
+import contextlib
 import dataclasses
 import json
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
@@ -43,10 +45,11 @@ def open_run(config: Config, mode: str) -> Path:
 def new_folder(run: Path) -> None:
     """Make an empty run folder; raises UserError where something is already there."""
     try:
-        if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        run.mkdir(parents=True, exist_ok=True)
+        if any(run.iterdir()):
             raise UserError(f"--out {run}: must be new or an empty folder")
         for name in ("checkpoints", "logs"):
-            (run / name).mkdir(parents=True, exist_ok=True)
+            (run / name).mkdir()
     except OSError as error:
         raise UserError(f"--out {run}: must be writable ({error.strerror})") from error
 
@@ -112,13 +115,22 @@ class RunLog:
         self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
         self.events = []  # not on disk yet
         self.shown = {}  # beside the bar
+        self.seconds = Counter()  # of all spans, by kind
+        self.failure = ""  # what the first failed episode died of
         self.kept = []  # (seconds, version, weights) of evaluations that are to come
 
-    def span(self, process: str, kind: str, begin: float, **details) -> float:
-        """Note what lasted from `begin` until now; returns its seconds."""
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.start
+
+    @contextlib.contextmanager
+    def timed(self, process: str, kind: str, **details):
+        """Note what lasts as long as its block; the block may add to the details."""
+        begin = time.monotonic()
+        yield details
         seconds = time.monotonic() - begin
+        self.seconds[kind] += seconds
         self.event(process, kind, begin, seconds=seconds, **details)
-        return seconds
 
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
         """Note one event; `at` is on the monotonic clock, in the log it is seconds of the run."""
@@ -127,8 +139,7 @@ class RunLog:
 
     def step(self, record: dict, **shown) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
-        seconds = round(time.monotonic() - self.start, 3)
-        append_lines(self.run / "metrics.jsonl", [{"t": seconds, **record}])
+        append_lines(self.run / "metrics.jsonl", [{"t": round(self.now(), 3), **record}])
         self.flush()
         self.shown |= shown
         self.bar.set_postfix(self.shown, refresh=False)
@@ -147,4 +158,4 @@ class RunLog:
         """Write what is left; returns the seconds since the run began."""
         self.flush()
         self.bar.close()
-        return time.monotonic() - self.start
+        return self.now()
