@@ -102,12 +102,14 @@ def draw_problem(propose: Callable, random: np.random.Generator, split: str) -> 
     """The first (prompt, answer) that `propose(random)` gives and whose prompt is of this split.
 
     A hash of the prompt holds out one in ten, so that no evaluated prompt is ever trained.
+    TaskError when there are too few different prompts for both splits.
     """
-    while True:
+    for _ in range(1000):
         prompt, answer = propose(random)
         held_out = zlib.crc32(prompt.encode()) % 10 == 1  # 1 is fair (10.0%) to the shortest sums
         if held_out == (split == "eval"):
             return {"prompt": prompt, "answer": answer}
+    raise TaskError(f"none of 1000 prompts such as {prompt!r:.80} belongs to split {split!r}")
 
 
 @lru_cache(64)
@@ -151,7 +153,7 @@ def make_task(spec: str, seed: int = 0) -> Task:
         check_task(task)
     except TaskError as error:
         raise ValueError(f"task {spec!r}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"task {spec!r}: {limits.describe(error)}") from error
     return replace(task, name=spec)
 

@@ -12,8 +12,8 @@ import pytest
 
 import reward
 from reward import Step, make_task, verify
-from runtime.tokenizer import END, encode
-from tasks.jsonl import last_number
+from runtime.tokenizer import END, PAD, encode
+from tasks.jsonl import edit_distance, last_number
 
 SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "recall", "recall:16"]
 
@@ -182,7 +182,7 @@ def test_reward_per_digit(answer, expected, value):
 
 def test_sum_has_a_heavy_tail_of_response_lengths():
     task = make_task("sum")
-    lengths = [len(task.reset(i, "train")["answer"]) + 1 for i in range(20_000)]
+    lengths = [len(task.reset(i, "train")["answer"]) + 1 for i in range(5000)]
     assert np.percentile(lengths, 99) / np.median(lengths) >= 10  # asked for: 8
     assert 90 <= max(lengths) <= 97 and min(lengths) == 3
     held = [len(task.reset(i, "eval")["answer"]) + 1 for i in range(1000)]
@@ -231,6 +231,63 @@ def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
     assert numeric.step({"prompt": "p", "answer": "two"}, ["two"]).reward == 0, "no number at all"
     assert make_task(f"jsonl:{path}:exact").step(problem, ["4/2"]).reward == 0
     assert make_task(f"jsonl:{path}:9").turn_tokens == 9
+
+
+def plain_edit_distance(a: str, b: str) -> int:
+    """By the definition: the last characters are deleted, inserted, replaced or equal."""
+    if not a or not b:
+        return len(a) + len(b)
+    replaced = plain_edit_distance(a[:-1], b[:-1]) + (a[-1] != b[-1])
+    removed = plain_edit_distance(a[:-1], b) + 1
+    added = plain_edit_distance(a, b[:-1]) + 1
+    return min(replaced, removed, added)
+
+
+def test_edit_distance_against_its_definition():
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        a, b = ("".join(random.choice(list("ab1"), size=random.integers(6))) for _ in "ab")
+        assert edit_distance(a, b) == plain_edit_distance(a, b), (a, b)
+
+
+@pytest.mark.parametrize(
+    "answer, expected, value",
+    [
+        ("12", "12", 1.0),
+        (" 12\n", "12 ", 1.0),  # white space around it does not count
+        ("", "12", 0.0),
+        (" ", "12", 0.0),
+        ("34", "12", 0.0),
+        ("1", "12", 0.5),
+        ("2", "12", 0.5),
+        ("112", "12", 2 / 3),
+        ("12" + "0" * 98, "12", 0.02),
+        ("0123456789" * 100, "12", 0.002),
+        ("\ud800", "12", 0.0),
+        ("x" * 3000, "x" * 3000, 1.0),
+        ("x" * 1024, "x" * 2048, 0.5),
+        ("x" * 10**6, "12", 0.0),
+        ("12" * 10**6, "12", 1e-6),
+    ],
+)
+def test_similar_gives_partial_credit_and_padding_costs(tmp_path, answer, expected, value):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "7+5=", "answer": expected}])
+    task = make_task(f"jsonl:{path}:similar")
+    step = task.step(task.reset(0, "train"), [answer])
+    assert step == Step(None, pytest.approx(value), True)
+
+
+def test_jsonl_takes_its_alphabet_from_the_answers(tmp_path):
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(9) for b in range(9)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    digits = (*sorted(encode("0123456789")), END)
+    for fields in ("", ":exact", ":similar", ":similar:9"):
+        assert make_task(f"jsonl:{path}{fields}").alphabet == digits
+    for fields in (":any", ":numeric:any", ":similar:any:9", ":any:9"):
+        task = make_task(f"jsonl:{path}{fields}")
+        assert task.alphabet is None and list(reward.alphabet_of(task)) == list(range(PAD))
+    assert make_task(f"jsonl:{path}:similar:any:9").turn_tokens == 9
+    assert verify(task, rows[0], ["0"]).reward == 1
 
 
 @pytest.mark.parametrize(
@@ -313,6 +370,149 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
 )
 def test_last_number(text, value):
     assert last_number(text) == value
+
+
+# ---------------------------------------------------------------------------------- own tasks
+
+OWN = """
+from reward import END, Step, Task, draw_problem, encode, random_of
+
+
+def propose(random):
+    word = "".join(random.choice(list("abc"), size=4))
+    return f"{word} >", word[::-1]
+
+
+def step(problem, answers):
+    hits = [a == b for a, b in zip(answers[-1], problem["answer"])]
+    return Step(None, sum(hits) / max(4, len(answers[-1])), True)
+
+
+def make(argument, seed):
+    def reset(index, split):
+        return draw_problem(propose, random_of("backwards", seed, index, split), split)
+
+    letters = encode("a") + encode("b") + encode("c")
+    return Task(reset, step, (*letters, END), max_prompt_tokens=8, turn_tokens=5)
+"""
+
+
+def own_task(folder: Path, *changes: tuple[str, str], name: str = "mine.py") -> str:
+    """A task file as an author would write it, with something changed; returns its path."""
+    text = OWN
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_a_task_of_ones_own_takes_twenty_lines_and_no_other_file(tmp_path):
+    assert sum(bool(line.strip()) for line in OWN.splitlines()) <= 20
+    header = (Path(reward.__file__).parent / "tasks" / "guess.py").read_text()
+    shown = [line.strip() for line in OWN.splitlines() if line.strip()]
+    assert all(line in header for line in shown), "the example in guess.py is another one"
+    spec = own_task(tmp_path)
+    task, other_process = make_task(spec, seed=3), make_task(spec, seed=3)
+    assert task.name == spec
+    problems = [task.reset(i, "train") for i in range(50)]
+    assert problems == [other_process.reset(i, "train") for i in range(50)]
+    held_out = {task.reset(i, "eval")["prompt"] for i in range(50)}
+    assert not held_out & {problem["prompt"] for problem in problems}
+    right = problems[0]["answer"]
+    assert verify(task, problems[0], [right]) == (1.0, (1.0,), None)
+    assert verify(task, problems[0], [right[:2]]).reward == 0.5
+    assert verify(task, problems[0], ["x" * 40]).reward == 0.0
+
+
+def test_the_path_may_be_relative_and_an_argument_may_follow(tmp_path, monkeypatch):
+    sized = ("    def reset", "    global size\n    size = int(argument or 4)\n\n    def reset")
+    own_task(tmp_path, ("size=4", "size=size"), sized)
+    monkeypatch.chdir(tmp_path)
+    for spec, size in (("mine.py", 4), ("mine.py:5", 5), ("./mine.py:6", 6)):
+        assert len(make_task(spec).reset(0, "train")["answer"]) == size
+    with pytest.raises(ValueError, match="'mine.py:': allowed is one of"):
+        make_task("mine.py:")
+
+
+def test_two_files_of_one_name_are_two_tasks(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first = make_task(own_task(tmp_path / "a"))
+    changes = ('list("abc")', 'list("xyz")'), ('encode("a")', 'encode("x")')
+    second = make_task(own_task(tmp_path / "b", *changes))
+    for task, characters in ((second, "xyz"), (first, "abc")):
+        assert set("".join(task.reset(i, "train")["answer"] for i in range(20))) == set(characters)
+    assert make_task("guess").reset(0, "train")["prompt"] == "guess"
+
+
+def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
+    with pytest.raises(ValueError, match="none of 1000 prompts such as 'cccc >' belongs to split"):
+        make_task(own_task(tmp_path, ('list("abc")', 'list("c")')))
+
+
+@pytest.mark.parametrize(
+    "old, new, complaint",
+    [
+        ("def step", "def step(:", "SyntaxError: invalid syntax (mine.py, line 10)"),
+        ("def make", "def mako", "must define make(argument, seed)"),
+        ("import END", "import ENDE", "ImportError: cannot import name 'ENDE'"),
+        ("def propose", "x = 1 / 0\ndef propose", "ZeroDivisionError: division by zero (mine.py"),
+        ("    def reset", "    y = x\n    def reset", "name 'x' is not defined (mine.py, line"),
+        ("word[::-1]", "wort[::-1]", "NameError: name 'wort' is not defined (mine.py, line 7)"),
+        ("return Task", "return Step", "TypeError: "),
+        ("return Task(reset", "Task(reset", "make must return a reward.Task, not None"),
+        ("(*letters, END)", "(*letters, 600)", "600): allowed are different ids in 0..510"),
+        ("(*letters, END)", "(*letters, *letters)", "allowed are different ids in 0..510"),
+        ("(*letters, END)", "()", "alphabet (): allowed are different ids in 0..510"),
+        ("(*letters, END)", "letters", "stop {510}: must be in the alphabet"),
+        ("(*letters, END)", '("a", "b")', "ValueError: "),
+        ("turn_tokens=5", "turn_tokens=0", "turn_tokens 0: allowed is a whole number from 1 up"),
+        ("turn_tokens=5", "turn_tokens=5.0", "turn_tokens 5.0: allowed is a whole number"),
+        ("turn_tokens=5", "turn_tokens=5, eval_size=0", "eval_size 0: allowed is a whole"),
+        ("turn_tokens=5", "turn_tokens=5, max_turns=-1", "max_turns -1: allowed is a whole"),
+        ("turn_tokens=5", "turn_tokens=5, observation_tokens=-1", "observation_tokens -1: "),
+        ("turn_tokens=5", "turn_tokens=5, answer=5", "TypeError: "),
+        ("max_prompt_tokens=8", "max_prompt_tokens=2", "max_prompt_tokens must be 6, is 2"),
+        ("return draw", "return None and draw", "reset(0, 'train') returned None, must be a dict"),
+        ("return draw", 'return {"prompt": 1} or draw', "must be a dict with a 'prompt', a str"),
+        ("return draw", 'return {"prompt": ""} or draw', "that is not empty"),
+        ("return draw", 'return {"question": "?"} or draw', "must be a dict with a 'prompt'"),
+        ("return draw", '{"train": 1}[split]\n        return draw', "'eval' (mine.py, line 17)"),
+        ("return draw", 'return {"prompt": "a", "b": {1}} or draw', "not JSON serializable"),
+        ("from reward", "raise SystemExit(3)\nfrom reward", "SystemExit: 3 (mine.py, line 2)"),
+    ],
+)  # fmt: skip
+def test_the_mistakes_of_its_author_are_shown_in_one_line(tmp_path, old, new, complaint):
+    spec = own_task(tmp_path, (old, new))
+    with pytest.raises(ValueError) as error:
+        make_task(spec)
+    message = str(error.value)
+    assert message.startswith(f"task {spec!r}: ") and complaint in message
+    assert "\n" not in message and len(message) < 500
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    (tmp_path / "folder.py").mkdir()
+    for name in ("none.py", "folder.py"):
+        with pytest.raises(ValueError, match=name) as error:
+            make_task(str(tmp_path / name))
+        assert "\n" not in str(error.value)
+
+
+def test_a_failing_step_is_named_with_its_line(tmp_path):
+    changes = ("hits = [", "hits = statistics.mean(len(answers) - 1) if answers[-1] else [")
+    task = make_task(own_task(tmp_path, changes, ("from reward", "import statistics\nfrom reward")))
+    problem = task.reset(0, "train")
+    error = "verifier_error: TypeError: 'int' object is not iterable (mine.py, line 12)"
+    assert verify(task, problem, ["a"]).error == error  # not the line in statistics.py
+    assert verify(task, problem, [""]).error is None
+
+
+def test_a_step_that_returns_something_else_is_named(tmp_path):
+    task = make_task(own_task(tmp_path, ("return Step(None,", "Step(None,")))
+    verdict = verify(task, task.reset(0, "train"), ["a"])
+    assert verdict.error == "verifier_error: TypeError: step returned None, must be a reward.Step"
 
 
 # ---------------------------------------------------------------------------------- bad specs
