@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from runtime.messages import Beat, End, Group, Orders, pack_messages, unpack_messages
+from runtime.messages import Beat, End, Group, Orders, Verified, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
@@ -193,7 +193,7 @@ class Pool:
         self.error: Exception | None = None  # what ended the watching thread
         for role, (_, arguments) in roles.items():
             for number in range(len(arguments)):
-                self._spawn(role, number)
+                self.workers[role, number] = self._spawn(role, number)
         self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.thread.start()
 
@@ -269,7 +269,7 @@ class Pool:
 
     # -------------------------------------------------------------------------- inside, by threads
 
-    def _spawn(self, role: str, number: int, restarts: int = 0) -> None:
+    def _spawn(self, role: str, number: int, restarts: int = 0) -> Worker:
         function, arguments = self.roles[role]
         here, there = self.context.Pipe()
         log = str(self.logs / f"{role}-{number}.log")
@@ -291,7 +291,7 @@ class Pool:
 
         for function, arguments in ((post, (worker,)), (listen, (here, put))):
             threading.Thread(target=function, args=arguments, daemon=True).start()
-        self.workers[role, number] = worker
+        return worker
 
     def _put(self, worker: Worker, message) -> None:
         with self.books:
@@ -329,7 +329,7 @@ class Pool:
             worker.process.join(1.0)
             return self._replace(worker, f"died ({last_words(worker)})")
         try:
-            messages, flaw = unpack_messages(delivery), None
+            messages, flaw = list(unpack_messages(delivery)), None
         except Exception as error:  # on other bytes, unpickling raises almost anything
             messages, flaw = [], f"{type(error).__name__}: {error}"
         for message in messages:
@@ -361,7 +361,9 @@ class Pool:
             worker.status = message.status
             return
         with self.books:
-            del worker.work[message.group.group_id]
+            group = worker.work.pop(message.group.group_id)
+            if isinstance(message, Verified):  # a verdict is on what was sent, whatever came back
+                message = message._replace(group=group)
             if worker.role in self.then:
                 self.issue(self.then[worker.role], [message.group])
             self._put(worker, message)
@@ -377,7 +379,8 @@ class Pool:
             worker.outbox.put(None)
             if worker.restarts >= self.budget:
                 return self._put(worker, UsedUp(reason))
-            self._spawn(worker.role, worker.number, worker.restarts + 1)
-        with self.books:
-            groups, worker.work = list(worker.work.values()), {}
-            self._put(worker, Lost(reason, groups))
+            successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
+            with self.books:  # in one go: no group is nowhere meanwhile
+                self.workers[worker.role, worker.number] = successor
+                groups, worker.work = list(worker.work.values()), {}
+                self._put(worker, Lost(reason, groups))

@@ -95,7 +95,9 @@ def reward_worker(line: Line, config: Config):
         line.beat()
         if message := line.receive(0.5):
             for group in message.groups:
-                line.send(Verified(group, judge(group, task, config, line.beat)))
+                judgement = judge(group, task, config, line.beat)
+                # the parent has its episodes
+                line.send(Verified(Group(group.group_id, group.start, {}), judgement))
 
 
 def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):

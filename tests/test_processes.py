@@ -1,11 +1,10 @@
-"""transport.py with real processes: killed, stopped, talking nonsense, and left behind by a parent.
+"""processes.py with real processes: killed, stopped, talking nonsense, and left behind by a parent.
 
-Spawn imports this module in every worker, and with the mailbox torch.
+What the workers run is in toys.py. Most tests share one pool: it must survive each of them.
 """
 
 import os
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -16,167 +15,105 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+from toys import mute, pool_of, short_lived, started, toy, wait_for
 
-from runtime import processes as transport
-from runtime.mailbox import Mailbox
-from runtime.messages import from_bytes
-from runtime.processes import Line, Pool, WorkersFailed, last_words, messages_of
+from runtime import processes
+from runtime.messages import Beat, Generated, Group, Judgement, Orders, Verified, unpack_messages
+from runtime.processes import Line, Lost, Pool, Silent, WorkersFailed, last_words
 
-SHM = Path("/dev/shm")
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60.0  # a machine under load may start processes slowly; nothing here is about speed
 
-posix = pytest.mark.skipif(not hasattr(os, "kill") or os.name != "posix", reason="needs signals")
-linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG and /dev/shm")
-
-
-def test_held_messages_travel_together_and_in_order():
-    here, there = Pipe()
-    line = Line(there, 3)
-    for n in range(3):
-        line.send("group", {"n": n}, {"x": np.arange(n)}, hold=True)
-    line.flush(60.0)  # they have not been held for a minute
-    assert not here.poll()
-    line.flush()
-    delivery = here.recv_bytes()
-    found = [from_bytes(message) for message in messages_of(delivery)]
-    assert [(header["n"], header["sequence"]) for header, _ in found] == [(0, 1), (1, 2), (2, 3)]
-    assert [arrays["x"].tolist() for _, arrays in found] == [[], [0], [0, 1]]
-    line.flush()
-    assert not here.poll()
-    line.send("group", {"n": 3}, hold=True)
-    line.last -= 60.0  # a beat is due: what is held goes with it
-    line.beat()
-    kinds = [from_bytes(message)[0]["kind"] for message in messages_of(here.recv_bytes())]
-    assert kinds == ["group", "beat"]
-    *_, last = messages_of(delivery[:-1])
-    with pytest.raises(ValueError, match="torn"):
-        from_bytes(last)
-
-
-# ------------------------------------------------------------------------ what the workers run
-
-
-def echo(line, *extra):
-    """Answers every message; some of them make it misbehave."""
-    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    line.send("hello", {"pid": os.getpid(), "extra": extra, "blocked": blocked})
-    while True:
-        line.beat()
-        message = line.receive(0.1)
-        if message is None:
-            continue
-        header, arrays = message
-        kind = header["kind"]
-        if kind == "echo":
-            line.send("echo", {"n": header["n"]}, arrays)
-        elif kind == "flood":
-            for n in range(header["n"]):
-                line.send("drop", {"n": n}, {"x": np.full(250_000, n, np.float32)})
-        elif kind == "garbage":
-            line.connection.send_bytes(b"this is no message")
-        elif kind == "headless":
-            line.send(None)
-        elif kind == "stop in the middle":
-            os.write(line.connection.fileno(), struct.pack("!i", 1000) + b"the first bytes of 1000")
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif kind == "return":
-            return
-
-
-def short_lived(line):
-    line.send("hello", {"pid": os.getpid()})
-    print("a last word")
-    sys.stdout.flush()
-    os._exit(3)
-
-
-def mute(line):
-    time.sleep(600)
-
-
-def maker(line):
-    """The first half of a relay: makes as many groups as it is told to."""
-    while True:
-        line.beat()
-        if message := line.receive(0.1):
-            for i in message[0]["ids"]:
-                x = np.full(i, i, np.int32)
-                line.send("group", {"group_id": i, "note": f"made {i}"}, {"x": x})
-
-
-def judge(line, release: str):
-    """The second half: keeps what it gets until a file exists, then answers everything, twice."""
-    line.send("hello", {"pid": os.getpid()})
-    kept = []
-    while True:
-        line.beat()
-        if message := line.receive(0.05):
-            kept.append(message)
-        if os.path.exists(release):
-            for header, arrays in kept:
-                answer = {"group_id": header["group_id"], "total": int(arrays["x"].sum())}
-                line.send("scores", answer)
-                line.send("scores", answer)
-            kept = []
-
-
-def mortal(line):
-    """The second half of a relay, which dies of group 7."""
-    while True:
-        line.beat()
-        if message := line.receive(0.1):
-            if message[0]["group_id"] == 7:
-                raise ValueError("seven")
-            line.send("scores", {"group_id": message[0]["group_id"]})
+posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
 
 # ---------------------------------------------------------------------------------------- helpers
 
 
+@pytest.fixture(scope="module", autouse=True)
+def light_children():
+    """A spawned process imports the main module of its parent, here pytest: these need not."""
+    main, patch = sys.modules["__main__"], pytest.MonkeyPatch()
+    patch.setattr(main, "__spec__", None)
+    patch.delattr(main, "__file__", raising=False)
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logs")
+    roles = {"maker": (toy, [("a",), ("b",)]), "judge": (toy, [(), ()])}
+    pool = pool_of(roles, folder, restarts=100)
+    yield pool
+    pool.close()
+    assert not pool.thread.is_alive()
+
+
+@pytest.fixture
+def pool(shared):
+    """The pool that the tests share, with nothing on its way."""
+    started(shared)
+    shared.receive(0.0)
+    yield shared
+    shared.then = {}
+    started(shared)
+    assert shared.receive(0.0) == [] and shared.out() == {}
+
+
 @pytest.fixture
 def make_pool(tmp_path):
-    """Pools that are closed at the end of the test, leaving nothing behind."""
+    """Pools of one's own, closed at the end of the test."""
     pools = []
 
-    def make(roles, restarts=2, silence=60.0, relay=("", "", "")) -> Pool:
-        pools.append(Pool(roles, tmp_path, restarts, silence, relay))
+    def make(*arguments, **options) -> Pool:
+        pools.append(pool_of(*arguments, logs=tmp_path, **options))
         return pools[-1]
 
     yield make
     for pool in pools:
         pool.close()
         assert not pool.thread.is_alive()
-    assert active_children() == []
 
 
-def gather(pool: Pool, enough, seconds: float = PATIENCE) -> list[tuple]:
+def group(number: int, do: str = "answer", **problem) -> Group:
+    return Group(number, 5, {"do": do, **problem})
+
+
+def issue_to(pool: Pool, worker, *groups: Group) -> None:
+    """Issue to this worker, whoever is least busy."""
+    with pool.books:
+        worker.work |= {g.group_id: g for g in groups}
+        pool.send(worker, Orders(list(groups)))
+
+
+def gather(pool: Pool, enough, seconds: float = 60.0) -> list[tuple]:
     """Everything that `receive` gives until `enough(messages)`."""
     got, deadline = [], time.monotonic() + seconds
     while not enough(got):
         assert time.monotonic() < deadline, f"not enough in {seconds} s: {got}"
-        got += pool.receive(0.2)
+        got += pool.receive(0.1)
     return got
 
 
-def of_kind(messages: list[tuple], kind: str) -> list[tuple]:
-    return [m for m in messages if m[0] == kind]
+def of_kind(got: list[tuple], kind: type) -> list[tuple]:
+    return [(worker, message) for worker, message in got if isinstance(message, kind)]
 
 
-def hello(pool: Pool, count: int) -> dict[str, int]:
-    """Wait until `count` workers have started: name -> pid."""
-    got = gather(pool, lambda got: len(of_kind(got, "hello")) == count)
-    return {worker.name: header["pid"] for _, worker, header, _ in got}
-
-
-def ask(pool: Pool, worker, n: int) -> None:
+def ask(pool: Pool, worker, number: int = 1) -> None:
     """The worker answers, with the same number and the same bits."""
-    x = np.arange(n, dtype=np.float32)
-    pool.send(worker, "echo", {"n": n}, {"x": x})
-    ((kind, who, header, arrays),) = gather(pool, len)
-    assert (kind, who, header["n"]) == ("echo", worker, n)
-    assert arrays["x"].tobytes() == x.tobytes()
+    x = np.arange(number, dtype=np.float32)
+    issue_to(pool, worker, group(number, x=x))
+    ((who, answer),) = gather(pool, len)
+    assert who is worker and isinstance(answer, Generated) and answer.group.group_id == number
+    assert answer.group.problem["x"].tobytes() == x.tobytes()
+
+
+def loss_of(pool: Pool, worker) -> Lost:
+    """The next thing that happens is that this worker is lost."""
+    ((who, message),) = gather(pool, len)
+    assert who is worker and isinstance(message, Lost), (who.name, message)
+    return message
 
 
 def state(pid: int) -> str:
@@ -194,113 +131,252 @@ def alive(pid: int) -> bool:
     return state(pid) not in ("", "Z", "X")
 
 
-def eventually(condition, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
+# ------------------------------------------------------------------------------------------- line
+
+
+def test_messages_travel_together_and_in_order():
+    here, there = Pipe()
+    line = Line(there, 3)
+    line.send(*(Generated(group(n), [], {}) for n in range(3)))
+    delivery = here.recv_bytes()
+    assert [m.group.group_id for m in unpack_messages(delivery)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="torn or damaged"):
+        unpack_messages(delivery[:-1])
+    line.beat({"n": 1})
+    assert not here.poll()  # it has just spoken
+    line.last -= 60.0
+    line.beat({"n": 1})
+    assert unpack_messages(here.recv_bytes()) == (Beat({"n": 1}),)
+    assert line.receive() is None
+    here.close()
+    with pytest.raises(SystemExit):  # the parent is gone
+        line.receive(60.0)
 
 
 # ------------------------------------------------------------------------------------------- pool
 
 
 @posix
-def test_killed_worker_is_reported_once_and_replaced(make_pool, tmp_path):
-    pool = make_pool({"echo": (echo, [("a",), ("b",)])})
-    pids = hello(pool, 2)
-    first, second = pool.of("echo")
-    os.kill(pids["echo-1"], signal.SIGINT)  # Ctrl-C is the parent's business: no harm done
+def test_killed_worker_is_reported_once_and_replaced(pool):
+    pids = started(pool)
+    first, second = pool.of("maker")
+    os.kill(pids["maker-1"], signal.SIGINT)  # Ctrl-C is the parent's business: no harm done
     ask(pool, first, 3)
     ask(pool, second, 4)
 
-    pool.send(first, "echo", {"n": 5})  # its last words are not lost
-    before = gather(pool, len)
-    os.kill(pids["echo-0"], signal.SIGKILL)
-    begin = time.monotonic()
-    got = gather(pool, lambda got: of_kind(got, "lost"))
-    assert time.monotonic() - begin < 10
-    assert [m[0] for m in before] == ["echo"]
-    ((_, lost, reason, nothing),) = of_kind(got, "lost")
-    assert lost is first and lost.name == "echo-0" and nothing is None
-    assert reason == "died (exit code -9)"
+    issue_to(pool, first, group(5))  # its last words are not lost
+    wait_for(lambda: pool.news)
+    os.kill(pids["maker-0"], signal.SIGKILL)
+    got = gather(pool, lambda got: of_kind(got, Lost))
+    assert [type(message) for _, message in got] == [Generated, Lost]
+    lost, message = got[-1]
+    assert lost is first and lost.name == "maker-0"
+    assert message == Lost("died (exit code -9)", [])
 
-    got += gather(pool, lambda new: of_kind(got + new, "hello"))
-    ((_, successor, header, _),) = of_kind(got, "hello")
-    assert successor is pool.of("echo")[0] is not first and successor.name == "echo-0"
-    assert header["pid"] != pids["echo-0"] and header["extra"] == ("a",)  # the same arguments
-    assert header["blocked"]  # no Ctrl-C reaches a worker, even while it is still importing
+    successor = pool.of("maker")[0]
+    assert successor is not first and successor.name == "maker-0"
+    assert started(pool)["maker-0"] != pids["maker-0"]
+    assert successor.status["extra"] == ("a",)  # the same arguments
+    assert successor.status["blocked"]  # no Ctrl-C reaches it, even while it is still importing
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])  # but this process
     ask(pool, successor, 6)
-    assert pool.of("echo")[1] is second and second.process.pid == pids["echo-1"]
+    assert pool.of("maker")[1] is second and second.process.pid == pids["maker-1"]
     ask(pool, second, 7)
-    pool.send(first, "echo", {"n": 8})  # to a dead worker: lost, and no harm done
-    assert pool.receive(0.5) == []  # reported once
-    assert Path(successor.log) == tmp_path / "echo-0.log" and Path(successor.log).exists()
+    pool.send(first, Orders([group(8)]))  # to a dead worker: lost, and no harm done
+    assert pool.receive(0.3) == []  # reported once
+    assert Path(successor.log) == pool.logs / "maker-0.log" and Path(successor.log).exists()
+
+
+def test_groups_go_to_the_least_busy_worker_in_one_message_each(pool, monkeypatch, tmp_path):
+    sent, send = [], pool.send
+    monkeypatch.setattr(pool, "send", lambda *what: sent.append(what) or send(*what))
+    groups = [group(i, "wait", until=tmp_path / "now") for i in range(4)]
+    assert pool.issue("maker", groups[:1]) == ["maker-0"]
+    assert pool.issue("maker", groups[1:]) == ["maker-1", "maker-0", "maker-1"]
+    first, second = pool.of("maker")
+    assert [(worker, orders.groups) for worker, orders in sent] == [
+        (first, groups[:1]),
+        (first, groups[2:3]),
+        (second, [groups[1], groups[3]]),
+    ]
+    assert pool.out() == {0: "maker-0", 2: "maker-0", 1: "maker-1", 3: "maker-1"}
+    assert pool.issue("maker", []) == [] and len(sent) == 3
+    (tmp_path / "now").touch()
+    wait_for(lambda: len(pool.news) == 4)
+    assert not first.work and sorted(pool.out()) == [0, 1, 2, 3]  # nobody has received them yet
+    gather(pool, lambda got: len(got) == 4)
+    assert pool.out() == {}
+
+
+@posix
+def test_silent_workers_are_noticed_and_block_nobody(pool, monkeypatch):
+    """One is stopped while it waits, one in the middle of a message; the others go on."""
+    pids = started(pool)
+    first, second, third, _ = *pool.of("maker"), *pool.of("judge")
+    monkeypatch.setattr(processes, "NOTICE_SECONDS", (1.2, 60.0))
+    monkeypatch.setattr(pool, "silence", 2.0)
+    begin = time.monotonic()
+    os.kill(pids["maker-0"], signal.SIGSTOP)
+    issue_to(pool, second, group(0, "stop in the middle"))
+    wait_for(lambda: state(pids["maker-0"]) == state(pids["maker-1"]) == "T")
+    x = np.zeros(250_000, np.float32)
+    for worker in (first, second):
+        issue_to(pool, worker, *(group(n, x=x) for n in range(40)))  # 40 MB that it does not read
+    assert time.monotonic() - begin < 10
+    ask(pool, third)  # their neighbour is heard all the same
+    got = gather(pool, lambda got: len(of_kind(got, Lost)) == 2)
+    lost = {worker.name: (worker, message) for worker, message in of_kind(got, Lost)}
+    assert lost["maker-0"][0] is first and lost["maker-1"][0] is second
+    assert all("was silent for" in message.reason for _, message in lost.values())
+    assert all(len(message.groups) == 40 for _, message in lost.values())
+    noticed = [worker.name for worker, _ in of_kind(got, Silent)]
+    assert sorted(noticed) == ["maker-0", "maker-1"]  # before they were replaced, and once
+    assert not alive(pids["maker-0"]) and not alive(pids["maker-1"])
+    monkeypatch.undo()
+    for worker in pool.of("maker"):
+        ask(pool, worker, 2)
+    assert started(pool)["judge-0"] == pids["judge-0"]
+
+
+@pytest.mark.parametrize(
+    "problem, reason",
+    [
+        ({"do": "garbage"}, "sent a damaged message (ValueError: 18 bytes that are torn"),
+        ({"do": "torn"}, "sent a damaged message (ValueError: "),
+        ({"do": "half"}, "died (exit code -9)"),
+        ({"do": "no list"}, "sent a damaged message (TypeError: "),
+        ({"do": "nothing"}, "sent a damaged message (AttributeError: "),
+        ({"do": "answer twice"}, "sent a damaged message (group 1, which it does not have: a dup"),
+        ({"do": "answer for another"}, "sent a damaged message (group 99, which it does not have"),
+        ({"do": "answer of another start"}, "sent a damaged message (start 4, must be 5)"),
+        ({"flaw": {1: "too long"}}, "sent a damaged message (too long)"),
+        ({"flaw": "poison"}, "sent a damaged message (AttributeError: "),
+        ({"do": "raise"}, "died (exit code 1: ValueError: seven)"),
+    ],
+)
+def test_nonsense_costs_a_worker_its_place(pool, problem, reason):
+    worker, other = pool.of("maker")
+    issue_to(pool, worker, Group(1, 5, problem), group(2))  # the second is not believed any more
+    got = gather(pool, lambda got: of_kind(got, Lost))
+    answers = [message.group.group_id for _, message in of_kind(got, Generated)]
+    ((lost, message),) = of_kind(got, Lost)
+    assert lost is worker and message.reason.startswith(reason), message
+    twice = problem.get("do") == "answer twice"  # the first was in order
+    assert answers == [1] * twice
+    assert [g.group_id for g in message.groups] == [1, 2][twice:]
+    ask(pool, other)
+
+
+def test_many_messages_in_order(pool):
+    """The parent is busy: the workers' messages wait here, not in the workers."""
+    workers, x = pool.of("maker"), np.zeros(250_000, np.float32)
+    for worker in workers:
+        first = 100 * worker.number
+        issue_to(pool, worker, *(group(first + n, x=x) for n in range(20)))  # 20 MB each
+    wait_for(lambda: len(pool.news) == 40)  # without any `receive`
+    got = pool.receive(0.0)
+    for worker in workers:
+        mine = [message.group.group_id for who, message in got if who is worker]
+        assert mine == list(range(100 * worker.number, 100 * worker.number + 20))
+
+
+def test_groups_that_are_lost_are_never_nowhere(pool, monkeypatch):
+    """Also while a successor is starting, and until somebody has received the loss."""
+    seen, spawn = [], pool._spawn
+
+    def watched(*arguments):
+        seen.append(sorted(pool.out()))
+        result = spawn(*arguments)
+        seen.append(sorted(pool.out()))
+        return result
+
+    monkeypatch.setattr(pool, "_spawn", watched)
+    worker = pool.of("maker")[0]
+    issue_to(pool, worker, group(1, "raise"), group(2))
+    wait_for(lambda: pool.news)
+    assert seen == [[1, 2]] * 2 and sorted(pool.out()) == [1, 2]
+    assert [g.group_id for g in loss_of(pool, worker).groups] == [1, 2]
+
+
+# ------------------------------------------------------------------------------- from role to role
+
+
+def test_what_one_role_has_made_goes_to_the_next_at_once(pool):
+    pool.then = {"maker": "judge"}
+    pool.issue("maker", [group(i) for i in range(6)])
+    wait_for(lambda: len(pool.news) == 12)  # nobody has received what the makers have made
+    got = [(message.group.group_id, worker.role) for worker, message in pool.receive(0.0)]
+    assert sorted(got) == [(i, role) for i in range(6) for role in ("judge", "maker")]
+
+
+def test_what_a_dead_judge_had_is_reported_and_may_be_issued_again(pool, tmp_path, monkeypatch):
+    pool.then, until = {"maker": "judge"}, tmp_path / "now"
+    land = pool._land
+
+    def held(worker, message):  # makers answer at once, judges wait
+        if worker.role == "maker" and isinstance(message, Generated):
+            message.group.problem |= {"do": "wait", "until": until}
+        land(worker, message)
+
+    monkeypatch.setattr(pool, "_land", held)
+    pool.issue("maker", [group(i, x=np.full(i, i)) for i in range(6)])
+    victim, other = pool.of("judge")
+    wait_for(lambda: len(victim.work) == len(other.work) == 3)  # the least busy gets it
+    assert [worker.role for worker, _ in pool.receive(0.0)] == ["maker"] * 6  # who made what
+    assert all(name.startswith("judge") for name in pool.out().values())
+    os.kill(victim.process.pid, signal.SIGKILL)
+    lost = loss_of(pool, victim)
+    assert len(lost.groups) == 3 and len(other.work) == 3
+    assert pool.issue("judge", lost.groups) == [victim.name] * 3  # the successor, it is idle
+    until.touch()
+    got = gather(pool, lambda got: len(got) == 6)
+    for worker, message in got:
+        i = message.group.group_id
+        assert worker.role == "judge" and message.group.problem["x"].tolist() == [i] * i
+    assert sorted(message.group.group_id for _, message in got) == list(range(6))
+
+
+def test_a_verdict_is_on_the_group_that_was_sent_whatever_comes_back(pool):
+    sent = group(3, "judge")
+    issue_to(pool, pool.of("judge")[0], sent)
+    ((_, message),) = gather(pool, len)
+    assert message == Verified(sent, Judgement([], 0.0, 0.0)) and message.group is sent
+
+
+# ------------------------------------------------------------------------------- pools of their own
 
 
 def test_restart_budget(make_pool):
     pool = make_pool({"short": (short_lived, [()])}, restarts=1)
     with pytest.raises(WorkersFailed) as failure:
         gather(pool, lambda got: False)
-    text = str(failure.value)
-    log = pool.of("short")[0].log
+    text, worker = str(failure.value), pool.of("short")[0]
     assert "short-0 died (exit code 3)" in text and "1 restarts are used up" in text
-    assert "last message: hello" in text and log in text
-    assert Path(log).read_text() == "a last word\n" * 2  # started twice, and never again
-    pool.send(pool.of("short")[0], "echo", {"n": 1})  # the caller may not know yet
+    assert "last message: Beat" in text and worker.log in text
+    assert Path(worker.log).read_text() == "a last word\n" * 2  # started twice, and never again
+    pool.send(worker, Orders([]))  # the caller may not know yet
+
+
+def test_returning_is_dying_and_never_speaking_is_too(make_pool, monkeypatch):
+    monkeypatch.setattr(processes, "START_SECONDS", 2.0)
+    pool = make_pool({"toy": (toy, [()])}, restarts=0)
+    issue_to(pool, pool.of("toy")[0], group(1, "return"))
+    with pytest.raises(WorkersFailed, match=r"toy-0 died \(exit code 0\)"):
+        gather(pool, lambda got: False)
+    pool = make_pool({"mute": (mute, [()])}, restarts=0)
+    with pytest.raises(WorkersFailed, match="mute-0 was silent for .*last message: spawn"):
+        gather(pool, lambda got: False)
 
 
 def test_a_worker_that_dies_before_it_has_a_log_is_reported_too(tmp_path):
     """In an import of its main module, say: the thread that reports it must not fail, too."""
-    worker = SimpleNamespace(log=str(tmp_path / "echo-0.log"))
-    assert last_words(worker, 1) == ""
+    process = SimpleNamespace(exitcode=1)
+    worker = SimpleNamespace(process=process, log=str(tmp_path / "toy-0.log"))
+    assert last_words(worker) == "exit code 1"
     Path(worker.log).write_text("somewhere\nValueError: seven\n\n")
-    assert last_words(worker, 1) == ": ValueError: seven" and last_words(worker, -9) == ""
-
-
-def test_returning_is_dying(make_pool):
-    pool = make_pool({"echo": (echo, [()])}, restarts=0)
-    hello(pool, 1)
-    pool.send(pool.of("echo")[0], "return")
-    with pytest.raises(WorkersFailed, match=r"echo-0 died \(exit code 0\)"):
-        gather(pool, lambda got: False)
-
-
-def test_worker_that_never_speaks(make_pool, monkeypatch):
-    monkeypatch.setattr(transport, "START_SECONDS", 1.0)
-    pool = make_pool({"mute": (mute, [()])}, restarts=0, silence=60.0)
-    with pytest.raises(WorkersFailed, match="mute-0 was silent for .*last message: spawn"):
-        gather(pool, lambda got: False, 10.0)
-
-
-@posix
-def test_silent_workers_are_noticed_and_block_nobody(make_pool, monkeypatch):
-    """One is stopped while it waits, one in the middle of a message; a third goes on."""
-    monkeypatch.setattr(transport, "NOTICE_SECONDS", (1.2, 60.0))
-    pool = make_pool({"echo": (echo, [(), (), ()])}, silence=2.0)
-    pids = hello(pool, 3)
-    first, second, third = pool.of("echo")
-    begin = time.monotonic()
-    os.kill(pids["echo-0"], signal.SIGSTOP)
-    pool.send(second, "stop in the middle")
-    assert eventually(lambda: state(pids["echo-0"]) == state(pids["echo-1"]) == "T")
-    for worker in (first, second):
-        for _ in range(40):  # 40 MB that it does not read
-            pool.send(worker, "echo", {"n": 0}, {"x": np.zeros(250_000, np.float32)})
-    assert time.monotonic() - begin < 10
-    ask(pool, third, 1)  # their neighbour is heard all the same
-    got = gather(pool, lambda got: len(of_kind(got, "lost")) == len(of_kind(got, "hello")) == 2)
-    lost = {worker.name: (worker, reason) for _, worker, reason, _ in of_kind(got, "lost")}
-    assert lost["echo-0"][0] is first and lost["echo-1"][0] is second
-    assert all("was silent for" in reason for _, reason in lost.values())
-    noticed = [worker.name for _, worker, _, _ in of_kind(got, "silent")]
-    assert sorted(noticed) == ["echo-0", "echo-1"]  # before they were replaced, and once
-    assert not alive(pids["echo-0"]) and not alive(pids["echo-1"])
-    for worker in pool.of("echo"):
-        ask(pool, worker, 2)
-    assert pool.of("echo")[2] is third and third.process.pid == pids["echo-2"]
+    assert last_words(worker) == "exit code 1: ValueError: seven"
+    process.exitcode = -9
+    assert last_words(worker) == "exit code -9"
 
 
 @posix
@@ -308,134 +384,21 @@ def test_silence_of_this_process_is_nobody_elses(make_pool, monkeypatch):
     """After Ctrl-Z and fg the clock has jumped: the workers get the chance to speak again."""
     offset = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0])
-    monkeypatch.setattr(transport, "time", clock)
-    pool = make_pool({"echo": (echo, [()])}, restarts=0, silence=20.0)
-    hello(pool, 1)
+    monkeypatch.setattr(processes, "time", clock)
+    pool = make_pool({"toy": (toy, [()])}, restarts=0, silence=20.0)
+    started(pool)
     offset[0] = 1000.0
     assert pool.receive(0.5) == []
-    ask(pool, pool.of("echo")[0], 1)
-
-
-def test_damaged_message(make_pool):
-    pool = make_pool({"echo": (echo, [(), ()])})
-    hello(pool, 2)
-    first, second = pool.of("echo")
-    pool.send(first, "garbage")
-    pool.send(first, "echo", {"n": 1})  # what it says after that is not believed
-    got = gather(pool, lambda got: of_kind(got, "lost") and of_kind(got, "hello"))
-    assert not of_kind(got, "echo")
-    ((_, lost, reason, _),) = of_kind(got, "lost")
-    assert lost is first and "damaged message" in reason and "checksum" in reason
-    ask(pool, pool.of("echo")[0], 2)
-    ask(pool, second, 3)
-
-
-def test_many_messages_in_order(make_pool):
-    """The parent is busy: the workers' messages wait here, not in the workers."""
-    pool = make_pool({"echo": (echo, [(), ()])})
-    hello(pool, 2)
-    for worker in pool.of("echo"):
-        pool.send(worker, "flood", {"n": 20})  # 20 MB each
-        pool.send(worker, "echo", {"n": 99})
-    assert eventually(lambda: len(pool.messages) == 42, PATIENCE)  # without any `receive`
-    got = pool.receive(0.0)
-    for worker in pool.of("echo"):
-        mine = [m for m in got if m[1] is worker]
-        assert [m[2]["n"] for m in mine] == [*range(20), 99]
-        assert [m[2]["worker"] for m in mine] == [worker.number] * 21
-        numbers = [m[2]["sequence"] for m in mine]  # beats have their numbers, too
-        assert numbers == sorted(set(numbers))
-        assert all((m[3]["x"] == m[2]["n"]).all() for m in mine[:-1])
+    ask(pool, pool.of("toy")[0])
 
 
 def test_failure_of_the_watching_thread_is_not_silent(make_pool, monkeypatch):
-    pool = make_pool({"echo": (echo, [()])})
-
-    def broken(worker, data):
-        raise KeyError("group_id")
-
-    hello(pool, 1)
-    monkeypatch.setattr(pool, "_take", broken)
-    pool.send(pool.of("echo")[0], "echo", {"n": 1})
+    monkeypatch.setattr(Pool, "_take", lambda pool, worker, delivery: {}["group"])
+    pool = make_pool({})
+    pool.inbox.put((None, b""))
     with pytest.raises(RuntimeError, match="thread that watches") as failure:
         gather(pool, lambda got: False)
     assert isinstance(failure.value.__cause__, KeyError)
-
-
-# ------------------------------------------------------------------------------------------ relay
-
-
-@posix
-def test_relay_survives_the_death_of_its_target(make_pool, tmp_path):
-    """Six groups go from the maker to two judges; one judge dies while it holds three of them."""
-    release = tmp_path / "release"
-    roles = {"maker": (maker, [()]), "judge": (judge, [(str(release),)] * 2)}
-    pool = make_pool(roles, relay=("maker", "group", "judge"))
-    pids = hello(pool, 2)
-    victim, other = pool.of("judge")
-    pool.send(pool.of("maker")[0], "make", {"ids": [1, 2, 3, 4, 5, 6]})
-    assert eventually(lambda: len(pool.relayed) == 6, PATIENCE)
-    assert eventually(lambda: len(victim.held) == len(other.held) == 3)  # the least busy gets it
-    heads = pool.receive(0.2)  # what is relayed comes out with its answer; now only who sent what
-    assert [(m[0], m[2]["group_id"], m[3]) for m in heads] == [
-        ("group", i + 1, None) for i in range(6)
-    ]
-
-    os.kill(pids["judge-0"], signal.SIGKILL)
-    got = gather(pool, lambda got: of_kind(got, "lost") and of_kind(got, "hello"))
-    assert [m[1] for m in of_kind(got, "lost")] == [victim] and not of_kind(got, "scores")
-    assert sum(len(w.held) for w in pool.of("judge")) == 6
-    release.touch()
-    got = gather(pool, lambda got: len(got) == 6)
-    assert sorted(m[2]["group_id"] for m in got) == [1, 2, 3, 4, 5, 6]
-    for kind, worker, header, (original, arrays) in got:
-        i = header["group_id"]
-        assert kind == "scores" and worker in pool.of("judge")
-        assert header["total"] == i * i
-        assert original["kind"] == "group" and original["note"] == f"made {i}"
-        assert arrays["x"].tolist() == [i] * i
-    assert pool.receive(0.5) == []  # each judge answers twice; once is enough
-    assert not any(w.held for w in pool.of("judge"))
-
-
-def test_a_group_that_kills_two_workers_is_given_back_without_an_answer(make_pool):
-    roles = {"maker": (maker, [()]), "mortal": (mortal, [()])}
-    pool = make_pool(roles, restarts=5, relay=("maker", "group", "mortal"))
-    pool.send(pool.of("maker")[0], "make", {"ids": [6, 7, 8]})
-    got = gather(pool, lambda got: len(of_kind(got, "scores")) == 2 and of_kind(got, "unanswered"))
-    assert sorted(header["group_id"] for _, _, header, _ in of_kind(got, "scores")) == [6, 8]
-    ((_, _, header, original),) = of_kind(got, "unanswered")
-    assert header == {"group_id": 7} and len(original[1]["x"]) == 7
-    reasons = [reason for _, _, reason, _ in of_kind(got, "lost")]
-    assert reasons == ["died (exit code 1: ValueError: seven)"] * 2
-
-
-def test_without_a_second_half_the_first_one_speaks_to_the_parent(make_pool):
-    pool = make_pool({"maker": (maker, [()])}, relay=("maker", "group", None))
-    pool.send(pool.of("maker")[0], "make", {"ids": [4, 5]})
-    got = gather(pool, lambda got: len(got) == 2)
-    assert [(m[0], m[2]["group_id"], len(m[3]["x"])) for m in got] == [
-        ("group", 4, 4),
-        ("group", 5, 5),
-    ]
-    assert pool.relayed == {4, 5}  # until they land they are on their way: nobody issues them again
-
-
-def test_a_message_with_a_flaw_costs_its_worker(make_pool, tmp_path):
-    def flaw(worker, header, arrays, held):
-        if header["kind"] == "echo":
-            return f"number {header['n']}" if header["n"] == 13 else {}[header["n"]]
-
-    pool = Pool({"echo": (echo, [()])}, tmp_path, 5, 60.0, ("", "", ""), flaw)
-    try:
-        for n, words in ((13, "number 13"), (4, "KeyError: 4")):
-            hello(pool, 1)
-            pool.send(pool.of("echo")[0], "echo", {"n": n})
-            got = gather(pool, lambda got: of_kind(got, "lost"))
-            assert got[-1][2] == f"sent a damaged message ({words})"
-            assert not of_kind(got, "echo")
-    finally:
-        pool.close()
 
 
 # ---------------------------------------------------------------------------------------- the end
@@ -443,64 +406,36 @@ def test_a_message_with_a_flaw_costs_its_worker(make_pool, tmp_path):
 
 @linux
 def test_close_leaves_nothing(make_pool):
-    shared, threads = set(SHM.iterdir()), threading.active_count()
-    mailbox = Mailbox(1000)
-    (name,) = set(SHM.iterdir()) - shared
-    pool = make_pool({"echo": (echo, [(), (), ()])})
-    pids = hello(pool, 3)
-    os.kill(pids["echo-0"], signal.SIGKILL)
-    gather(pool, lambda got: of_kind(got, "lost") and of_kind(got, "hello"))
-    restarted, stopped, talking = pool.of("echo")
+    threads, children = threading.active_count(), set(active_children())
+    pool = make_pool({"toy": (toy, [(), (), ()])})
+    os.kill(started(pool)["toy-0"], signal.SIGKILL)
+    loss_of(pool, pool.of("toy")[0])
+    started(pool)
+    restarted, stopped, talking = pool.of("toy")
     os.kill(stopped.process.pid, signal.SIGSTOP)
-    pool.send(stopped, "echo", {"n": 0}, {"x": np.zeros(10**6)})
-    pool.send(talking, "flood", {"n": 10})
+    issue_to(pool, stopped, group(1, x=np.zeros(10**6)))
+    issue_to(pool, talking, *(group(n, x=np.zeros(10**5)) for n in range(10)))
     begin = time.monotonic()
     pool.close()
-    mailbox.close()
     assert time.monotonic() - begin < 10
-    assert active_children() == []
+    assert set(active_children()) <= children
     assert not any(alive(w.process.pid) for w in (restarted, stopped, talking))
     # who was asked to end did so itself: a restarted worker, too, and one that was just sending
     assert [w.process.exitcode for w in (restarted, stopped, talking)] == [0, -9, 0]
-    assert not name.exists() and set(SHM.iterdir()) <= shared
-    assert eventually(lambda: threading.active_count() <= threads)
+    wait_for(lambda: threading.active_count() <= threads)
     pool.close()  # a second time does no harm
-
-
-def parent_script(folder: str) -> None:
-    """A parent with a mailbox, two workers, and a third that has been restarted."""
-    mailbox = Mailbox(1000)
-    mailbox.publish(0, torch.zeros(1000))
-    pool = Pool({"echo": (echo, [()] * 3)}, Path(folder), 1, 60.0, ("", "", ""))
-    pids = hello(pool, 3)
-    os.kill(pids["echo-2"], signal.SIGKILL)
-    gather(pool, lambda got: of_kind(got, "lost") and of_kind(got, "hello"))
-    workers = [w.process.pid for w in pool.of("echo")]
-    print(mailbox.memory.name.lstrip("/"), *workers, flush=True)
-    time.sleep(600)
 
 
 @linux
 def test_killed_parent_takes_its_children_along(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # the resource tracker says what it cleans up
-        env=environment,
-        text=True,
-    )
+    command = [sys.executable, str(ROOT / "tests" / "toys.py"), str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     try:
-        name, *pids = parent.stdout.readline().split()
-        assert len(pids) == 3 and all(alive(int(pid)) for pid in pids)
-        assert (SHM / name).exists()
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 3 and all(map(alive, pids))
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    assert eventually(lambda: not any(alive(int(pid)) for pid in pids))
-    assert eventually(lambda: not (SHM / name).exists())
-
-
-if __name__ == "__main__":
-    parent_script(sys.argv[1])
+    wait_for(lambda: not any(map(alive, pids)))

@@ -1,0 +1,113 @@
+"""What the processes of test_processes.py run. Nothing here imports torch: they start at once.
+
+As a script this file is a parent with workers: `toys.py FOLDER`.
+"""
+
+import os
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+from runtime import processes
+from runtime.messages import Generated, Group, Judgement, Verified, pack_messages
+from runtime.processes import Line, Pool
+
+
+def toy(line: Line, *extra) -> None:
+    """Does to each group what its problem says: answer, mostly."""
+    processes.BEAT_SECONDS = 0.1
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    about = {"pid": os.getpid(), "extra": extra, "blocked": blocked}
+    line.send(processes.Beat(about))
+    while True:
+        line.beat(about)
+        if message := line.receive(0.05):
+            for group in message.groups:
+                do(line, group, group.problem.get("do", "answer"), about)
+
+
+def do(line: Line, group: Group, what: str, about: dict) -> None:
+    answer = Generated(group, [], {})
+    delivery = pack_messages([answer])
+    if what == "answer":
+        line.send(answer)
+    elif what == "answer twice":
+        line.send(answer, answer)
+    elif what == "answer for another":
+        line.send(Generated(Group(99, group.start, {}), [], {}))
+    elif what == "answer of another start":
+        group.start -= 1
+        line.send(answer)
+    elif what == "judge":
+        own = Group(group.group_id, group.start, {"mine": True})
+        line.send(Verified(own, Judgement([], 0.0, 0.0)))
+    elif what == "garbage":
+        line.connection.send_bytes(b"this is no message")
+    elif what == "torn":
+        line.connection.send_bytes(delivery[:-7])
+    elif what == "half":
+        os.write(line.connection.fileno(), struct.pack("!i", len(delivery)) + delivery[:9])
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "stop in the middle":
+        os.write(line.connection.fileno(), struct.pack("!i", 1000) + b"the first bytes of 1000")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "no list":
+        line.connection.send_bytes(pack_messages(7))
+    elif what == "nothing":
+        line.send(None)
+    elif what == "wait":
+        while not Path(group.problem["until"]).exists():
+            line.beat(about)
+            time.sleep(0.02)
+        line.send(answer)
+    elif what == "raise":
+        raise ValueError("seven")
+    elif what == "return":
+        raise SystemExit(0)
+
+
+def short_lived(line: Line) -> None:
+    line.send(processes.Beat({}))
+    print("a last word")
+    sys.stdout.flush()
+    os._exit(3)
+
+
+def mute(line: Line) -> None:
+    time.sleep(600)
+
+
+def pool_of(roles: dict, logs: Path, restarts: int = 2, silence: float = 60.0, then=None) -> Pool:
+    """A pool to whose workers a group is sound unless its problem has a flaw."""
+
+    def flaw(message) -> str | None:
+        problem = getattr(getattr(message, "group", None), "problem", {})
+        return problem.get("flaw", {}).get(1)  # AttributeError where the flaw is a text
+
+    options = {"restarts": restarts, "silence": silence, "then": then or {}}
+    return Pool(roles, logs=logs, flaw=flaw, **options)
+
+
+def wait_for(condition, seconds: float = 60.0):
+    """What `condition` returns as soon as it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
+    return found
+
+
+def started(pool: Pool) -> dict[str, int]:
+    """Wait until every worker has spoken: name -> pid."""
+    workers = list(pool.workers.values())
+    return {w.name: wait_for(lambda w=w: w.status.get("pid")) for w in workers}
+
+
+if __name__ == "__main__":
+    parent = pool_of({"toy": (toy, [()] * 3)}, Path(sys.argv[1]), restarts=1)
+    os.kill(started(parent)["toy-2"], signal.SIGKILL)  # a worker that was restarted dies, too
+    wait_for(lambda: parent.receive(0.1))
+    print(*started(parent).values(), flush=True)
+    time.sleep(600)
