@@ -13,7 +13,6 @@ Axes: B slots · T positions of a slot · L layers · K chunks of a slot · Hq, 
 """
 
 import bisect
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -114,10 +113,9 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
         if cache.means is not None:
             store_means(cache, layer, slots, int(lengths.max()))
         # no row of the last layer is read, beyond its keys and values
-        return q if layer == last else attend_all(q, k, v, index)
+        return q if layer == last else attend_all(layer, q, k, v, index)
 
-    attends = [partial(attend, layer) for layer in range(last + 1)]
-    model.body(packed.tokens, packed.positions, attends, rows=slots[:0])
+    model.body(packed.tokens, packed.positions, attend, rows=slots[:0])
 
 
 def store_means(cache: Cache, layer: int, slots: Tensor, longest: int) -> None:
@@ -155,8 +153,7 @@ def decode_dense(model, cache: Cache, tokens: Tensor, positions: Tensor, longest
         keys[place], values[place] = k, v
         return attend_slots(q, keys[:, :T], values[:, :T], mask)
 
-    attends = [partial(attend, layer) for layer in range(model.config.layers)]
-    return model.body(tokens, positions, attends)
+    return model.body(tokens, positions, attend)
 
 
 def decode_sparse(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -179,8 +176,7 @@ def decode_sparse(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor) -
         k, v = keys.flatten(0, 1), values.flatten(0, 1)  # [B * T, Hkv, D]
         return dsa_attention(q.contiguous(), k, v, tables, model.config.top_k, index, means)
 
-    attends = [partial(attend, layer) for layer in range(model.config.layers)]
-    return model.body(tokens, positions, attends)
+    return model.body(tokens, positions, attend)
 
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -198,9 +194,9 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
     """How many keys of each slot a dense step reads, so that every slot's result is bitwise what
     the whole cache gives (on a GPU: as many as there are, rounded up)."""
-    c, capacity = model.config, cache.k[0].shape[1]
-    if cache.k[0].is_cuda:
+    c, capacity = model.config, cache.k.shape[2]
+    if cache.k.is_cuda:
         return min(padded(longest + 1), capacity)
     heads = (c.heads, c.kv_heads)
-    lengths = key_lengths(attend_slots, heads, c.head_width, capacity, cache.k[0].dtype)
+    lengths = key_lengths(attend_slots, heads, c.head_width, capacity, cache.k.dtype)
     return lengths[bisect.bisect_left(lengths, longest + 1)]

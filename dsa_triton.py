@@ -1,4 +1,4 @@
-"""Sparse attention as Triton kernels: dsa.py's functions, same names and signatures, for GPUs.
+"""Sparse attention as Triton kernels: dsa.py's functions, with the same names, for GPUs.
 
 dsa.py is the specification and says what is computed; this file says how it is computed fast.
 A program owns one block of `query_block` neighbouring queries and one key head: BQ * G query
@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 import dsa
-from dsa import Tables, _require
+from dsa import Tables, require
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -446,24 +446,31 @@ class _Attention(torch.autograd.Function):
         return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
 
 
+def block_lead(tables: Tables, query_block: int) -> Tensor:
+    """[N] row of the first query of each query's block. Raises ValueError for a bad size: a block
+    shares its own chunk, and a decoder's queries share nothing."""
+    dsa.require_power("query_block", query_block, 1 if tables.cached else tables.chunk_size)
+    return torch.arange(len(tables.q_pos), device=tables.row.device) - tables.q_pos % query_block
+
+
 def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
     """What the kernels ask of tensors, beyond what dsa.py does."""
-    dsa._lead(tables, query_block)
+    block_lead(tables, query_block)
     whole = query_block == 1 or len(tables.q_pos) == tables.rows
-    _require(whole, f"query_block must be 1 unless all keys have a query, got {query_block}")
+    require(whole, f"query_block must be 1 unless all keys have a query, got {query_block}")
     for name, x in tensors.items():
         here = f"cuda, or cpu with TRITON_INTERPRET=1: {name} is on {x.device}"
-        _require(x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}")
+        require(x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}")
         allowed = INTERPRETED or x.dtype != torch.float64
-        _require(allowed, f"dtype must not be float64, as {name} is, outside the interpreter")
-        _require(x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}")
+        require(allowed, f"dtype must not be float64, as {name} is, outside the interpreter")
+        require(x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}")
         fits = x.shape[-1] in WIDTHS or name == "weights"
-        _require(fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}")
+        require(fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}")
 
 
 def _check_attention(q, k, v, tables: Tables, query_block: int) -> None:
-    dsa._check_tensors(q, k, tables, v)
-    _require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
+    dsa.check_tensors(q, k, tables, v)
+    require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
     _check(tables, query_block, q=q, k=k, v=v)
 
 
@@ -479,9 +486,9 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_blo
     `query_block`, and for inputs that do not fit.
     """
     _check_attention(q, k, v, tables, query_block)
-    dsa._check_selection(sel, tables, k.shape[1])
-    shared = query_block == 1 or sel.equal(sel[dsa._lead(tables, query_block)])
-    _require(shared, f"sel must be the same for all queries of a query_block of {query_block}")
+    dsa.check_selection(sel, tables, k.shape[1])
+    shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
+    require(shared, f"sel must be the same for all queries of a query_block of {query_block}")
     blocks = _blocks(tables, query_block)
     return _attend(q, k, v, _by_block(sel, blocks), blocks, tables, scale, query_block)
 
@@ -497,34 +504,34 @@ def _work(x: Tensor) -> Tensor:  # the interpreter's bfloat16 arithmetic is wron
 
 
 @torch.no_grad()
-def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, query_block=1) -> tuple:
+def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, query_block=1):
     """Scores and selects the chunks of every query's past: dsa.select_chunks, scores never stored.
 
     q [N, Hq, D], k [M, Hkv, D], index = (q_index [N, J, E], k_index [M, E], weights [N, J]) or
-    None, means as from `dsa.chunk_means` -> (sel int64 [N, Hkv or 1, S], count int64 [N, Hkv or
-    1]). Equal scores give dsa.py's ids; scores may differ from dsa.py's in their last bits.
+    None, means as from `dsa.chunk_means` -> int64 [N, Hkv or 1, S]. `query_block` neighbours share
+    what the first of them selects: nothing later is looked at. Equal scores give dsa.py's ids;
+    scores may differ from dsa.py's in their last bits.
     A decoder's few queries, and lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens), are
     selected by dsa.py, 256 queries at a time.
     Raises ValueError for top_k < 1 and for inputs that do not fit.
     """
-    dsa._check_tensors(q, k, tables)
+    dsa.check_tensors(q, k, tables)
     _check(tables, query_block, q=q, k=k)
     lists = _lists(q, k, tables, top_k, index, means, query_block, _blocks(tables, query_block))
-    sel = lists if query_block == 1 else _by_query(lists, tables, query_block)
-    return sel, (tables.past + 1).clamp(max=top_k)[:, None].repeat(1, sel.shape[1])
+    return lists if query_block == 1 else _by_query(lists, tables, query_block)
 
 
 def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  # [NB, Hs, S]
-    _require(type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k!r}")
+    require(type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k!r}")
     weights, width, learned = q, min(top_k, tables.widest), index is not None
     if learned:
         q, k, weights = index
-        dsa._check_tensors(q, k[..., None, :], tables, weights)
+        dsa.check_tensors(q, k[:, None], tables, weights)
         fits = weights.shape == q.shape[:2]
-        _require(fits, f"weights must be {list(q.shape[:2])}, got {list(weights.shape)}")
+        require(fits, f"weights must be {list(q.shape[:2])}, got {list(weights.shape)}")
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
     if tables.cached or width > STREAMED + 1:
-        sel, _ = dsa.select_chunks(q, k, tables, top_k, index, means, query_block)
+        sel = dsa.select_chunks(q, k, tables, top_k, index, means)
         return _by_block(sel, blocks)
     q, k, weights = _work(q), _work(k[:, None] if learned else k), _work(weights)
     if means is None:
@@ -532,7 +539,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     heads, want = k.shape[1], [len(tables.row), *k.shape[1:]]
     fits = list(means.shape) == want and means.is_contiguous() and means.device == k.device
     fits = fits and means.dtype in (k.dtype, torch.float32)
-    _require(fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}")
+    require(fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}")
     sel = torch.empty(len(blocks), heads, width, dtype=torch.int64, device=q.device)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
     shape |= {"WIDE": tl.float64 if q.dtype == torch.float64 else tl.float32}

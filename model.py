@@ -7,13 +7,14 @@ All parameters are views of ONE flat tensor, their gradients of another: publish
 one copy, clipping is one norm, the optimizer is one vector operation.
 Left out: generation (cache.py), training, sampling, tokenizers. Token ids in, hidden states out.
 
-Axes: N packed tokens · M rows that are read · B sequences · T cells of each in the grid · L layers
+Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M rows that are read
       d model width · F hidden width · V vocabulary, V' tokens of a task
       H heads: Hq of queries, Hkv of keys and values · D head width
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -70,17 +71,15 @@ def naive_forward(model: "GPT", tokens: Tensor) -> Tensor:
     """Hidden states [T, d] of ONE sequence of token ids [T], with dense attention."""
     c = model.config
     T = len(tokens)
-    group = c.heads // c.kv_heads  # query heads that share a key head
-    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    future = torch.ones(T, T).triu(1).bool()
+    shared = torch.arange(c.heads) // (c.heads // c.kv_heads)  # key head of each query head
     x, rope = model.embed(tokens, torch.arange(T))  # [T, d]
     for layer in model.layers:
         h = rms_norm(x, layer.attention_norm, c)
         q, k, v = layer.heads(h, rope)  # [T, H, D] each
-        k = k.repeat_interleave(group, dim=1)
-        v = v.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) / c.head_width**0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k[:, shared]) / c.head_width**0.5
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-        out = torch.einsum("hqk,khd->qhd", weights, v)
+        out = torch.einsum("hqk,khd->qhd", weights, v[:, shared])
         x = x + out.flatten(1) @ layer.attention_out
         h = rms_norm(x, layer.mlp_norm, c)
         gate, up = (h @ layer.gate_up).chunk(2, dim=-1)  # [T, F] each
@@ -91,7 +90,7 @@ def naive_forward(model: "GPT", tokens: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------ its formulas
 
 
-def rms_norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+def rms_norm(x, weight, config: ModelConfig) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis (arXiv 1910.07467, eq. 4)."""
     return F.rms_norm(x, weight.shape, weight, config.norm_eps)
 
@@ -100,16 +99,20 @@ def rope_table(config: ModelConfig) -> Tensor:
     """cos and sin of the rotary angles, [2, context, 1, D], halves duplicated as in Qwen3
     (RoFormer, arXiv 2104.09864, eq. 15)."""
     exponent = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
-    positions = torch.arange(config.context)
-    angles = positions[:, None] / config.rope_base**exponent  # [context, D / 2]
-    angles = torch.cat([angles, angles], dim=1)[:, None]
+    angles = torch.arange(config.context)[:, None] / config.rope_base**exponent
+    angles = angles.repeat(1, 2)[:, None]  # [context, 1, D]
     return torch.stack([angles.cos(), angles.sin()]).float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x, cos, sin) -> Tensor:
     """Rotate heads x [N, H, D] by the rows of `rope_table` at their positions, [N, 1, D] each."""
     a, b = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat([-b, a], dim=-1), sin)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    """Ones, as norms begin; `GPT.initialise` draws the matrices."""
+    return nn.Parameter(torch.ones(shape))
 
 
 class Layer(nn.Module):
@@ -122,20 +125,20 @@ class Layer(nn.Module):
         super().__init__()
         self.config = c
         columns = (c.heads + 2 * c.kv_heads) * c.head_width
-        self.attention_norm = nn.Parameter(torch.ones(c.width))
-        self.qkv = nn.Parameter(torch.empty(c.width, columns))  # columns [q | k | v]
+        self.attention_norm = parameter(c.width)
+        self.qkv = parameter(c.width, columns)  # columns [q | k | v]
         if c.qk_norm:
-            self.q_norm = nn.Parameter(torch.ones(c.head_width))
-            self.k_norm = nn.Parameter(torch.ones(c.head_width))
+            self.q_norm = parameter(c.head_width)
+            self.k_norm = parameter(c.head_width)
         if c.indexed:
             self.indexer = dsa.Indexer(c.width, c.index_heads, c.index_width)
-        self.attention_out = nn.Parameter(torch.empty(c.heads * c.head_width, c.width))
-        self.mlp_norm = nn.Parameter(torch.ones(c.width))
-        self.gate_up = nn.Parameter(torch.empty(c.width, 2 * c.hidden))  # columns [gate | up]
-        self.mlp_out = nn.Parameter(torch.empty(c.hidden, c.width))
+        self.attention_out = parameter(c.heads * c.head_width, c.width)
+        self.mlp_norm = parameter(c.width)
+        self.gate_up = parameter(c.width, 2 * c.hidden)  # columns [gate | up]
+        self.mlp_out = parameter(c.hidden, c.width)
 
-    def heads(self, h: Tensor, rope: tuple | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, Hq, D], keys and values [N, Hkv, D] of h [N, d]; rope: cos and sin."""
+    def heads(self, h, rope) -> tuple:
+        """Queries [N, Hq, D], keys and values [N, Hkv, D] of h [N, d]; rope: (cos, sin) or None."""
         c = self.config
         qkv = (h @ self.qkv).view(len(h), -1, c.head_width)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
@@ -145,7 +148,7 @@ class Layer(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         return q, k, v
 
-    def forward(self, x: Tensor, positions: Tensor, rope, attend: Callable, rows=None) -> Tensor:
+    def forward(self, x, positions, rope, attend: Callable, rows=None) -> Tensor:
         """x [N, d] at positions [N] -> [N, d]; attend(q, k, v, index) -> [N, Hq, D].
 
         With `rows` [M], only what follows for these -> [M, d].
@@ -213,92 +216,95 @@ class GPT(nn.Module):
         twin.flat.copy_(self.flat)
         return twin
 
-    def on(self, device: torch.device | str) -> "GPT":
+    def on(self, device) -> "GPT":
         """Move to a device, flat tensors included; "cuda" is the current CUDA device."""
         if self.flat.device != torch.empty(0, device=device).device:
             self.to(device).flatten()
         return self
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple | None]:
-        """What goes into the first layer [N, d], and the rotary cos and sin [N, 1, D] each."""
+    def embed(self, tokens, positions) -> tuple:
+        """Input of the first layer [N, d], and (cos, sin) of RoPE, [N, 1, D] each, or None."""
         x = self.embed_tokens(tokens)
         if self.config.positions == "rope":
             return x, self.rope[:, positions].unbind()
         return x + self.embed_positions(positions), None
 
-    def body(self, tokens: Tensor, positions: Tensor, attends: list[Callable], rows=None) -> Tensor:
-        """All layers over tokens [N] at positions [N] -> [N, d]; attends[l](q, k, v, index).
+    def body(self, tokens, positions, attend: Callable, rows=None) -> Tensor:
+        """All layers over tokens [N] at positions [N] -> [N, d]; attend(layer, q, k, v, index).
 
         With `rows` [M], only their hidden states -> [M, d]: of the other tokens, the last layer
         computes keys and values only, because nothing else of them is read.
         """
         x, rope = self.embed(tokens, positions)
-        for layer, attend in zip(self.layers, attends, strict=True):
-            last = layer is self.layers[-1]
-            x = layer(x, positions, rope, attend, rows if last else None)
+        for number, layer in enumerate(self.layers):
+            last = number == len(self.layers) - 1
+            x = layer(x, positions, rope, partial(attend, number), rows if last else None)
         return self.norm(x)
 
-    def forward(self, packed: "Packed", rows: Tensor | None = None) -> Tensor:
+    def forward(self, packed: "Packed", rows=None) -> Tensor:
         """Hidden states [N, d] of packed sequences, each attending to itself only; of `rows` [M]
         if given -> [M, d]."""
-        attends = [attend_packed(self.config, packed)] * self.config.layers
-        return self.body(packed.tokens, packed.positions, attends, rows)
+        attend = attend_packed(self.config, packed)
+        return self.body(packed.tokens, packed.positions, attend, rows)
 
-    def logits(self, hidden: Tensor, alphabet: Tensor | None = None) -> Tensor:
-        """Scores [N, V'] of the tokens in `alphabet` [V'] (all V when None)."""
-        weight = self.embed_tokens.weight
-        return F.linear(hidden, weight if alphabet is None else weight[alphabet])
+    def logits(self, hidden, alphabet=...) -> Tensor:
+        """Scores [N, V'] of the tokens in `alphabet` [V'], by default of all V."""
+        return F.linear(hidden, self.embed_tokens.weight[alphabet])
 
 
 # ------------------------------------------------------------------- many sequences at once
 
 
 class Packed(NamedTuple):
-    """Sequences laid end to end, without padding, and a padded grid [B, T] for attention.
+    """Sequences laid end to end in K rows, without padding, and their places in a grid [B, T].
 
-    Only attention uses the grid: it costs little there, while matrix products, which dominate at
-    short lengths, never see padding. Padding stands behind the real tokens, so the causal mask
-    hides it. A token may stand in several cells (runtime/shortcuts.py: share_prefixes).
+    Dense attention uses the grid: its padding costs little there, while matrix products, which
+    dominate at short lengths, never see it. Padding stands behind the real tokens, so the causal
+    mask hides it. A token may stand in several rows: see runtime/shortcuts.py, `share_prefixes`.
     """
 
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64, position of each token in its own sequence
-    cell_of_token: Tensor  # [N] int64, where in the flattened grid each token stands (first)
-    token_of_cell: Tensor  # [B * T] int64, which token stands in each cell (padding: any)
-    cu_seqlens: Tensor  # [B + 1] int64, where each sequence starts, laid end to end
+    token_of_row: Tensor  # [K] int64, which token stands in each row
+    row_of_token: Tensor  # [N] int64, the first row in which each token stands
+    cell_of_row: Tensor  # [K] int64, the row's cell in the flattened grid
+    cu_seqlens: Tensor  # [B + 1] int64, the row where each sequence starts
     shape: tuple[int, int]  # (B, T) of the grid
 
 
-def pack_tokens(sequences: list, device: torch.device | str = "cpu") -> Packed:
+def pack_tokens(sequences: list, device="cpu") -> Packed:
     """Lay int arrays or lists of token ids end to end, on `device`."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    assert len(sequences) and lengths.min() > 0, f"empty sequence among lengths {lengths.tolist()}"
-    B, T = len(sequences), padded(int(lengths.max()))
-    tokens = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    sequence = torch.repeat_interleave(lengths)  # [N]
-    numbers = torch.arange(len(tokens))
-    positions = numbers - cu_seqlens[sequence]
-    cell_of_token = sequence * T + positions
-    token_of_cell = torch.zeros(B * T, dtype=torch.int64)
-    token_of_cell[cell_of_token] = numbers
-    tensors = (tokens, positions, cell_of_token, token_of_cell, cu_seqlens)
-    return Packed(*(x.to(device) for x in tensors), (B, T))
+    lengths = np.array([len(s) for s in sequences])
+    assert lengths.size and lengths.min() > 0, f"empty sequence among lengths {lengths}"
+    real = np.arange(padded(lengths.max())) < lengths[:, None]  # [B, T]
+    rows = np.arange(lengths.sum())
+    arrays = (
+        np.concatenate(sequences).astype(np.int64),
+        real.nonzero()[1],
+        rows,
+        rows,
+        np.flatnonzero(real),
+        np.append(0, lengths.cumsum()),
+    )
+    tensors = (torch.from_numpy(x).to(device) for x in arrays)
+    return Packed(*tensors, shape=real.shape)
 
 
-def dense_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+def dense_packed(q, k, v, packed: Packed) -> Tensor:
     """Causal attention inside each packed sequence: q [N, Hq, D], k and v [N, Hkv, D] -> q's shape.
 
-    Exact up to rounding: padding stands behind every real token, and nothing is read of it.
+    Padding cells repeat the first token: no result of theirs is read.
     """
+    cells = packed.tokens.new_zeros(packed.shape).flatten()  # [B * T] the token in each
+    cells[packed.cell_of_row] = packed.token_of_row
 
     def grid(x: Tensor) -> Tensor:  # [N, H, D] -> [B, H, T, D]
-        cells = x.index_select(0, packed.token_of_cell)
-        return cells.unflatten(0, packed.shape).transpose(1, 2)
+        return x.index_select(0, cells).unflatten(0, packed.shape).transpose(1, 2)
 
     q, k, v = grid(q), grid(k), grid(v)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell_of_token)
+    cell_of_token = packed.cell_of_row[packed.row_of_token]
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, cell_of_token)
 
 
 def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None:
@@ -319,26 +325,21 @@ def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = No
     """
     sparse = sparse_kernels(config, packed.tokens.device)
     if sparse is None:
-        return lambda q, k, v, index: dense_packed(q, k, v, packed)
+        return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
     tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size, capacity)
-    # Sparse attention wants the cells without padding, K of them, and gives back N tokens.
-    lengths = packed.cu_seqlens.diff()
-    columns = torch.arange(packed.shape[1], device=lengths.device)
-    real = (columns < lengths[:, None]).flatten()  # [B * T]
-    token_of_row = packed.token_of_cell[real]  # [K]
-    row_of_token = (real.cumsum(0) - 1)[packed.cell_of_token]  # [N]
 
-    def attend(q, k, v, index):
-        q, k, v, *index = (x.index_select(0, token_of_row) for x in (q, k, v, *(index or ())))
+    def attend(layer, q, k, v, index):
+        tensors = (q, k, v, *(index or ()))
+        q, k, v, *index = (x.index_select(0, packed.token_of_row) for x in tensors)  # [K, ...]
         out = sparse(q, k, v, tables, config.top_k, index or None)
-        return out.index_select(0, row_of_token)
+        return out.index_select(0, packed.row_of_token)
 
     return attend
 
 
 def generated_logprobs(
     model: GPT, packed: Packed, rows: Tensor, alphabet: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple:
     """Log-probs [M] and entropies [M] of the tokens at `rows` [M] of a packed batch, with gradient.
 
     Row r is predicted by row r - 1, so no row may be the first of its sequence. Temperature and

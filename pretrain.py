@@ -128,9 +128,11 @@ def watched_attention(config: ModelConfig, B: int, T: int, sparse: bool, seen: l
         x = x.repeat_interleave(config.heads // x.shape[1], dim=1)  # each query head's own keys
         return x.view(B, T, *x.shape[1:]).transpose(1, 2)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, index: tuple) -> Tensor:
-        scores = dsa.index_scores(*index, tables)  # [N, 1, K]
-        picks = dsa.top_chunks(scores, tables, config.top_k)[0][:, 0] - tables.first[:, None]
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, index: tuple) -> Tensor:
+        q_index, k_index, weights = index
+        means = dsa.chunk_means(k_index[:, None], tables)
+        scores = dsa.index_scores(q_index, means, weights, tables)  # [N, 1, K]
+        picks = dsa.top_chunks(scores, tables, config.top_k)[:, 0] - tables.first[:, None]
         picks = picks.where(picks >= 0, K)  # nothing picked: one column more, cut off below
         selected = torch.zeros(B * T, K + 1, dtype=torch.bool).scatter(1, picks, True)[:, :K]
         visible = causal
@@ -164,13 +166,13 @@ def losses_of(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, sta
 
     tokens [B, T], columns [M], alphabet [V'] -> scalar, scalar, bool [B, M / 3].
     """
-    (B, T), layers, seen = tokens.shape, model.config.layers, []
+    (B, T), seen = tokens.shape, []
     if stage == "dense":
         packed = pack_tokens(list(tokens))
-        attend = lambda q, k, v, index: dense_packed(q, k, v, packed)  # noqa: E731
+        attend = lambda layer, q, k, v, index: dense_packed(q, k, v, packed)  # noqa: E731
     else:
         attend = watched_attention(model.config, B, T, stage == "sparse", seen)
-    hidden = model.body(tokens.flatten(), torch.arange(T).repeat(B), [attend] * layers)
+    hidden = model.body(tokens.flatten(), torch.arange(T).repeat(B), attend)
     # among the task's alphabet (digits and end) only, as the generator and RL do
     logits = model.logits(hidden.view(B, T, -1)[:, columns - 1], alphabet)  # [B, M, V']
     answers = torch.searchsorted(alphabet, tokens[:, columns])  # [B, M], places in the alphabet

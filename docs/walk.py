@@ -236,7 +236,7 @@ def choice(seen) -> list[str]:
 def sparse(seen) -> list[str]:
     last, lines, picks, top_chunks = len(seen.t.tokens) - 1, [], [], dsa.top_chunks
 
-    def noted(*arguments) -> tuple:
+    def noted(*arguments) -> torch.Tensor:
         picks.append(top_chunks(*arguments))
         return picks[-1]
 
@@ -247,7 +247,7 @@ def sparse(seen) -> list[str]:
             found = logprobs_of(seen, model)
         lines.append(f"top_k {top_k}: log-probs of its tokens {numbers(found)}")
     # The first layer's, of the last query. The last token predicts nothing: it asks for nothing.
-    chosen = picks[-model.config.layers][0][-1, 0].tolist()
+    chosen = picks[-model.config.layers][-1, 0].tolist()
     return [*lines, f"top_k 3: token {last - 1} attends to itself, then to the best: {chosen}"]
 
 

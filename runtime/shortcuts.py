@@ -37,44 +37,42 @@ def share_prefixes(packed, rows: Tensor) -> tuple:
 
     GAIN
     """
-    B, T = packed.shape
-    cells = packed.cell_of_token.cpu().numpy()
+    grid = np.full(packed.shape, -1)
+    cells = packed.cell_of_row[packed.row_of_token].cpu().numpy()
     asked = cells[rows.cpu().numpy()]
-    grid, read = np.full(B * T, -1), np.zeros(B * T, bool)
-    grid[cells] = packed.tokens.cpu().numpy()
-    read[asked] = True
-    read_later = np.logical_or.accumulate(read.reshape(B, T)[:, ::-1], axis=1)[:, ::-1]
-    grid = np.where(read_later, grid.reshape(B, T), -1)
+    read = np.zeros(grid.shape, bool)
+    grid.reshape(-1)[cells] = packed.tokens.cpu().numpy()
+    read.reshape(-1)[asked] = True
+    read_later = np.logical_or.accumulate(read[:, ::-1], axis=1)[:, ::-1]
+    grid[~read_later] = -1
 
     # In sorted order, no sequence has a longer beginning in common with an earlier one than with
     # the one just before it. Any order of bytes will do: -1 is all ones, so the longer come first.
-    order = sorted(range(B), key=lambda b: grid[b].tobytes())
+    order = sorted(range(len(grid)), key=lambda b: grid[b].tobytes())
     grid = grid[order]
     new = grid >= 0  # [B, T] tokens that the sequence before does not have
     new[1:] &= np.logical_or.accumulate(grid[1:] != grid[:-1], axis=1)
-    numbers = new.cumsum().reshape(B, T) * new
+    numbers = new.cumsum().reshape(new.shape) * new
     numbers = np.maximum.accumulate(numbers, axis=0) - 1  # [B, T] distinct token in each cell
-    number_of_cell = np.empty_like(numbers)
-    number_of_cell[order] = numbers
-    wanted, copies = np.unique(number_of_cell.reshape(-1)[asked], return_inverse=True)
+    number_of_cell = numbers[np.argsort(order)].reshape(-1)
+    wanted, copies = np.unique(number_of_cell[asked], return_inverse=True)
 
     kept = new.any(axis=1)  # the other sequences are beginnings of these
-    lengths = (grid[kept] >= 0).sum(axis=1)
-    width = padded(int(lengths.max()))
-    grid, new, numbers = (x[kept, :width] for x in (grid, new, numbers))
-    fields = {
-        "tokens": grid[new],
-        "positions": np.nonzero(new)[1],
-        "cell_of_token": np.flatnonzero(new),
-        "token_of_cell": np.where(grid >= 0, numbers, 0).reshape(-1),
-        "cu_seqlens": np.append(0, lengths.cumsum()),
-    }
-
-    def tensor(array):
-        return torch.from_numpy(array).to(rows.device)
-
-    fields = {name: tensor(array) for name, array in fields.items()}
-    return packed._replace(**fields, shape=grid.shape), tensor(wanted), tensor(copies)
+    real = grid[kept] >= 0
+    lengths = real.sum(axis=1)
+    width = padded(lengths.max())
+    arrays = (
+        grid[new],
+        new.nonzero()[1],
+        numbers[kept][real],
+        np.flatnonzero(new[kept][real]),
+        np.flatnonzero(real[:, :width]),
+        np.append(0, lengths.cumsum()),
+        wanted,
+        copies,
+    )
+    *fields, wanted, copies = (torch.from_numpy(x).to(rows.device) for x in arrays)
+    return type(packed)(*fields, shape=(len(real), width)), wanted, copies
 
 
 @functools.cache

@@ -80,7 +80,7 @@ def causal_attention(q, k, v, lengths):
 def index_scores(q_index, k_index, weights):
     """dsa.py: one packed sequence, chunks of one key."""
     tables = dsa.packed_tables(torch.tensor([0, len(q_index)]), chunk_size=1)
-    return dsa.index_scores(q_index, k_index, weights, tables)[:, 0]
+    return dsa.index_scores(q_index, k_index[:, None], weights, tables)[:, 0]
 
 
 def select(scores, past, top_k):
@@ -88,7 +88,7 @@ def select(scores, past, top_k):
     width = scores.shape[1]
     chunk, zero = torch.arange(width), torch.zeros_like(past)
     tables = dsa.Tables(1, width, width, False, chunk, chunk, chunk * 0 + 1, past, zero, past)
-    return dsa.top_chunks(scores[:, None], tables, top_k)[0][:, 0]
+    return dsa.top_chunks(scores[:, None], tables, top_k)[:, 0]
 
 
 def sparse_attention(q, k, v, selected, chunk_size):

@@ -189,8 +189,8 @@ def test_pack_tokens_lays_sequences_end_to_end():
     assert packed.positions.tolist() == [0, 1, 2, 0, *range(17)]
     assert packed.cu_seqlens.tolist() == [0, 3, 4, 21]
     assert packed.shape == (3, 32)  # the width of the grid is a multiple of PAD_BLOCK
-    assert packed.cell_of_token.tolist() == [0, 1, 2, 32, *range(64, 81)]
-    assert packed.token_of_cell[packed.cell_of_token].tolist() == list(range(21))
+    assert packed.cell_of_row.tolist() == [0, 1, 2, 32, *range(64, 81)]
+    assert packed.token_of_row.tolist() == packed.row_of_token.tolist() == list(range(21))
     for bad in ([], [[1], []]):
         with pytest.raises((AssertionError, RuntimeError)):
             pack_tokens(bad)
@@ -206,11 +206,10 @@ def branching(seed=0) -> list[list[int]]:
     return answers
 
 
-def cells_of(packed) -> list[list[int]]:
-    """For each sequence of the grid, its tokens' numbers (places in `packed.tokens`)."""
-    numbers = packed.token_of_cell.view(packed.shape).tolist()
-    lengths = packed.cu_seqlens.diff().tolist()
-    return [row[:n] for row, n in zip(numbers, lengths, strict=True)]
+def rows_of(packed) -> list[list[int]]:
+    """For each sequence, its tokens' numbers (places in `packed.tokens`)."""
+    parts = packed.token_of_row.split(packed.cu_seqlens.diff().tolist())
+    return [part.tolist() for part in parts]
 
 
 def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
@@ -225,13 +224,13 @@ def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
         assert [node[x] for x in beginnings] == numbers, "two numbers for one beginning"
         assert len(set(numbers)) == len(node) == count < len(beginnings)
         assert wanted.tolist() == list(range(count))
-        kept = [tuple(shared.tokens[row].tolist()) for row in cells_of(shared)]
+        kept = [tuple(shared.tokens[row].tolist()) for row in rows_of(shared)]
         begun = {x[:-1] for x in beginnings}
         assert sorted(kept) == sorted({tuple(s) for s in sequences} - begun)
-        for tokens, row in zip(kept, cells_of(shared), strict=True):
+        for tokens, row in zip(kept, rows_of(shared), strict=True):
             assert row == [node[tokens[: t + 1]] for t in range(len(tokens))]
             assert shared.positions[row].tolist() == list(range(len(row)))
-        assert shared.token_of_cell[shared.cell_of_token].tolist() == list(range(count))
+        assert shared.token_of_row[shared.row_of_token].tolist() == list(range(count))
     different = pack_tokens([[1, 2], [2, 1], [3]])
     shared, wanted, copies = share_prefixes(different, torch.arange(5))
     assert shared.shape[0] == 3 and sorted(wanted[copies].tolist()) == list(range(5))

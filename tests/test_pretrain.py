@@ -139,13 +139,13 @@ def test_masked_attention_is_the_real_one(chunk_size, top_k, sparse):
     (B, T), seen = tokens.shape, []
     packed = pack_tokens(list(tokens))
     attend = watched_attention(model.config, B, T, sparse, seen)
-    ours = model.body(packed.tokens, packed.positions, [attend] * model.config.layers)
+    ours = model.body(packed.tokens, packed.positions, attend)
     if sparse:
         real = attend_packed(model.config, packed)
         assert any(not selected.all() for _, selected, _ in seen), "everything was selected"
     else:
-        real = lambda q, k, v, index: dense_packed(q, k, v, packed)  # noqa: E731
-    theirs = model.body(packed.tokens, packed.positions, [real] * model.config.layers)
+        real = lambda layer, q, k, v, index: dense_packed(q, k, v, packed)  # noqa: E731
+    theirs = model.body(packed.tokens, packed.positions, real)
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
