@@ -23,8 +23,6 @@ from runtime.config import Config, UserError
 from runtime.messages import Group, group_from_parts, group_to_parts
 from runtime.runlog import RunLog
 
-DIGEST = 32  # bytes of a sha256
-
 
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
     """Write a checkpoint that is whole or not there, and remove all but the last `keep`.
@@ -61,7 +59,7 @@ def load_checkpoint(folder: Path) -> dict:
     """
     for path in sorted((folder / "checkpoints").glob("step*.pt"), reverse=True):
         data = path.read_bytes()
-        state, digest = data[:-DIGEST], data[-DIGEST:]
+        state, digest = data[:-32], data[-32:]
         if hashlib.sha256(state).digest() == digest:
             return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
         sys.stderr.write(f"{path} is damaged (wrong sha256): refused\n")
@@ -92,7 +90,6 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
         "completed": [to_tensors(*group_to_parts(group)) for group in completed],
         "skipped": [learner.skipped, learner.skipped_in_row],
-        "torch_rng": torch.get_rng_state(),
     }
 
 
@@ -125,4 +122,3 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
         learner.reference.flat.copy_(state["reference"])
     learner.version, learner.next_group = state["version"], state["next_group"]
     learner.skipped, learner.skipped_in_row = state["skipped"]
-    torch.set_rng_state(state["torch_rng"])

@@ -76,9 +76,8 @@ class Ledger:
 
     def balance(self, places: dict[int, str]) -> None:
         """Compare with the trainer's own data, group id -> place; ValueError names a group."""
-        if self.counts["admit"] != (
-            self.counts["train"] + self.counts["discard"] + len(self.flying)
-        ):
+        left = self.counts["admit"] - self.counts["train"] - self.counts["discard"]
+        if left != len(self.flying):
             raise ValueError(f"admitted is not trained + discarded + in flight: {self.totals()}")
         for group in sorted(self.flying | places.keys()):
             state, place = self.states.get(group, "unknown"), places.get(group, "nowhere")

@@ -137,7 +137,7 @@ def remove(memory: SharedMemory) -> None:
 
 def sweep() -> None:
     """Remove the memory of runs whose owner has died: nobody holds its lock any more."""
-    for path in SHARED.glob(PREFIX + "*") if sys.platform == "linux" else ():
+    for path in SHARED.glob(PREFIX + "*"):  # nothing where memory is no file
         with contextlib.suppress(OSError):  # it is in use, somebody else's, or gone already
             descriptor = os.open(path, os.O_RDWR)
             try:

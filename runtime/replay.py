@@ -15,7 +15,6 @@ Left out: failures, which may hang on the clock. They teach nothing; the log nam
 """
 
 import dataclasses
-import json
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +29,7 @@ from runtime.devices import pick_devices, set_threads
 from runtime.ledger import audit
 from runtime.messages import Group, Trajectory, apply_verdicts
 from runtime.report import sha256_of
-from runtime.runlog import read_lines
+from runtime.runlog import read_json, read_lines
 from runtime.setup import make_generator, make_learner, make_model, resumed, task_of
 
 NO_END = 2**30  # tokens
@@ -49,20 +48,27 @@ def replay(config: Config) -> None:
     """The whole run again; prints what is shown by it, or raises TrainingStopped."""
     config, summary = recorded(config)
     steps, scores = read_script(Path(config.replay))
-    task, (learners, generators) = task_of(config), pick_devices(config)
-    set_threads(config, len(learners) + len(generators), learners[0])
-    if learners[0] != "cpu":
+    task = task_of(config)
+    learners, generators = pick_devices(config)
+    device = learners[0]
+    set_threads(config, len(learners) + len(generators), device)
+    if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
-    learner = make_learner(config, task, learners[0])
-    trained = [scores[group] for step in steps for group in step["groups"]]
+    learner = make_learner(config, task, device)
+    trained = []
+    for step in steps:
+        trained += [scores[group_id] for group_id in step["groups"]]
     parts = make_parts(config, task, learner, trained)
     done = {}  # group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
-        finished = [group for part in parts for group in part.play(learner)]
-        for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
+        finished = {}
+        for part in parts:
+            finished |= part.play(learner)
+        for group_id in sorted(finished, key=lambda group_id: scores[group_id]["line"]):
+            group = finished[group_id]
             apply_verdicts(group, verify_group(group, task, config))
-            compare(group, scores[group.group_id])
-            done[group.group_id] = group
+            compare(group, scores[group_id])
+        done |= finished
         train(learner, step, done, config)
     sha256 = sha256_of(learner.model.flat)
     if sha256 != summary["weights_sha256"]:
@@ -78,10 +84,12 @@ def recorded(config: Config) -> tuple[Config, dict]:
     """Configuration and summary of the run to replay; raises UserError when that cannot be."""
     run, name = Path(config.replay), f"--replay {config.replay}"
     config = resumed(config, "replay")
-    if json.loads((run / "config.json").read_text())["mode"] != "async" or config.learners > 1:
+    mode = read_json(run / "config.json")["mode"]
+    if mode != "async" or config.learners > 1:
         raise UserError(f"{name}: must be a run of train_async.py with one learner")
     try:
-        summary, (_, ledger) = json.loads((run / "summary.json").read_text()), audit(run)
+        summary = read_json(run / "summary.json")
+        _, ledger = audit(run)
     except (OSError, ValueError) as error:
         raise UserError(f"{name}: must be finished and have a whole log ({error})") from error
     if summary["steps"] != ledger.steps:
@@ -126,11 +134,13 @@ class Part:
                 self.swaps[group_id, i] = list(zip(flat[::2], flat[1::2], strict=True))
                 self.begin[flat[1]].append((group, i))
 
-    def play(self, learner: Learner) -> list[Group]:
+    def play(self, learner: Learner) -> dict[int, Group]:
         """Play everything as far as the learner's version fed it; returns the finished groups."""
         generator, version = self.generator, learner.version
-        shared = generator.model is learner.model
-        generator.set_weights(version, None if shared else learner.model.flat)
+        flat = learner.model.flat
+        if generator.model is learner.model:
+            flat = None  # they are its own
+        generator.set_weights(version, flat)
         generator.waiting.extend(self.begin[version])
         while True:
             for b, episode in enumerate(generator.episodes):
@@ -139,7 +149,7 @@ class Part:
             if not generator.step():
                 left = len(generator.waiting)
                 assert not left, f"version {version}: no slot for {left} samples"
-                return generator.take_finished()
+                return {group.group_id: group for group in generator.take_finished()}
 
     def end(self, episode: Trajectory, version: int) -> int:
         """The position from which on newer weights fed this episode."""
@@ -150,12 +160,15 @@ class Part:
 def make_parts(config: Config, task: Task, learner: Learner, scores: list[dict]) -> list[Part]:
     """One part for each worker that sampled something."""
     # environments are asked in turn, not beside generation
-    parts, task, model = [], dataclasses.replace(task, beside=False), learner.model
-    for worker in sorted({event["worker"] for event in scores}):
+    task = dataclasses.replace(task, beside=False)
+    model, parts, workers = learner.model, [], defaultdict(list)
+    for event in scores:
+        workers[event["worker"]].append(event)
+    for own in workers.values():
         if config.rollout_weights != "float32":  # rounded, so it needs its own
             model = make_model(config, task).on(model.flat.device)
-        own = [event for event in scores if event["worker"] == worker]
-        parts.append(Part(make_generator(config, task, model), own, task))
+        generator = make_generator(config, task, model)
+        parts.append(Part(generator, own, task))
     return parts
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime.config import Config
 from runtime.devices import describe_machine
 from runtime.messages import Group
-from runtime.runlog import RunLog, read_lines
+from runtime.runlog import RunLog, read_json, read_lines
 from runtime.tokenizer import decode_bytes
 
 
@@ -90,7 +90,7 @@ def total(steps: list[dict], name: str) -> float:
 
 def advice(run: Path, summary: dict, steps: list[dict]) -> str:
     """Further lines: how a run that was stopped goes on, what to try when it has not learned."""
-    config, text, last = json.loads((run / "config.json").read_text()), "", steps[-10:]
+    config, text, last = read_json(run / "config.json"), "", steps[-10:]
     if summary["stopped_early"]:
         text += (
             f"\nstopped at step {summary['steps']} of {config['steps']}; go on with: "

@@ -29,7 +29,7 @@ def open_run(config: Config, mode: str) -> Path:
     """
     if config.resume:
         run = Path(config.resume)
-        record = json.loads((run / "config.json").read_text())
+        record = read_json(run / "config.json")
         if record["mode"] != mode:
             raise UserError(f"--resume {run}: must be a run of train_{mode}.py")
         record["steps"] = config.steps
@@ -52,6 +52,10 @@ def new_folder(run: Path) -> None:
             (run / name).mkdir()
     except OSError as error:
         raise UserError(f"--out {run}: must be writable ({error.strerror})") from error
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def replace_text(path: Path, text: str) -> None:
