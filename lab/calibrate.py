@@ -105,28 +105,28 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
     return costs
 
 
-def token_seconds(log: PipelineLog) -> float:
+def token_seconds(log):
     """Seconds of generation for each token."""
     spans = log.events["generate"][1:]
     return sum(e["seconds"] for e in spans) / sum(e["slot_steps"] for e in spans)
 
 
-def groups_of(log: PipelineLog) -> list[list[int]]:
+def groups_of(log):
     """`Costs.groups` of one run."""
     start = {e["group"]: [e["version"], e["size"]] for e in log.events["start"]}
     return [start[e["group"]] + e["lengths"] for e in log.events["score"]]
 
 
-def decode_rows(log: PipelineLog) -> list[tuple]:
+def decode_rows(log):
     """(amounts of `DECODE`, seconds) of each span but the first."""
     rows, slots = [], log.config.slots
     for e in log.events["generate"][1:]:
-        amounts = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
-        rows.append((amounts, e["decode"]))
+        steps = e["steps"]
+        rows.append(([steps, steps * slots, e["context"] * slots, e["slot_steps"]], e["decode"]))
     return rows
 
 
-def refill_rows(log: PipelineLog) -> list[tuple]:
+def refill_rows(log):
     """(amounts of `REFILL`, seconds) of each span but the first."""
     rows = []
     starts = [(e["t"], e["size"]) for e in log.events["start"]]
@@ -141,7 +141,7 @@ def refill_rows(log: PipelineLog) -> list[tuple]:
     return rows
 
 
-def train_rows(log: PipelineLog) -> list[tuple]:
+def train_rows(log):
     """(amounts of `TRAIN`, seconds) of each step but the first."""
     rows, every = [], log.config.reference_every
     for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):
@@ -152,27 +152,26 @@ def train_rows(log: PipelineLog) -> list[tuple]:
     return rows
 
 
-def verified(log: PipelineLog, begin: float, stop: float) -> int:
+def verified(log, begin, stop):
     """How many groups were verified between two moments."""
     return sum(begin < end(e) < stop for e in log.events["score"])
 
 
-def pauses_of(log: PipelineLog) -> dict[str, list[float]]:
-    """Seconds of everything that is neither generation nor an optimizer step, by name of a cost."""
+def pauses_of(log):
+    """{name of a cost: seconds, each time} of what is neither generation nor an optimizer step."""
     finish = {e["group"]: e["t"] for e in log.events["finish"]}
     scored, published = log.events["score"], log.events["publish"]
     ended = zip(published, log.rows, strict=True)
-    after = [row["t"] - end(event) for event, row in ended if "eval" not in row]
     return {
         "score": [e["seconds"] for e in scored],
         "delivery": [e["t"] - finish[e["group"]] for e in scored],
         "publish": [e["seconds"] for e in published],
-        "after": [float(np.mean(after))],
+        "after": [row["t"] - end(e) for e, row in ended if "eval" not in row],
         "handle": [handle_seconds(log)],
     }
 
 
-def handle_seconds(log: PipelineLog) -> float:
+def handle_seconds(log):
     """Seconds in which the learner takes in a group: it does so before it begins the next step."""
     verdict = {e["group"]: end(e) for e in log.events["score"]}
     waited, taken = 0.0, 0

@@ -83,11 +83,15 @@ def chances_of(logprobs: Tensor) -> Tensor:
     return logprobs.sum(1).exp()
 
 
-def true_gradient(theta: Tensor, task: EnumeratedTask) -> tuple[float, Tensor]:
-    """J = sum over all responses of pi(y) R(y), and its gradient [D]; nothing is estimated."""
+def expected_reward(theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """J = sum over all responses of pi(y) R(y)."""
+    return chances_of(logprobs_of(theta, task)) @ task.rewards
+
+
+def true_gradient(theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """The gradient of J [D]; nothing is estimated."""
     theta = theta.detach().requires_grad_()
-    value = chances_of(logprobs_of(theta, task)) @ task.rewards
-    return value.item(), torch.autograd.grad(value, theta)[0].flatten()
+    return torch.autograd.grad(expected_reward(theta, task), theta)[0].flatten()
 
 
 def response_gradients(slopes: Tensor, theta: Tensor, task: EnumeratedTask) -> Tensor:
@@ -101,7 +105,7 @@ def policies(task: EnumeratedTask, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     chain = [0.5 * torch.randn(task.shape, generator=generator, dtype=torch.float64)]
     for _ in STALENESS[1:]:
-        slope = true_gradient(chain[-1], task)[1].view(task.shape)
+        slope = true_gradient(chain[-1], task).view(task.shape)
         chain.append(chain[-1] + STEP * slope / slope.norm())
     return chain
 
@@ -166,7 +170,7 @@ def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor)
     loss, advantages, touched = loss_of(method, new, old, task.rewards, values)
     slopes = -len(new) * torch.autograd.grad(loss, new)[0]  # [R, T]
     gradients = response_gradients(slopes, theta, task)
-    truth, chances = true_gradient(theta, task)[1], chances_of(old)
+    truth, chances = true_gradient(theta, task), chances_of(old)
     mean = chances @ gradients
     weights = slopes / advantages  # [R, T]
     token_chances = chances[:, None] / new.shape[1]
@@ -230,7 +234,7 @@ def objectives_part(task: EnumeratedTask, seed: int) -> Part:
             curves[method].append(facts)
             if s in CHECKED:
                 name = f"{method}, T = {length}, staleness {s}"
-                truth = true_gradient(theta, task)[1]
+                truth = true_gradient(theta, task)
                 unbiased = is_unbiased(method, length, s, facts["touched"])
                 claims.append(gradient_claim(name, gradients, chances, truth, unbiased))
     return curves, claims
@@ -242,7 +246,7 @@ def advantages_part(task: EnumeratedTask, seed: int) -> Part:
     `share`: its projection on the truth; `cosine`: of the angle between them.
     """
     theta, curves, claims = policies(task, seed)[2], {}, []
-    truth = true_gradient(theta, task)[1]
+    truth = true_gradient(theta, task)
     scores = response_gradients(torch.ones(task.tokens.shape).double(), theta, task)  # [R, D]
     projection = scores @ truth / truth.square().sum()  # [R]
     chances = chances_of(logprobs_of(theta, task))
@@ -313,12 +317,9 @@ def draw(folder: Path, result: dict) -> None:
         "ess": "effective sample size\n(share of tokens)",
         "spread": "standard deviation of one response\n/ length of the true gradient",
     }
-    panels = []
+    own, panels = result["three tokens"], []
     for key, label in labels.items():
-        curves = {}
-        for name in METHODS:
-            facts = result["three tokens"][name]
-            curves[name] = (None, STALENESS, [f[key] for f in facts])
+        curves = {name: (None, STALENESS, column(own[name], key)) for name in METHODS}
         panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
     title = "Whole-response weights (sequence_is) have no bias; their price is variance"
     draw_panels(folder, "lab_objectives", title, panels, (7, 6))
@@ -326,13 +327,18 @@ def draw(folder: Path, result: dict) -> None:
     for spelling in TASKS:
         curves = {}
         for name, facts in result[f"kl, {spelling}"].items():
-            errors = [max(f["gradient_error"], 1e-4) for f in facts]
-            curves[name] = (None, [f["kl"] for f in facts], errors)
+            errors = [max(error, 1e-4) for error in column(facts, "gradient_error")]
+            curves[name] = (None, column(facts, "kl"), errors)
         axis = {"xlabel": "true KL to the reference (nats)", "title": f"responses of {spelling}"}
         panels.append((curves, axis | {"xscale": "log", "yscale": "log", "ylim": (5e-5, 2)}))
     panels[0][1]["ylabel"] = "bias / length of the true gradient\n(0 is drawn at 0.0001)"
     title = "k1 and k3 have the right value and a wrong gradient"
     draw_panels(folder, "lab_kl", title, panels)
+
+
+def column(rows: list[dict], key: str) -> list[float]:
+    """One number of each row."""
+    return [row[key] for row in rows]
 
 
 def bench_lab(folder: Path, seed: int = 0, samples: int = 100_000) -> None:
@@ -347,7 +353,7 @@ def bench_lab(folder: Path, seed: int = 0, samples: int = 100_000) -> None:
     for name, part, *task in tqdm(parts, unit="part"):
         result[name], claims = part(*task, seed)
         verdicts += [verdict(claim, samples, seed) for claim in claims]
-    rewards = [true_gradient(theta, deep)[0] for theta in policies(deep, seed)]
+    rewards = [expected_reward(theta, deep).item() for theta in policies(deep, seed)]
     result["expected_reward"] = {"by_step": rewards, "optimum": float(deep.rewards.max())}
     seconds = round(time.monotonic() - begin, 1)
     facts = {"seed": seed, "samples": samples, "seconds": seconds, "verdicts": verdicts}

@@ -6,7 +6,8 @@ Buffer in the simulated pipeline, with answers of which a few are very long. `be
 runs both. Left out: what an objective makes of such data (exact.py), prompts that differ in
 difficulty.
 
-Axes: R responses · T tokens of a response. Claims are those of exact.py.
+Axes: R responses · T tokens of a response, so responses are [R, T] and rewards [R].
+A part returns its curves and its claims, as in exact.py.
 """
 
 import copy
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import losses
 from cache import decode, make_cache, prefill
@@ -37,7 +37,7 @@ STEPS = range(1, 9)  # optimizer steps between the old weights and the new ones
 SHARES = np.geomspace(1, 0.001, 100)  # of answers that are at least as long
 
 
-def learner_logprobs(model: GPT, responses: Tensor) -> Tensor:
+def learner_logprobs(model, responses):
     """Log-probs [R, T] in one forward pass, without any cache: what the learner computes."""
     sequences = [PROMPT + response for response in responses.tolist()]
     rows = torch.arange(sum(map(len, sequences))).view(len(sequences), -1)[:, len(PROMPT) :]
@@ -45,7 +45,7 @@ def learner_logprobs(model: GPT, responses: Tensor) -> Tensor:
     return generated_logprobs(model, packed, rows.flatten(), ALPHABET, 1.0)[0].view(rows.shape)
 
 
-def train_model(responses: Tensor, rewards: Tensor, seed: int) -> list[GPT]:
+def train_model(responses, rewards, seed):
     """A tiny GPT (float64) after 0, 1, ... plain gradient steps on the enumerated objective."""
     config = ModelConfig(2, 16, 2, 1, 8, 32, vocab_size=8, context=16, init_std=0.3)
     model = GPT(config, seed).double()
@@ -60,8 +60,8 @@ def train_model(responses: Tensor, rewards: Tensor, seed: int) -> list[GPT]:
 
 
 @torch.no_grad()
-def swapped_logprobs(a: GPT, b: GPT, responses: Tensor, boundary: int, mode: str) -> Tensor:
-    """Log-probs [R, T] as the generator records them when b replaces a after `boundary` tokens.
+def swapped_logprobs(a, b, responses, boundary, mode):
+    """Log-probs [R, T] as the generator records them when model b replaces a after some tokens.
 
     The same calls as in rollout.py. keep goes on with the keys and values of a (PipelineRL),
     recompute computes them again with b (AReaL), drain finishes with a.
@@ -84,7 +84,7 @@ def swapped_logprobs(a: GPT, b: GPT, responses: Tensor, boundary: int, mode: str
     return torch.cat(recorded, 1)
 
 
-def swap_part(task, seed: int) -> tuple[dict, list[tuple]]:
+def swap_part(task, seed):
     """KL of what each mode samples after the swap, to the new weights b and to the old ones a.
 
     `whole_response_to_b` counts the tokens before the swap, too. The claims are about a swap after
@@ -99,18 +99,17 @@ def swap_part(task, seed: int) -> tuple[dict, list[tuple]]:
         for s in STEPS:
             recorded = swapped_logprobs(models[0], models[s], task.tokens, boundary, mode)
             to_b, to_a = recorded - pure[s], recorded - pure[0]
-            ratios = {"whole_response_to_b": to_b}
-            ratios |= {"to_b": to_b[:, boundary:], "to_a": to_a[:, boundary:]}
-            chances = recorded.sum(1).exp()
-            rows.append({name: float(chances @ ratio.sum(1)) for name, ratio in ratios.items()})
+            chances, after = recorded.sum(1).exp(), slice(boundary, None)
+            facts = {"whole_response_to_b": to_b, "to_b": to_b[:, after], "to_a": to_a[:, after]}
+            rows.append({name: float(chances @ ratio.sum(1)) for name, ratio in facts.items()})
         if boundary == 2:
-            values = losses.k3(recorded[:, boundary:], pure[s][:, boundary:]).sum(1)
+            values = losses.k3(recorded[:, after], pure[s][:, after]).sum(1)
             name = f"KL({mode} || new weights), k3"
             claims.append((name, values, chances, rows[-1]["to_b"], True))
     return curves, claims
 
 
-def drop_part(seed: int, steps: int = 375) -> tuple[dict, list[tuple]]:
+def drop_part(seed, steps=375):
     """Lengths of what is admitted and of what is trained, by rule; time in decode steps.
 
     Eight answers a batch, staleness at most 2; a learner step takes as long as a median answer.

@@ -141,15 +141,14 @@ class Pipeline:
             if worker.waiting and not worker.left.all():
                 self.wake(worker, now)
 
-    def draw_group(self) -> tuple[int, list[int]]:
+    def draw_group(self):
         """Tokens of a prompt and of its episodes: a recorded group of about this version."""
         records, total = self.costs.groups, len(self.costs.groups)
         width = max(8, total // 20)
         near = np.searchsorted(self.starts, [self.version, self.version + 1]).mean()
         low = max(0, min(int(near) - width, total - 2 * width))
         _, prompt, *lengths = records[self.random.integers(low, min(low + 2 * width, total))]
-        if len(lengths) != self.config.group_size:
-            lengths = self.random.choice(lengths, self.config.group_size).tolist()
+        assert len(lengths) == self.config.group_size, (lengths, self.config.group_size)
         return prompt, lengths
 
     def wake(self, worker, now):
@@ -203,7 +202,7 @@ class Pipeline:
                 self.note(worker.name, "finish", now, group=group.group_id)
                 self.verify(group, now)
 
-    def refill(self, worker, now) -> float:
+    def refill(self, worker, now):
         """Adopt new weights as `swap` says, then fill the free slots; returns the seconds."""
         costs, running, seconds = self.costs, worker.left > 0, 0.0
         if worker.version < self.version:
@@ -219,7 +218,7 @@ class Pipeline:
         seconds += len(free) * costs.episode + sum(prompts) * costs.prefill
         return seconds + costs.refill * any(prompts)
 
-    def start_sample(self, worker, slot, now) -> int:
+    def start_sample(self, worker, slot, now):
         """Give a slot to the next sample; returns the prompt tokens to compute: once a group."""
         group, length = worker.waiting.popleft()
         prompt = group.problem["prompt"]
@@ -227,12 +226,12 @@ class Pipeline:
         worker.samples[slot] = (group, sample)
         worker.left[slot] = max(1, length - prompt)
         worker.cached[slot] = prompt
-        computed = worker.prompts.get(group.group_id)
-        if computed is None:
-            details = {"group": group.group_id, "version": worker.version, "size": prompt}
-            self.note(worker.name, "start", now, **details)
-        worker.prompts[group.group_id] = worker.version
-        return 0 if computed == worker.version else prompt
+        number, version = group.group_id, worker.version
+        if number not in worker.prompts:
+            self.note(worker.name, "start", now, group=number, version=version, size=prompt)
+        computed = worker.prompts.get(number) == version
+        worker.prompts[number] = version
+        return 0 if computed else prompt
 
     # ------------------------------------------------------- verification and learning
 
@@ -244,8 +243,8 @@ class Pipeline:
         begin = max(now + self.costs.delivery, self.verifiers[0])
         heapq.heapreplace(self.verifiers, begin + score)
         lengths = [t.tokens for t in group.trajectories]
-        details = {"group": group.group_id, "lengths": lengths, "seconds": score}
-        self.note("reward-0", "score", begin, **details)
+        number = group.group_id
+        self.note("reward-0", "score", begin, group=number, lengths=lengths, seconds=score)
         self.plan(begin + score, self.arrive, group)
 
     def arrive(self, group, now):

@@ -22,7 +22,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
-from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
+from lab.pipeline import Costs, pipeline_metrics, predict
 from lab.plots import BLUE, GREEN, GREY, RESULTS, draw_panels, print_table, save_result
 from lab.races import run_each
 from runtime.config import Config
@@ -71,8 +71,8 @@ def bench_simulate(folder: Path, rounds: int = 3) -> None:
     with tempfile.TemporaryDirectory() as place:
         for name, run, _ in run_each(plan, Path(place), **alike):
             logs[name.rpartition(" ")[0]].append(read_run(run))
+    basis = [log for command in CALIBRATION for log in logs[command]]
     for task in ("sum", "guess"):
-        basis = [log for command in CALIBRATION for log in logs[command]]
         known[task] = calibrate([log for log in basis if log.config.task == task])
     save_costs(folder, known)
     rows = [held_out_row(command, logs[command], known) for command in HELD_OUT]
@@ -82,7 +82,7 @@ def bench_simulate(folder: Path, rounds: int = 3) -> None:
     print("*: predicted; idle: share of all processes")
 
 
-def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs]) -> dict:
+def held_out_row(command, logs, known):
     """Runs of a command beside as many simulations: the means of both, and the verdict."""
     config, synchronous = logs[0].config, logs[0].synchronous
     costs, seeds = known[config.task], range(len(logs))
@@ -97,7 +97,7 @@ def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs])
     return row
 
 
-def draw_held_out(folder: Path, rows: list[dict]) -> None:
+def draw_held_out(folder, rows):
     """Predicted against measured; a prediction is right on the diagonal."""
     titles = {
         "tokens_per_s": "tokens trained (1/s)",
@@ -239,7 +239,7 @@ def bench_scale(folder: Path, costs: Path = COSTS) -> None:
         print_table(rows)
 
 
-def draw_scale(folder: Path, published: list[dict], curves: dict[str, list[dict]]) -> None:
+def draw_scale(folder, published, curves):
     """Predicted speed-up against the number of devices; published ones as points."""
     lines = {}
     for name, rows in curves.items():
