@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import Cache, decode, make_cache, prefill, read_prefix, write_prefix
+from cache import Cache, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
 from reward import Task, alphabet_of, split_answers
 from runtime import limits
@@ -144,13 +145,19 @@ def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> 
     return observation
 
 
-def in_thread(function: Callable, *args) -> list:
-    """Call a function in a thread of its own; returns where its result will be. Not in a pool:
-    calls that never return would fill it up, and Python waits for a pool's threads at its exit."""
-    results: list = []
-    call = lambda: results.append(function(*args))  # noqa: E731
+def in_thread(function: Callable, *args) -> Future:
+    """Call a function in a thread of its own. Not in a pool: calls that never return would fill it
+    up, and Python waits for a pool's threads at its exit."""
+    future: Future = Future()
+
+    def call():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
     threading.Thread(target=call, daemon=True).start()
-    return results
+    return future
 
 
 # -------------------------------------------------------------------------------- the generator
@@ -193,8 +200,8 @@ class Generator:
         self.episodes: list[Trajectory | None] = [None] * slots  # without arrays until the end
         self.groups: dict[int, Group] = {}  # those that are not finished
         self.waiting: deque[tuple[Group, int]] = deque()  # samples that have no slot yet
-        self.prompts: dict[int, tuple] = {}  # group id -> version, its prompt's keys and values
-        self.replies: dict[int, tuple] = {}  # slot -> (results, deadline): environments beside
+        self.prompts: dict[int, list] = {}  # group id -> its prompt's keys and values
+        self.replies: dict[int, tuple] = {}  # slot -> (future, deadline): environments beside
         self.version, self.new_weights = 0, None
         self.finished: list[Group] = []
         self.events: list[tuple] = []  # (time, kind, group or -1, version, details)
@@ -260,6 +267,7 @@ class Generator:
         if flat is not None:
             self.model.flat.copy_(flat.to(self.weights))  # rounded, then float32 again
         self.version, self.new_weights = version, None
+        self.prompts.clear()  # an episode must not depend on when its siblings began
         self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
         self.counts["swaps"] += 1
         self.events.append((time.monotonic(), "swap", -1, version, {"size": len(occupied)}))
@@ -267,11 +275,10 @@ class Generator:
             self.episodes[b].swaps += [int(self.cached[b]), version]
         stale = [b for b in occupied if self.cached[b] > 0]
         if self.swap == "recompute" and stale:
-            self._prefill(stale, [self.tokens[b, : self.cached[b]] for b in stale])
-
-    def _prefill(self, slots: list[int], sequences: list) -> None:
-        slots = torch.tensor(slots, device=self.alphabet.device)
-        prefill(self.model, self.cache, slots, sequences)
+            slots = torch.tensor(stale, device=self.alphabet.device)
+            prefill(
+                self.model, self.cache, slots, [self.tokens[b, : self.cached[b]] for b in stale]
+            )
 
     def _output_matrix(self) -> Tensor:
         """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
@@ -286,12 +293,14 @@ class Generator:
         """Give free slots to waiting samples, in order; a group never begins under old weights."""
         if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
             return
-        begun = {}  # slot -> prompt tokens that must be in the cache
+        prompts = {}  # slot -> its group, and the prompt tokens that must be in the cache
         for b in [b for b, episode in enumerate(self.episodes) if episode is None]:
             if not self.waiting or self.waiting[0][0].start > self.version:
                 break
-            begun[b] = self._begin(b, *self.waiting.popleft())
-        self._share_prompts({b: prompt for b, prompt in begun.items() if prompt})
+            group, sample_index = self.waiting.popleft()
+            if prompt := self._begin(b, group, sample_index):
+                prompts[b] = group.group_id, prompt
+        prefill_groups(self.model, self.cache, prompts, self.prompts)
 
     def _begin(self, b: int, group: Group, sample_index: int) -> list[int]:
         """Put one sample into slot b; returns the prompt tokens that must be in the cache: all but
@@ -311,23 +320,6 @@ class Generator:
         if sample_index == 0:
             self.events.append((now, "start", group.group_id, self.version, {"size": n}))
         return prompt[:first]
-
-    def _share_prompts(self, begun: dict[int, list[int]]) -> None:
-        """Fill the cache of slots that begin: a prompt is computed once a group, then copied.
-
-        It is computed again after a swap: an episode must not depend on when its siblings began.
-        """
-        first = {}  # group id -> the slot that computes its prompt
-        for b in begun:
-            group_id = self.episodes[b].group_id
-            if self.prompts.get(group_id, (-1,))[0] != self.version:
-                first.setdefault(group_id, b)
-        if first:
-            self._prefill(list(first.values()), [begun[b] for b in first.values()])
-        for group_id, b in first.items():
-            self.prompts[group_id] = self.version, read_prefix(self.cache, b, len(begun[b]))
-        for b in begun.keys() - first.values():
-            write_prefix(self.cache, b, self.prompts[self.episodes[b].group_id][1])
 
     # ----------------------------------------------------------------------------------- decode
 
@@ -381,10 +373,10 @@ class Generator:
 
     def _collect_replies(self) -> None:
         """Take the replies of environments that ran beside generation; give up on late ones."""
-        for b, (results, deadline) in list(self.replies.items()):
-            if results:
+        for b, (future, deadline) in list(self.replies.items()):
+            if future.done():
                 self.running[b] = True
-                self._observe(b, *results[0])
+                self._observe(b, *future.result())
             elif time.monotonic() > deadline:
                 self._finish(b, "env_timeout")
             else:

@@ -12,8 +12,18 @@ import pytest
 import torch
 
 IMPL = os.environ.get("IMPL")
+FIRST = ("test_interpreter", "test_a_run_survives_what_befalls_it")
 if IMPL and not torch.cuda.is_available():  # a learner's kernels, seen directly and not in a child
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite runs on two cores at once, where pytest-xdist is installed."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not IMPL
+    if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        if not (config.option.usepdb or config.option.collectonly):
+            config.option.numprocesses = 2
 
 
 def pytest_configure(config):
@@ -26,7 +36,7 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.name == "test_interpreter")  # the last to be looked at
+    items.sort(key=lambda item: item.name not in FIRST)  # what takes long begins first
     needs = {  # marker -> (whether it is there, what it is)
         "gpu": (torch.cuda.is_available(), "a CUDA device"),
         "compiles": (shutil.which(os.environ.get("CXX", "g++")), "a C++ compiler"),
@@ -35,14 +45,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if not there and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
-
-
-def pytest_collection_finish(session):
-    """Interpreted kernels take a minute and a process of their own: beside all other tests."""
-    for item in session.items:
-        wanted = item.name == "test_interpreter" and not session.config.option.collectonly
-        if wanted and os.environ.get("TRITON_INTERPRET") != "1":  # this may be that process itself
-            session.config.interpreted = item.module.interpreted()
 
 
 @pytest.fixture(autouse=True)
