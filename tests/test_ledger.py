@@ -225,6 +225,10 @@ def test_a_resumed_log_is_cut_behind_its_checkpoint(tmp_path):
     events: list[dict] = []
     assert read_log(path, events.append) == 3 and events == log[:3]
     assert list(tmp_path.iterdir()) == [path]
+    twice = [CHECKPOINT, {"kind": "publish"}, CHECKPOINT]  # the last one is that of the file
+    path.write_text("".join(json.dumps(event) + "\n" for event in [*twice, {"kind": "publish"}]))
+    forget_events(path, 2, [4, 5])
+    assert read_log(path, events.append) == 3 and events[3:] == twice
     with pytest.raises(ValueError, match="checkpoint at 3 steps"):
         forget_events(path, 3, [4, 5])
     with pytest.raises(ValueError, match="checkpoint at 2 steps"):
