@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.plots import draw_objectives, draw_reward, draw_timeline, save_result
+from lab.plots import draw_reward, draw_timeline, save_result
 from lab.races import ROOT, run_each
 from runtime.config import OBJECTIVES
 from runtime.devices import describe_machine
@@ -65,7 +65,6 @@ def bench_objectives(folder: Path, steps: int = 150) -> None:
         row["ess"] = float(np.mean([row["ess"] for row in rows]))
         result["runs"].append(row)
         save_result(folder, "objectives", result)
-    draw_objectives(result["runs"], folder)
 
 
 def bench_replay(folder: Path) -> None:

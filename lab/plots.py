@@ -198,23 +198,13 @@ def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> 
     in a band from the lowest to the highest."""
     tasks = list(dict.fromkeys(row["task"] for row in runs))
     size = (4.5 * len(tasks), 6.4)
-    figure, axes = canvas().subplots(
-        2, len(tasks), figsize=size, squeeze=False, layout="constrained"
-    )
-    colours = dict(zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False))
-    clocks = (1, "wall-clock time (s)"), (1000, "episodes trained (thousands)")
-    for column, (unit, clock) in enumerate(clocks):
+    figure, axes = canvas().subplots(2, len(tasks), figsize=size, layout="constrained")
+    for column, clock in enumerate(("wall-clock time (s)", "episodes trained")):
         for axis, task in zip(axes[column], tasks, strict=True):
-            for mode in modes:
+            for mode, colour in zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False):
                 own = [r["held"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
-                if not own:
-                    continue
-                curves = [np.array(held).T for held in own]  # [3, evaluations]
-                grid = np.linspace(0, min(curve[column, -1] for curve in curves), 100)
-                scores = [np.interp(grid, curve[column], curve[2]) for curve in curves]
-                low, high = np.min(scores, 0), np.max(scores, 0)
-                axis.plot(grid / unit, np.median(scores, 0), color=colours[mode], label=mode)
-                axis.fill_between(grid / unit, low, high, color=colours[mode], alpha=0.15, lw=0)
+                if own:
+                    draw_band(axis, own, column, label=mode, color=colour)
             metric, goal = targets[task]
             axis.axhline(goal, color="black", lw=0.8, ls=":")
             axis.set(xlabel=clock, ylabel=f"held-out: {metric}", title=None if column else task)
@@ -223,33 +213,15 @@ def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> 
     save_figure(figure, path)
 
 
-def draw_objectives(runs: list[dict], folder: Path) -> None:
-    """Held-out reward and effective sample size of each objective against staleness."""
-    plain = (1.0, "float32")  # the damper's threshold, and no rounding
-    runs = [row for row in runs if (row["kl_threshold"], row["rollout_weights"]) == plain]
-    panels = []
-    for key, label in {"reward": "held-out reward", "ess": "effective sample size"}.items():
-        curves = {}
-        for name in dict.fromkeys(row["objective"] for row in runs):
-            own = [row for row in runs if row["objective"] == name]
-            ages = [row["max_staleness"] for row in own]
-            curves[name] = (None, ages, [row[key] for row in own])
-        panels.append((curves, {"xlabel": "largest staleness allowed", "ylabel": label}))
-    draw_panels(folder, "objectives", "What staleness costs each objective", panels)
-
-
-def draw_attention(rows: list[dict], folder: Path, name: str) -> None:
-    """NAME.png: time of dense and of sparse attention against context length (bench dsa)."""
-    panels = []
-    for kind in ("forward", "forward+backward"):
-        curves = {}
-        for way in rows[0][kind]:
-            own = [row for row in rows if way in row[kind]]
-            times = [row[kind][way]["ms"]["median"] for row in own]
-            curves[way] = (None, [row["length"] for row in own], times)
-        scales = {"xscale": "log", "yscale": "log", "title": kind}
-        panels.append((curves, {"xlabel": "context (tokens)", "ylabel": "time (ms)"} | scales))
-    draw_panels(folder, name, "", panels, (9, 3.8))
+def draw_band(axis, held: list, column: int, **style) -> None:
+    """Median and extremes of several runs' scores, each (seconds, episodes, score)."""
+    curves = [np.array(rows).T for rows in held]  # [3, evaluations]
+    grid = np.linspace(0, min(curve[column, -1] for curve in curves), 100)
+    scores = [np.interp(grid, curve[column], curve[2]) for curve in curves]
+    axis.plot(grid, np.median(scores, 0), **style)
+    axis.fill_between(
+        grid, np.min(scores, 0), np.max(scores, 0), alpha=0.15, lw=0, color=style["color"]
+    )
 
 
 def draw_panels(folder: Path, name: str, title: str, panels: list, size=(7, 3.8), columns=2):

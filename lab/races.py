@@ -109,58 +109,51 @@ def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dic
         bar.set_description(name)
         run = folder / "-".join(re.findall("[a-z0-9.]+", name))
         flags = {"trainer": "train_async.py"} | alike | flags
-        yield name, run, run_command(flags.pop("trainer"), run, **flags)
-        shutil.rmtree(run / "checkpoints")  # the larger part of a run, and nobody resumes it
+        summary = run_command(flags.pop("trainer"), run, **flags)
+        try:
+            yield name, run, summary
+        finally:  # checkpoints are the larger part of a run, and nobody resumes it
+            shutil.rmtree(run / "checkpoints")
 
 
 def race_plan(config: RaceConfig) -> dict[str, tuple]:
     """{name: (task, mode, seed)}, seed after seed, so that slow minutes hit all modes alike."""
     plan = {}
-    for seed in range(max(SEEDS.values())):
+    for seed in range(config.seeds or max(SEEDS.values())):
         for task in TARGETS:
             best = (BASELINE, JUDGED[task])
             for mode in {"best": best, "full": MODES, "gpu": GPU_MODES}[config.modes]:
-                decides = mode.startswith("sync") or mode in (
-                    "async, η = 1",
-                    "async, η = 2",
-                    best[1],
-                )
+                decides = mode.startswith("sync") or mode in JUDGED.values()
                 count = SEEDS[task] if decides and config.modes == "full" else 3
-                if seed < (config.seeds or count):
+                if config.seeds or seed < count:
                     plan[f"{task}, {mode}, seed {seed}"] = (task, mode, seed)
     return plan
 
 
 def bench_race(folder: Path, config: RaceConfig) -> None:
     """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`."""
-    gpu, machine = config.modes == "gpu", describe_machine()
-    if gpu and not machine["gpus"]:
+    machine, plan, flags = describe_machine(), race_plan(config), {}
+    if config.modes == "gpu" and not machine["gpus"]:
         raise UserError("--modes gpu: must be run on a machine with a CUDA device")
-    plan, flags, rows = race_plan(config), {}, []
     for name, (task, mode, seed) in plan.items():
         flags[name] = {"task": task, "seed": seed, **FLAGS[task], **(MODES | GPU_MODES)[mode]}
-        flags[name] |= GPU_FLAGS if gpu else {}
+        flags[name] |= GPU_FLAGS if config.modes == "gpu" else {}
     file = {"best": "race", "full": "async", "gpu": "async-cuda"}[config.modes]
-    begin, round_of = time.monotonic(), 2 * len(TARGETS)
+    begin, per_seed = time.monotonic(), 2 * len(TARGETS)  # runs
+    rows, first = [], []
     for name, run, summary in run_each(flags, folder):
         task, mode, seed = plan[name]
-        key = {"task": task, "mode": mode, "seed": seed, "cpu": machine["cpu"]}
-        rows.append(key | speed_of(run, summary, task))
+        rows.append({"task": task, "mode": mode, "seed": seed, **speed_of(run, summary, task)})
+        first += [run] if seed == 0 else []
         save_result(folder, file, {"machine": machine, "runs": rows})
-        rounds = len(rows) / round_of
-        late = (time.monotonic() - begin) * (rounds + 1) / rounds > SECONDS
-        if config == RaceConfig() and rounds.is_integer() and late:
-            break
-    shown = (
-        list(GPU_MODES) if gpu else ["sync, one core", BASELINE, *dict.fromkeys(JUDGED.values())]
-    )
+        whole, after = len(rows) % per_seed == 0, (len(rows) + per_seed) / len(rows)
+        if config == RaceConfig() and whole and (time.monotonic() - begin) * after > SECONDS:
+            break  # another seed would take too long
+    shown = ["sync, one core", BASELINE, "sync, one GPU", *dict.fromkeys(JUDGED.values())]
     draw_race(rows, shown, TARGETS, folder / f"{file}.png")
+    print(*race_table(rows), "", READING, sep="\n")
     if config.modes == "best":
-        seen = [path.parent for path in sorted(folder.glob("*-0/events.jsonl"))]
-        draw_timeline(seen, folder / "timeline.png")
-    print("\n".join(race_table(rows)))
-    print(f"\n{READING}")
-    if config.modes == "best":
+        draw_timeline(first, folder / "timeline.png")
         print("Few seeds give a first look; `python bench.py race --modes full` gives the verdict.")
 
 
@@ -194,7 +187,6 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
         "busy_rollout": busy["generate"] / len({event["process"] for event in generated}),
         "busy_learner": busy["train"] + busy["publish"],
         "staleness": summary["staleness"]["mean"],
-        "command_s": summary["command_s"],
         "held": held,
     }
 

@@ -24,18 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-from lab.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    between,
-    canvas,
-    markdown,
-    save_figure,
-    save_result,
-)
+from lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, between, draw_panels, markdown, save_result
 from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT, Packed, attend_packed, dense_packed, pack_tokens
@@ -56,11 +45,11 @@ def attention_of(model: GPT, packed: Packed, kind: str) -> Callable:
     """Attention of a packed forward pass: "dense", "dsa" by the indexer, or "mean" keys."""
     c = model.config
     if kind == "dense":
-        return lambda q, k, v, index: dense_packed(q, k, v, packed)
+        return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
     if kind == "dsa":
         return attend_packed(c, packed)
     tables = dsa.packed_tables(packed.cu_seqlens, c.chunk_size)
-    return lambda q, k, v, index: dsa.dsa_attention(q, k, v, tables, c.top_k)
+    return lambda layer, q, k, v, index: dsa.dsa_attention(q, k, v, tables, c.top_k)
 
 
 def exam(length: int, problems: int) -> tuple[Tensor, Tensor]:
@@ -78,8 +67,8 @@ def accuracy(model: GPT, tokens: Tensor, alphabet: Tensor, kind: str) -> float:
     exact = []
     for part in tokens.split(max(1, 8192 // tokens.shape[1])):
         packed = pack_tokens(list(part[:, :-1]))
-        attends = [attention_of(model, packed, kind)] * model.config.layers
-        hidden = model.body(packed.tokens, packed.positions, attends)
+        attend = attention_of(model, packed, kind)
+        hidden = model.body(packed.tokens, packed.positions, attend)
         best = model.logits(hidden.view(len(part), -1, model.config.width)[:, -3:], alphabet)
         exact.append((alphabet[best.argmax(-1)] == part[:, -3:]).all(-1))
     return float(torch.cat(exact).float().mean())
@@ -93,7 +82,7 @@ def mass_recall(model: GPT, tokens: Tensor) -> dict[str, float]:
     for part in tokens[:, :-2].split(32):
         (B, T), seen = part.shape, []
         attend = watched_attention(model.config, B, T, False, seen)
-        model.body(part.flatten(), torch.arange(T).repeat(B), [attend] * model.config.layers)
+        model.body(part.flatten(), torch.arange(T).repeat(B), attend)
         for scores, selected, mass in seen:
             own = (scores > -torch.inf).sum(-1)  # [N], place of a query's own chunk
             ideal = mass.scatter(1, own[:, None], 2.0)  # which is always selected
@@ -192,34 +181,28 @@ def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
     }
 
 
-def draw_recipe(runs: list[dict], config: RecipeConfig, path: Path) -> None:
-    """Accuracy, and the attention mass that is selected, against the length of the prompt."""
-    figure, axes = canvas().subplots(1, 2, figsize=(9, 4), layout="constrained")
-    colours = dict(zip(VARIANTS, ("black", PURPLE, GREY, ORANGE, BLUE, GREEN), strict=True))
-    x = config.lengths
+def draw_recipe(runs: list[dict], config: RecipeConfig, folder: Path) -> None:
+    """recipe.png: accuracy, and the attention mass that is selected, against the prompt's length;
+    means over the seeds."""
+    styles = (GREY + "o--", PURPLE + "o-", GREY + "o-", ORANGE + "o-", BLUE + "o-", GREEN + "o-")
+    styles = dict(zip(VARIANTS, styles, strict=True))
 
-    def band(axis, rows: list[list[float]], label: str, colour: str, dashes: str = "-") -> None:
-        values = 100 * np.array(rows)  # [seeds, lengths]
-        axis.plot(x, values.mean(0), f"o{dashes}", ms=4, label=label, color=colour)
-        axis.fill_between(x, values.min(0), values.max(0), alpha=0.12, lw=0, color=colour)
+    def curve(style: str, rows: list[list[float]]) -> tuple:
+        return style, config.lengths, 100 * np.mean(rows, axis=0)
 
+    solved, mass = {}, {}
     for variant in runs[0]["accuracy"]:
         rows = [list(run["accuracy"][variant].values()) for run in runs]
-        band(axes[0], rows, variant, colours[variant], "--" if variant == "dense" else "-")
-    for who, variant in (*(("indexer", variant) for variant in MAPPED), ("best", "warm-up only")):
-        rows = [[mass[who] for mass in run["mass"][variant].values()] for run in runs]
-        best = who == "best"
-        style = ("best possible", GREY, "--") if best else (variant, colours[variant])
-        band(axes[1], rows, *style)
-    titles = ("Held-out prompts solved (%)", "Attention mass of the answer that is selected (%)")
-    for axis, title, place in zip(axes, titles, ("center", "lower left"), strict=True):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(x, [f"{n}\n({n // config.attended}×)" for n in x])
-        axis.set_xlabel(f"prompt tokens (multiple of the {config.attended} attended keys)")
-        axis.set(title=title, ylim=(-3, 103))
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc=place)
-    save_figure(figure, path)
+        solved[variant] = curve(styles[variant], rows)
+    for name, variant, who in (*((v, v, "indexer") for v in MAPPED), ("best", MAPPED[1], "best")):
+        rows = [[row[who] for row in run["mass"][variant].values()] for run in runs]
+        mass[name] = curve(styles["dense" if who == "best" else variant], rows)
+    axes = {"xscale": "log", "xticks": config.lengths, "xticklabels": config.lengths}
+    axes |= {"xlabel": "tokens of the prompt", "ylim": (-3, 103)}
+    panels = [(solved, axes | {"ylabel": "held-out prompts solved (%)"})]
+    panels.append((mass, axes | {"ylabel": "attention mass of the answer selected (%)"}))
+    title = f"{config.attended} attended keys, dense attention excepted"
+    draw_panels(folder, "recipe", title, panels, (9, 4))
 
 
 def bench_recipe(folder: Path, config: RecipeConfig) -> None:
@@ -236,7 +219,7 @@ def bench_recipe(folder: Path, config: RecipeConfig) -> None:
     result = {"machine": describe_machine(), "settings": dataclasses.asdict(config)}
     result |= {"wall_s": round(time.monotonic() - begin, 1), "table": table, "shown": shown}
     save_result(folder, "recipe", result | {"runs": runs})
-    draw_recipe(runs, config, folder / "recipe.png")
+    draw_recipe(runs, config, folder)
     print(table)
     for name, held in shown.items():
         print(f"{name}: {held}")

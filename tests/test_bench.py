@@ -1,46 +1,38 @@
-"""The README says what results/*.json say, and pictures are drawn from a run folder alone."""
+"""One door to every measurement: what it says, where it writes, and what the tables make of it."""
 
+import importlib
+import inspect
 import json
 import math
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import bench
-from lab import races as compare
-from lab import tables
-from lab.plots import load_result
+from lab import plots, races, tables
+from lab.plots import RESULTS, load_result, save_result
 from runtime.devices import describe_machine
-from runtime.report import draw_run, summarise
 from runtime.runlog import append_lines
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = RESULTS.parent
+PICTURES = ("reward.png", "timeline.png")
+ROW = {"staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4, "tokens": 9}
 
 
-def test_the_readme_has_the_measured_numbers():
-    _, _, rest = README.partition("<!-- measured -->\n")
-    measured, _, _ = rest.partition("\n<!-- end -->")
-    assert measured == tables.readme_tables(), "run: python bench.py readme"
+# -------------------------------------------------------------------------------- recorded results
 
 
-def test_the_first_paragraph_says_how_many_seeds_found_everything():
-    solved = [row["after"]["solved"] for row in load_result("tasks")["tasks"]["guess"]]
-    fewest = round(16 * min(solved))
-    assert f"all 16 numbers for {solved.count(1.0)} of {len(solved)} seeds" in README
-    assert min(solved) == 1.0 or f"\n{fewest} of them for the fifth" in README
+def test_the_page_of_tables_says_what_the_results_say():
+    assert tables.PAGE.read_text() == tables.measured_page(), "run: python bench.py tables"
 
 
-def test_every_picture_in_the_readme_exists():
-    pictures = [line.split("](")[1].rstrip(")") for line in README.splitlines() if "![" in line]
-    assert 3 <= len(pictures) <= 7
-    for picture in pictures:
-        assert (bench.RESULTS.parent / picture).stat().st_size > 10_000
-
-
-def test_every_file_in_the_reading_order_exists():
-    named = [line.split("`")[1] for line in README.splitlines() if line.startswith("| `")]
-    rooms = {name for name in named if name.endswith(".py")}
-    assert rooms == {p.name for p in bench.RESULTS.parent.glob("*.py")}
+def test_every_picture_in_the_texts_exists():
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for picture in re.findall(r"!\[[^]]*\]\(([^)]*)\)", page.read_text()):
+            assert (page.parent / picture).stat().st_size > 10_000, f"{page.name}: {picture}"
 
 
 def test_measured_runs_kept_their_promises():
@@ -69,8 +61,78 @@ def test_the_recipe_kept_its_promises():
     strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
     assert strict == "in 9 of 9 (seed, length)"
     assert shown["never the other way round"] and shown["full within 1 point of dense at 8x"]
-    assert len(recipe["runs"]) == 3  # two of them at a time
-    assert all(sum(run["seconds"].values()) <= 900 for run in recipe["runs"])
+    assert len(recipe["runs"]) == 3 and recipe["wall_s"] <= 1800  # two of them at a time
+
+
+# ----------------------------------------------------------------------------------------- the door
+
+
+def refused(arguments: list[str], capsys) -> str:
+    """The one line that a mistake costs."""
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and line.count("\n") == 1
+    return line
+
+
+def test_the_help_lists_every_measurement_with_its_minutes_and_files(capsys):
+    bench.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for name, (_, minutes, files, _) in bench.MEASUREMENTS.items():
+        assert [
+            line for line in lines if line.split()[:2] == [name, str(minutes)] and files in line
+        ]
+
+
+def test_every_measurement_is_a_function_that_gets_its_folder():
+    for name, (module, *_) in bench.MEASUREMENTS.items():
+        function = getattr(importlib.import_module(f"lab.{module}"), f"bench_{name}")
+        first, *others = inspect.signature(function).parameters.values()
+        assert first.name == "folder", name
+        needed = [p for p in others if p.default is p.empty]
+        assert len(needed) == (name in bench.FLAGS), name
+
+
+def test_mistakes_cost_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["speed"])
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and "generator" in said.out and "'speed': must be" in said.err
+    assert "--quick" in refused(["staleness", "--quick"], capsys)
+    assert "--modes all: must be one of" in refused(["race", "--modes", "all"], capsys)
+    assert "/nope: must be the folder of a run" in refused(["plot", "/nope"], capsys)
+    assert f"{tmp_path}: must be the folder of a run" in refused(
+        ["timeline", str(tmp_path)], capsys
+    )
+
+
+def test_only_record_writes_results(monkeypatch, tmp_path, capsys):
+    def measurement(folder: Path) -> None:
+        save_result(folder, "staleness", {"runs": [1]})
+        (folder / "sum-0").mkdir()  # a run's own folder stays where it is
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lab.campaigns.bench_staleness", measurement)
+    monkeypatch.setattr(plots, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    bench.main(["staleness"])
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"written: runs/{folder.name}/" in capsys.readouterr().out
+    assert folder.name.startswith("staleness-") and (folder / "staleness.json").is_file()
+    assert not list((tmp_path / "results").iterdir())
+    bench.measure("staleness", ["--record"], Path("runs/again"))
+    assert [p.name for p in (tmp_path / "results").iterdir()] == ["staleness.json"]
+    assert {p.name for p in tmp_path.iterdir()} == {"runs", "results"}
+
+
+def test_a_trainer_may_import_it_without_waiting():
+    code = "import bench, sys; print([m for m in sys.modules if m in ('lab', 'torch', 'numpy')])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# ---------------------------------------------------------------------------------------- pictures
 
 
 def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
@@ -81,44 +143,95 @@ def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
     return folder
 
 
-def test_pictures_come_from_the_run_folder_alone(tmp_path):
+def trained_folder(folder: Path) -> Path:
     events, rows = [], [{"t": 0.0, "step": 0, "eval": {"solved": 0.1}}]
     for step in range(12):
         span = {"t": float(step), "seconds": 0.8, "version": step}
         events.append({"process": "learner", "kind": "train", **span})
         events.append({"process": "rollout-0", "kind": "generate", **span})
         events.append({"process": "reward-0", "kind": "score", "t": step + 0.5, "seconds": 0.01})
-        rows.append({"t": step + 1.0, "step": step + 1, "reward": step / 12} | AGES)
+        rows.append({"t": step + 1.0, "step": step + 1, "reward": step / 12} | ROW)
     rows[-1]["eval"] = {"solved": 0.9}
-    draw_run(run_folder(tmp_path / "run", events, rows))
-    for name in ("reward.png", "timeline.png"):
-        assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
+    return run_folder(folder, events, rows)
 
 
-AGES = {"staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4, "tokens": 9}
-AGES["failures"] = {"env_error": 1}
+def test_pictures_come_from_the_run_folder_alone_and_it_says_where_they_are(
+    monkeypatch, tmp_path, capsys
+):
+    runs = [trained_folder(tmp_path / name) for name in ("one", "two")]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    bench.main(["plot", *map(str, runs)])
+    bench.main(["timeline", *map(str, runs)])
+    said = capsys.readouterr().out
+    made = [run / name for run in runs for name in PICTURES]
+    made += Path("runs").rglob("*.png")
+    assert {p.name for p in made} == {*PICTURES, "comparison.png"}
+    for picture in made:
+        assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in said
+    assert [p.name for p in Path().iterdir()] == ["runs"]
 
 
-def test_the_summary_counts_all_steps(tmp_path):
-    rows = [{"t": 0.0, "step": 0, "eval": {"solved": 0.1, "reward": 0.2, "turns": 5.0}}]
-    for step in range(1, 4):
-        rows.append({"t": float(step), "step": step, "reward": 0.5, "reference_share": 0.1} | AGES)
-    rows[-1] |= {"eval": {"solved": 0.9, "reward": 0.6, "turns": 3.5}, "staleness_max": 3}
-    folder = run_folder(tmp_path / "run", [], rows)
-    text = summarise(folder, {"staleness_bound": 4, "steps": 3, "wall_s": 3.0})
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["eval_before"], summary["eval_after"]) == (0.1, 0.9)
-    assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
-    assert summary["learner_tokens_per_s"] == round(27 / 2.4)
-    assert summary["failures"] == {"env_error": 3}
-    assert summary["staleness"] == {"max": 3, "mean": 1.0, "bound": 4}
-    assert "solved 10% -> 90%" in text and text.count("\n") == 2
+def test_a_run_that_never_trained_draws_nothing(tmp_path):
+    rows = [{"t": 0.0, "step": 0, "eval": {"solved": 0.1}}]
+    bench.draw_run(run_folder(tmp_path / "run", [], rows))
+    assert not list((tmp_path / "run").glob("*.png"))
 
 
-def test_unknown_bench(capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(["speed"])
-    assert stop.value.code == 2 and "generator" in capsys.readouterr().err
+# --------------------------------------------------------------------------------------- the race
+
+
+def test_who_races_and_how_often():
+    plan = races.race_plan(races.RaceConfig())
+    assert len(plan) == 12 and list(plan)[:2] == [
+        "guess, sync, two threads, seed 0",
+        "guess, async, η = 2, seed 0",
+    ]
+    count = {}
+    for task, mode, _ in races.race_plan(races.RaceConfig(modes="full")).values():
+        count[task, mode] = count.get((task, mode), 0) + 1
+    assert len(count) == 2 * len(races.MODES)
+    for task, mode in races.JUDGED.items():
+        assert count[task, mode] == count[task, races.BASELINE] == races.SEEDS[task]
+        assert count[task, "async, η = 8"] == 3
+    assert len(races.race_plan(races.RaceConfig(modes="gpu", seeds=30))) == 2 * 2 * 30
+
+
+@pytest.mark.parametrize("seconds, runs", [(1.0, 12), (20.0, 12), (30.0, 8), (200.0, 4)])
+def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_path, capsys):
+    clock = [0.0]
+
+    def run_command(trainer: str, run: Path, **flags) -> dict:
+        trained_folder(run)
+        (run / "checkpoints").mkdir()
+        clock[0] += seconds
+        return {}
+
+    monkeypatch.setattr(races, "run_command", run_command)
+    monkeypatch.setattr(races.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(races, "speed_of", lambda run, summary, task: measured(10.0, 50.0))
+    races.bench_race(tmp_path, races.RaceConfig())
+    assert len(load_result("race", tmp_path)["runs"]) == runs
+    assert {p.name for p in tmp_path.glob("*.png")} == {"race.png", "timeline.png"}
+    assert not list(tmp_path.rglob("checkpoints"))
+    assert "sync, two threads (best sync)" in capsys.readouterr().out
+
+
+def measured(seconds: float, rate: float) -> dict:
+    """What `speed_of` says of a run."""
+    row = {"target_s": seconds, "target_samples": 1000, "final": 0.99, "samples_per_s": rate}
+    row |= {"staleness": 1.0, "busy_rollout": 0.9, "busy_learner": 0.8}
+    return row | {"held": [[0.0, 0, 0.1], [9.0, 900, 0.99]]}
+
+
+def raced(mode: str, seed: int, seconds: float, rate: float, task: str = "guess") -> dict:
+    return {"task": task, "mode": mode, "seed": seed, **measured(seconds, rate)}
+
+
+def test_without_a_gpu_its_race_says_so(monkeypatch, capsys):
+    machine = describe_machine() | {"gpus": []}
+    monkeypatch.setattr(races, "describe_machine", lambda: machine)
+    assert "with a CUDA device" in refused(["race", "--modes", "gpu"], capsys)
 
 
 def test_the_speed_of_a_run_whose_evaluations_came_late(tmp_path):
@@ -129,94 +242,90 @@ def test_the_speed_of_a_run_whose_evaluations_came_late(tmp_path):
             events.append(span)
         events.append({"process": "learner", "kind": "train", "t": at, "seconds": 0.5})
         events.append({"process": "learner", "kind": "publish", "t": at + 0.5, "seconds": 0.1})
-        rows.append({**AGES, "t": at + 0.6, "step": step, "reward": 0.5})
+        rows.append({**ROW, "t": at + 0.6, "step": step, "reward": 0.5})
     for step, score in ((3, 0.95), (4, 0.97)):  # at the end of the file, at the time of the step
         rows.append({"t": rows[step]["t"], "step": step, "eval": {"solved": score}})
     folder = run_folder(tmp_path / "run", events, rows)
-    speed = compare.speed_of(folder, {"staleness": {"mean": 1.5}, "command_s": 9.0}, "guess")
+    speed = races.speed_of(folder, {"staleness": {"mean": 1.5}}, "guess")
     share = (0.9 - 0.1) / (0.95 - 0.1)  # of the way between two evaluations
     assert speed["target_s"] == pytest.approx(share * (5.6 - 2.0))  # since the first episode began
     assert speed["target_samples"] == pytest.approx(share * 12)
     assert (speed["final"], speed["staleness"]) == (0.97, 1.5)
-    assert compare.crossing(speed["held"], 0.99) == (None, None)
+    assert races.crossing(speed["held"], 0.99) == (None, None)
     assert speed["samples_per_s"] == pytest.approx(3 * 4 / 4.0)
     assert speed["busy_learner"] == pytest.approx(3 * 0.6 / 4.0)
     assert speed["busy_rollout"] == pytest.approx(2 * 2 * 0.7 / (2 * 4.0))
 
 
-def run(mode: str, seed: int, seconds: float, rate: float) -> dict:
-    row = {"task": "guess", "mode": mode, "seed": seed, "cpu": "x", "target_s": seconds}
-    row |= {"target_samples": 1000, "final": 0.99, "samples_per_s": rate, "staleness": 1.0}
-    return row | {"busy_rollout": 0.9, "busy_learner": 0.8}
-
-
-def test_claims_quote_the_results(monkeypatch, tmp_path):
-    rates = {"sync, one core": 50, "sync, two threads": 80}
-    rates |= {"async, η = 4, drain": 90, "async, η = 4": 120, "async, η = 8": 400}
-    rates |= dict.fromkeys(sum(compare.JUDGED.values(), []), 120)  # not the quickest
-    runs = [
-        run(mode, i, 1000 / rate + i, rate) | {"task": task}
-        for task in ("guess", "sum")
-        for mode, rate in rates.items()
-        for i in range(3)
-    ]
-    real, made_up = load_result, {"async": {"runs": runs}}
-    monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or real(name))
-    for name in ("async", "scale"):
-        (tmp_path / f"{name}.json").touch()
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    text = "\n".join(tables.claims())
-    gain = "`guess` 1.45× at η = 2 (90% interval 1.21 to 1.74; medians of 3 seeds, "
-    assert f"{gain}9.3 s against 13.5 s)" in text
-    assert "`sum` 1.45× at η = 4 (" in text and "`sum` 1.50×" in text and "1.33×, 1.33×" in text
-    predicted = real("scale")["published"][0]
-    assert f"{predicted['published']}, here {predicted['speed_up']}x" in text
-    assert len({line.count("|") for line in text.splitlines() if line}) == 1  # whole rows
-    (tmp_path / "async.json").unlink()
-    assert tables.claims() == []  # what was not measured yet is not claimed
-
-
 def test_the_ratio_of_medians_and_between_which_it_lies():
-    assert compare.ratio_of_medians([10.0] * 5, [5.0] * 5) == [2.0, 2.0, 2.0]
+    assert races.ratio_of_medians([10.0] * 5, [5.0] * 5) == [2.0, 2.0, 2.0]
     ours, theirs, never = [8.0, 9.0, 10.0, 11.0, 12.0], [4.0, 5.0, 5.0, 5.0, 6.0], [math.inf] * 3
-    gain, low, high = compare.ratio_of_medians(ours, theirs)
+    gain, low, high = races.ratio_of_medians(ours, theirs)
     assert 1.5 < low < gain == 2.0 < high < 3.0
-    gain, low, high = compare.ratio_of_medians(ours, theirs[:2] + never)  # mostly never there
+    gain, low, high = races.ratio_of_medians(ours, theirs[:2] + never)  # mostly never there
     assert gain == low == 0.0 < 1.5 < high
-    assert compare.ratio_of_medians(never, never)[0] == 1.0
-    assert compare.ratio_of_medians(never, theirs)[0] == math.inf
+    assert races.ratio_of_medians(never, never)[0] == 1.0
+    assert races.ratio_of_medians(never, theirs)[0] == math.inf
 
 
 def test_the_table_compares_with_the_best_synchronous_mode():
-    modes = {
-        "sync, one core": 30,
-        "sync, two threads": 20,
-        **dict.fromkeys(compare.SPLIT.values(), 10),
-    }
-    runs = [run(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
+    modes = {"sync, one core": 30, "sync, two threads": 20}
+    modes |= dict.fromkeys(races.SPLIT.values(), 10)
+    runs = [raced(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
     runs[-1]["target_s"] = None  # never got there
-    lines = compare.async_table(runs)
-    text = "\n".join(lines)
-    assert (
-        "| sync, two threads (best sync), 3 seeds | 21.0 (20.0 to 22.0) | 1.00 (0.91 to 1.10)"
-        in text
-    )
-    assert "| async, η = 4, 3 seeds | 11.0 (10.0 to inf) | 1.91 (0.00 to 2.20) |" in text
-    assert lines[-1].endswith(
-        "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."
-    )
+    lines = races.race_table(runs)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    found = {row[1]: row[2:4] for row in rows if len(row) > 3}
+    best = ["21.0 (20.0 to 22.0)", "1.00 (0.91 to 1.10)"]
+    assert found["sync, two threads (best sync), 3 seeds"] == best
+    assert found["async, η = 4, 3 seeds"] == ["11.0 (10.0 to inf)", "1.91 (0.00 to 2.20)"]
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1  # whole rows
+    gains = "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."
+    assert lines[-1].endswith(gains)
 
 
-def test_sparse_attention_is_compared_with_the_quickest_dense_one():
-    cost = {"dense A": 8.0, "dense B": 6.0, tables.ALONE: 3.0, tables.TOGETHER: 1.5}
+# -------------------------------------------------------------------------------------- the tables
+
+
+def test_claims_quote_the_results(monkeypatch):
+    rates = {"sync, one core": 50, "sync, two threads": 80, "async, η = 8": 400}
+    rates |= dict.fromkeys(races.JUDGED.values(), 120)  # not the quickest
+    runs = []
+    for task in races.TARGETS:
+        for mode, rate in rates.items():
+            runs += [raced(mode, i, 1000 / rate + i, rate, task) for i in range(3)]
+    made_up = {"async": {"runs": runs}}
+    monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or load_result(name))
+    claims = tables.claims()
+    assert len(claims) == 5 and {len(claim) for claim in claims} == {4}
+    faster = claims[0][1]
+    assert "`guess` 1.45× (1.21 to 1.74; 3 seeds, 9.3 s, not 13.5 s)" in faster
+    assert "`sum` 1.45× (" in faster
+
+
+def test_what_was_not_recorded_is_left_out(monkeypatch, tmp_path):
+    for file in RESULTS.glob("*.json"):
+        if file.stem != "tasks":
+            (tmp_path / file.name).symlink_to(file)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "## Default flags" in tables.PAGE.read_text()
+    page = tables.measured_page()
+    assert "## Default flags" not in page and "## Staleness" in page
+
+
+def test_sparse_attention_is_compared_with_each_dense_backend():
+    cost = {"dense CUDNN_ATTENTION": 6.0, "dense FLASH_ATTENTION": 8.0, tables.ALONE: 3.0}
     costs = {name: {"ms": {"median": ms}} for name, ms in cost.items()}
-    assert tables.kernel_gain(costs, tables.ALONE) == (3.0, 2.0)
-    assert tables.kernel_gain(costs, tables.TOGETHER) == (1.5, 4.0)
+    assert tables.speed_up(costs, tables.ALONE, "CUDNN") == 2.0
+    assert tables.speed_up(costs, tables.ALONE, "FLASH") == pytest.approx(8 / 3)
+    rows = load_result("dsa-cuda")["rows"]
+    page = tables.PAGE.read_text()
+    assert rows[1]["length"] == 8192 and "1.23× at 8,192" in page and "21.11× at 131,072" in page
 
 
-def test_without_a_gpu_its_benchmark_says_so(monkeypatch, capsys):
-    machine = describe_machine() | {"gpus": []}
-    monkeypatch.setattr(compare, "describe_machine", lambda: machine)
-    with pytest.raises(SystemExit) as stopped:
-        bench.main(["async", "gpu"])
-    assert stopped.value.code == 2 and "no CUDA device" in capsys.readouterr().err
+def test_columns_of_a_table_are_aligned():
+    assert plots.markdown(["a", "long"], [["xyz", "1"]]) == [
+        "| a   | long |",
+        "| --- | ---- |",
+        "| xyz | 1    |",
+    ]
