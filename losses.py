@@ -15,7 +15,10 @@ Tensors:   log-probs and advantages float32 [N]; mask bool [N], True where the p
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,122 +78,144 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _clip(ratio, advantages, mask, low, high):
+def _clip(ratio, advantages, low, high):
     """PPO's pessimistic gain min(ratio A, clip(ratio) A), and where no gradient is left; [N] each.
 
     Schulman et al. 2017 (arXiv 1707.06347) equation 7, with two sides as in DAPO.
     """
-    advantages = _masked(advantages, mask)
     free = ratio * advantages
     bound = ratio.clamp(1.0 - low, 1.0 + high) * advantages
     return torch.minimum(free, bound), bound < free
 
 
-def _decoupled(logprobs, proximal, behaviour, advantages, mask, constants):
-    """For decoupled objectives: w = pi_p / mu, PPO's gain around pi_p, where it is clipped; [N].
-
-    The weight is detached: it corrects for who sampled and is not to be optimised.
-    """
-    weight = log_ratio(proximal.detach(), behaviour, mask).exp()
-    ratio = log_ratio(logprobs, proximal, mask).exp()
-    return weight, *_clip(ratio, advantages, mask, constants.eps_low, constants.eps_high)
+# ---- objectives ----
+# Each is written as the gain of every token [N], and which tokens were clipped and capped (bool
+# [N], or False). `_objective` makes the loss of it, which is what others call:
+# (logprobs, proximal, behaviour, advantages, mask, sequence, count, constants) -> (loss, sums)
 
 
-def _result(gain, mask, count, clipped=False, capped=False):
-    """What every objective returns: its loss, and how many tokens were clipped and capped."""
-    sums = {"clipped": (mask & clipped).sum(), "capped": (mask & capped).sum()}
-    return -token_mean(gain, mask, count), sums
+class Tokens(NamedTuple):
+    """What an objective sees of one micro-batch: `t` below, beside `c`, the constants."""
+
+    logprobs: Tensor  # 0 outside the mask, and so are the advantages
+    proximal: Tensor | None  # needed by the decoupled objectives only
+    behaviour: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequence: Tensor
 
 
-# ---- objectives: (tensors [N], count, constants) -> loss, {"clipped": tokens, "capped": tokens} --
+def _objective(gain_of: Callable) -> Callable:
+    @wraps(gain_of)
+    def loss(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+        logprobs, advantages = _masked(logprobs, mask), _masked(advantages, mask)
+        tokens = Tokens(logprobs, proximal, behaviour, advantages, mask, sequence)
+        gain, clipped, capped = gain_of(tokens, constants)
+        sums = {"clipped": (mask & clipped).sum(), "capped": (mask & capped).sum()}
+        return -token_mean(gain, mask, count), sums
+
+    return loss
 
 
-def reinforce(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def reinforce(t, c):
     """-A log pi: no correction at all, right only when pi = mu (Williams 1992)."""
-    return _result(_masked(advantages, mask) * _masked(logprobs, mask), mask, count)
+    return t.advantages * t.logprobs, False, False
 
 
-def ppo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def ppo(t, c):
     """-min(rho A, clip(rho) A): classic PPO, whose trust region stands around the stale mu.
 
     Schulman et al. 2017 (arXiv 1707.06347) equation 7. The naive one: AReaL (arXiv 2505.24298)
     shows that it falls behind even at small staleness.
     """
-    ratio = log_ratio(logprobs, behaviour, mask).exp()
-    gain, clipped = _clip(ratio, advantages, mask, constants.eps_low, constants.eps_high)
-    return _result(gain, mask, count, clipped)
+    ratio = log_ratio(t.logprobs, t.behaviour, t.mask).exp()
+    gain, clipped = _clip(ratio, t.advantages, c.eps_low, c.eps_high)
+    return gain, clipped, False
 
 
-def decoupled_ppo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+def _decoupled(t, c):
+    """w = pi_p / mu, PPO's gain with the trust region around pi_p, and where it is clipped.
+
+    The weight is detached: it corrects for who sampled and is not to be optimised.
+    """
+    weight = log_ratio(t.proximal.detach(), t.behaviour, t.mask).exp()
+    ratio = log_ratio(t.logprobs, t.proximal, t.mask).exp()
+    return weight, *_clip(ratio, t.advantages, c.eps_low, c.eps_high)
+
+
+@_objective
+def decoupled_ppo(t, c):
     """-w min(r A, clip(r) A): the trust region stands around pi_p; the weight is unbounded.
 
     AReaL (arXiv 2505.24298), after Hilton et al. 2021 (arXiv 2110.00641).
     """
-    weight, gain, clipped = _decoupled(logprobs, proximal, behaviour, advantages, mask, constants)
-    return _result(weight * gain, mask, count, clipped)
+    weight, gain, clipped = _decoupled(t, c)
+    return weight * gain, clipped, False
 
 
-def tis(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def tis(t, c):
     """-min(w, cap) min(r A, clip(r) A): truncated importance sampling, biased but bounded.
 
     Truncation as in Ionides 2008, per token as in slime (`--use-tis`).
     """
-    weight, gain, clipped = _decoupled(logprobs, proximal, behaviour, advantages, mask, constants)
-    cap = constants.tis_cap
-    return _result(weight.clamp(0.0, cap) * gain, mask, count, clipped, weight > cap)
+    weight, gain, clipped = _decoupled(t, c)
+    return weight.clamp(0.0, c.tis_cap) * gain, clipped, weight > c.tis_cap
 
 
-def icepop(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def icepop(t, c):
     """-pop(w) min(r A, clip(r) A), pop(w) = w if 1/beta <= w <= beta else 0 (both inclusive).
 
     GLM-5 (arXiv 2602.15763) equation 1.
     """
-    weight, gain, clipped = _decoupled(logprobs, proximal, behaviour, advantages, mask, constants)
-    dropped = (weight < 1.0 / constants.icepop_beta) | (weight > constants.icepop_beta)
-    return _result(weight.masked_fill(dropped, 0.0) * gain, mask, count, clipped | dropped)
+    weight, gain, clipped = _decoupled(t, c)
+    dropped = (weight < 1.0 / c.icepop_beta) | (weight > c.icepop_beta)
+    return weight.masked_fill(dropped, 0.0) * gain, clipped | dropped, False
 
 
-def double_sided(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def double_sided(t, c):
     """-f(rho) A log pi, f(rho) = rho if 1 - low < rho < 1 + high else 0 (both strict), detached.
 
     GLM-5 (arXiv 2602.15763) equations 3 to 5, for its agents. No pi_p is needed, and a token
     outside teaches nothing whatever the sign of A; PPO's min would keep half of them.
     """
-    ratio = log_ratio(logprobs.detach(), behaviour, mask).exp()
-    outside = (ratio <= 1.0 - constants.double_low) | (ratio >= 1.0 + constants.double_high)
+    ratio = log_ratio(t.logprobs.detach(), t.behaviour, t.mask).exp()
+    outside = (ratio <= 1.0 - c.double_low) | (ratio >= 1.0 + c.double_high)
     weight = ratio.masked_fill(outside, 0.0)
-    gain = weight * _masked(advantages, mask) * _masked(logprobs, mask)
-    return _result(gain, mask, count, outside)
+    return weight * t.advantages * t.logprobs, outside, False
 
 
-def cispo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def cispo(t, c):
     """-clip(rho) A log pi, the weight detached: it is cut, and no token is silenced.
 
     MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
     """
-    ratio = log_ratio(logprobs.detach(), behaviour, mask).exp()
-    weight = ratio.clamp(1.0 - constants.cispo_low, 1.0 + constants.cispo_high)
-    gain = weight * _masked(advantages, mask) * _masked(logprobs, mask)
-    return _result(gain, mask, count, capped=weight != ratio)
+    ratio = log_ratio(t.logprobs.detach(), t.behaviour, t.mask).exp()
+    weight = ratio.clamp(1.0 - c.cispo_low, 1.0 + c.cispo_high)
+    return weight * t.advantages * t.logprobs, False, weight != ratio
 
 
-def gspo(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
+@_objective
+def gspo(t, c):
     """-min(s A, clip(s) A), s = exp(mean log rho of the sequence): kept or cut as a whole.
 
     GSPO (arXiv 2507.18071) in its token form: the value is s, the gradient that of the token's
     own pi. It equals the sequence form where A is constant on a sequence, and is right elsewhere.
     A sequence must lie whole in one micro-batch; long ones weigh more, because of `count`.
     """
-    per_token = log_ratio(logprobs, behaviour, mask)
+    per_token = log_ratio(t.logprobs, t.behaviour, t.mask)
     own = per_token - per_token.detach()  # value 0, gradient of the token's own log-prob
-    ratio = (sequence_mean(per_token.detach(), mask, sequence) + own).exp()
-    gain, clipped = _clip(ratio, advantages, mask, constants.gspo_low, constants.gspo_high)
-    return _result(gain, mask, count, clipped)
+    ratio = (sequence_mean(per_token.detach(), t.mask, t.sequence) + own).exp()
+    gain, clipped = _clip(ratio, t.advantages, c.gspo_low, c.gspo_high)
+    return gain, clipped, False
 
 
 _ALL = (ppo, decoupled_ppo, tis, icepop, double_sided, cispo, gspo, reinforce)
-
-
 OBJECTIVES = {objective.__name__: objective for objective in _ALL}
 
 

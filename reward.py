@@ -56,10 +56,6 @@ class TaskError(ValueError):
     """A mistake in a task or in its argument, told in one line."""
 
 
-def _answer(problem: dict) -> list[str]:
-    return [problem.get("answer", "?")]
-
-
 @dataclass(frozen=True)
 class Task:
     """What is learned: two pure functions and the sizes that they keep to."""
@@ -76,7 +72,7 @@ class Task:
     solved: float = 1.0  # an episode with this reward or more counts as solved
     steps: int = 300  # optimizer steps that a small model needs to learn it; default of --steps
     beside: bool = False  # True: steps are slow, run them in a thread beside generation
-    solve: Callable[[dict], list[str]] = _answer  # the best answers, for sample episodes
+    solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
     name: str = ""  # the spec; `make_task` writes it
 
     @property
@@ -211,7 +207,7 @@ def alphabet_of(task: Task) -> np.ndarray:
 # ---- verification ----
 
 
-def _replay(task: Task, problem: dict, answers: Answers) -> tuple[float, ...]:
+def _replay(task, problem, answers):
     rewards, done = [], False
     for turn in range(1, len(answers) + 1):
         if done:
@@ -269,7 +265,7 @@ def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> 
 
 
 @lru_cache(4096)  # earlier turns are read again at every later one
-def _text(tokens: tuple[int, ...], stop: frozenset[int]) -> str:
+def _text(tokens, stop):
     ended = tokens and tokens[-1] in stop
     return decode_bytes(tokens[:-1] if ended else tokens).decode("utf-8", errors="replace")
 

@@ -8,14 +8,10 @@ sum:96       "3+5+9+2=" -> "3879", the running totals modulo 10; the number of t
 
 from functools import partial
 
-from numpy.random import Generator
-
-from reward import END, Answers, Step, Task, draw_problem, encode, random_of, whole_number
-
-SIZES = {"reverse": (4, 64), "sort": (4, 64), "sum": (96, 1024)}  # default, largest
+from reward import END, Step, Task, draw_problem, encode, random_of, whole_number
 
 
-def step(problem: dict, answers: Answers) -> Step:
+def step(problem, answers):
     """The share of digits that are right.
 
     Partial credit makes this learnable from random weights: all or nothing would be nothing for
@@ -26,24 +22,24 @@ def step(problem: dict, answers: Answers) -> Step:
     return Step(None, matches / max(len(answer), len(expected)), True)
 
 
-def as_text(digits: list[int]) -> str:
+def as_text(digits):
     """Digits as one string."""
     return "".join(map(str, digits))
 
 
-def propose_reverse(size: int, random: Generator) -> tuple[str, str]:
+def propose_reverse(size, random):
     """(prompt, answer): a row of `size` digits, and the same backwards."""
     row = as_text(random.integers(10, size=size).tolist())
     return f"{row} reverse", row[::-1]
 
 
-def propose_sort(size: int, random: Generator) -> tuple[str, str]:
+def propose_sort(size, random):
     """(prompt, answer): a row of `size` digits, and the same in order."""
     row = random.integers(10, size=size).tolist()
     return f"{as_text(row)} sort", as_text(sorted(row))
 
 
-def propose_sum(size: int, random: Generator) -> tuple[str, str]:
+def propose_sum(size, random):
     """(prompt, answer): up to `size` terms, and their running totals.
 
     Lengths follow a Pareto law with exponent 1.3, from 2 up: half of the replies have at most 4
@@ -56,18 +52,23 @@ def propose_sum(size: int, random: Generator) -> tuple[str, str]:
     return "+".join(map(str, numbers.tolist())) + "=", as_text(totals.tolist())
 
 
-PROPOSE = {"reverse": propose_reverse, "sort": propose_sort, "sum": propose_sum}
+KINDS = {  # how a problem is made, default size, largest size
+    "reverse": (propose_reverse, 4, 64),
+    "sort": (propose_sort, 4, 64),
+    "sum": (propose_sum, 96, 1024),
+}
 
 
-def reset(kind: str, size: int, seed: int, index: int, split: str) -> dict:
+def reset(kind, size, seed, index, split):
     """A problem of the kind; one prompt in ten is held out."""
-    return draw_problem(partial(PROPOSE[kind], size), random_of(kind, seed, index, split), split)
+    propose = partial(KINDS[kind][0], size)
+    return draw_problem(propose, random_of(kind, seed, index, split), split)
 
 
 def make(argument: str, seed: int) -> Task:
     """`argument` is "reverse", "reverse:6", "sort:6", "sum:8" and so on."""
     kind, _, size = argument.partition(":")
-    default, most = SIZES[kind]
+    _, default, most = KINDS[kind]
     size = whole_number(size, 2, most) if size else default
     return Task(
         reset=partial(reset, kind, size, seed),

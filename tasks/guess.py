@@ -33,18 +33,18 @@ The rules:
 
 from functools import partial
 
-from reward import Answers, Step, Task, TaskError, encode, in_turn
+from reward import Step, Task, TaskError, encode, in_turn
 
 RANGE, TURNS = 16, 6
 GUESSES = {f" {n}": n for n in range(RANGE)} | {f"{n}": n for n in range(RANGE)}
 
 
-def reset(seed: int, index: int, split: str) -> dict:
+def reset(seed, index, split):
     """A secret. There are only 16, so none is held out: the evaluation is all of them."""
     return {"prompt": "guess", "secret": in_turn("guess", seed, index, split, RANGE)}
 
 
-def step(problem: dict, answers: Answers) -> Step:
+def step(problem, answers):
     """1 for the right number, less 0.1 for each turn; < when the secret is smaller."""
     turn, secret = len(answers), problem["secret"]
     guess = GUESSES.get(answers[-1])
@@ -57,7 +57,7 @@ def step(problem: dict, answers: Answers) -> Step:
     return Step("<" if secret < guess else ">", 0.0, False)
 
 
-def solve(problem: dict) -> list[str]:
+def solve(problem):
     """The answers of binary search; 3.375 on average."""
     low, high, answers = 0, RANGE - 1, []
     while low <= high:

@@ -16,14 +16,13 @@ to spare, and the evaluation is on the training lines.
 
 import json
 import re
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from reward import END, Answers, Step, Task, TaskError, encode, in_turn, whole_number
+from reward import END, Step, Task, TaskError, encode, in_turn, whole_number
 
 # A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
 # these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
@@ -37,7 +36,7 @@ NUMBER_CHARACTERS = 64  # a longer number is wrong, whatever it says
 CHARACTERS = 1024  # of an answer that are looked at, so that the work is bounded
 
 
-def last_number(text: str) -> Fraction | None:
+def last_number(text):
     """The last number in a text: integer, decimal or fraction, with or without thousands commas.
 
     None if there is none, if it is longer than NUMBER_CHARACTERS, or divided by zero.
@@ -50,7 +49,7 @@ def last_number(text: str) -> Fraction | None:
     return Fraction(above) / divisor if divisor else None
 
 
-def edit_distance(a: str, b: str) -> int:
+def edit_distance(a, b):
     """The fewest characters to insert, delete or replace that make b of a (Levenshtein 1966)."""
     letters, places = np.array(list(b)), np.arange(len(b) + 1)
     row = places  # distances of the first i letters of a to every beginning of b
@@ -60,7 +59,7 @@ def edit_distance(a: str, b: str) -> int:
     return int(row[-1])
 
 
-def similarity(answer: str, expected: str) -> float:
+def similarity(answer, expected):
     """1 - edit distance / length of the longer text: 1 for the same, and padding costs.
 
     Beyond CHARACTERS everything counts as wrong, unless the texts are the same.
@@ -72,19 +71,16 @@ def similarity(answer: str, expected: str) -> float:
     return 1 - (edit_distance(answer[:CHARACTERS], expected[:CHARACTERS]) + beyond) / longer
 
 
-def exact(answer: str, expected: str) -> float:
-    return float(answer == expected)
-
-
-def numeric(answer: str, expected: str) -> float:
+def numeric(answer, expected):
+    """True when the last numbers of both texts are equal."""
     number = last_number(answer)
-    return float(number is not None and number == last_number(expected))
+    return number is not None and number == last_number(expected)
 
 
-VERIFIERS = {"exact": exact, "numeric": numeric, "similar": similarity}
+VERIFIERS = {"exact": str.__eq__, "numeric": numeric, "similar": similarity}
 
 
-def read_row(line: bytes) -> dict:
+def read_row(line):
     """The problem in a line; TaskError says what is wrong with it."""
     try:
         row = json.loads(line)
@@ -97,7 +93,7 @@ def read_row(line: bytes) -> dict:
     return {"prompt": row["prompt"], "answer": row["answer"]}
 
 
-def read_rows(path: str, verifier: str) -> list[dict]:
+def read_rows(path, verifier):
     """The problems in a file; TaskError names the line."""
     try:
         lines = Path(path).read_bytes().split(b"\n")
@@ -118,14 +114,15 @@ def read_rows(path: str, verifier: str) -> list[dict]:
     return rows
 
 
-def reset(rows: dict[str, list[dict]], seed: int, index: int, split: str) -> dict:
+def reset(splits, seed, index, split):
     """A line of the file."""
-    return dict(rows[split][in_turn("jsonl", seed, index, split, len(rows[split]))])
+    return dict(splits[split][in_turn("jsonl", seed, index, split, len(splits[split]))])
 
 
-def step(verifier: Callable, problem: dict, answers: Answers) -> Step:
+def step(verifier, problem, answers):
     """What the verifier says; white space around an answer does not count."""
-    return Step(None, verifier(answers[-1].strip(), problem["answer"].strip()), True)
+    value = verifier(answers[-1].strip(), problem["answer"].strip())
+    return Step(None, float(value), True)
 
 
 def make(argument: str, seed: int) -> Task:
@@ -137,15 +134,16 @@ def make(argument: str, seed: int) -> Task:
     verifier = verifier or "exact"
     most = whole_number(tokens, 1, 16384) if tokens else 0
     rows = read_rows(path, verifier)
-    order = {prompt: i for i, prompt in enumerate(dict.fromkeys(row["prompt"] for row in rows))}
-    train = [row for row in rows if order[row["prompt"]] % 10 != 9]
-    held_out = [row for row in rows if order[row["prompt"]] % 10 == 9] or rows
+    prompts = list(dict.fromkeys(row["prompt"] for row in rows))  # different ones, in order
+    held_out = set(prompts[9::10])
+    splits = {"train": [row for row in rows if row["prompt"] not in held_out]}
+    splits["eval"] = [row for row in rows if row["prompt"] in held_out] or rows
     answers = [encode(row["answer"]) for row in rows]
     return Task(
-        reset=partial(reset, {"train": train, "eval": held_out}, seed),
+        reset=partial(reset, splits, seed),
         step=partial(step, VERIFIERS[verifier]),
         alphabet=None if everything else (*sorted(set().union(*answers)), END),
-        max_prompt_tokens=max(len(encode(row["prompt"])) for row in rows),
+        max_prompt_tokens=max(len(encode(prompt)) for prompt in prompts),
         turn_tokens=most or max(map(len, answers)) + 1,
-        eval_size=min(256, len(held_out)),
+        eval_size=min(256, len(splits["eval"])),
     )

@@ -6,20 +6,16 @@ of no use, and which one is asked at the very end.
 
 from functools import partial
 
-from numpy.random import Generator
-
-from reward import END, Answers, Step, Task, draw_problem, encode, random_of, whole_number
-
-LEAST, MOST = 16, 16384  # tokens of a prompt
+from reward import END, Step, Task, draw_problem, encode, random_of, whole_number
 
 
-def shape_of(tokens: int) -> tuple[int, int]:
+def shape_of(tokens):
     """(pairs, tokens of a key): pairs "key=51;" and the question "?key=" fill up `tokens`."""
     width = 1 if (tokens - 3) // 5 <= 100 else 2  # a key of one number is easier to find
     return (tokens - width - 2) // (width + 4), width
 
 
-def propose(tokens: int, random: Generator) -> tuple[str, str]:
+def propose(tokens, random):
     """(prompt, answer): a table in which no key appears twice, and a question about one pair."""
     pairs, width = shape_of(tokens)
     keys = random.choice(100**width, size=pairs, replace=False).tolist()
@@ -30,12 +26,12 @@ def propose(tokens: int, random: Generator) -> tuple[str, str]:
     return f"{''.join(table)}?{names[asked]}=", values[asked]
 
 
-def reset(tokens: int, seed: int, index: int, split: str) -> dict:
+def reset(tokens, seed, index, split):
     """A table and a question; one prompt in ten is held out."""
     return draw_problem(partial(propose, tokens), random_of("recall", seed, index, split), split)
 
 
-def step(problem: dict, answers: Answers) -> Step:
+def step(problem, answers):
     """The share of the two digits that are right; a longer answer earns less."""
     answer, expected = answers[-1], problem["answer"]
     matches = sum(a == b for a, b in zip(answer, expected, strict=False))
@@ -44,7 +40,7 @@ def step(problem: dict, answers: Answers) -> Step:
 
 def make(argument: str, seed: int) -> Task:
     """`argument` is the length of a prompt in tokens."""
-    tokens = whole_number(argument or "256", LEAST, MOST)
+    tokens = whole_number(argument or "256", 16, 16384)
     pairs, width = shape_of(tokens)
     return Task(
         reset=partial(reset, tokens, seed),

@@ -1,7 +1,6 @@
 """The tasks by behaviour: the protocol, problems, verifiers, own tasks, and what is refused."""
 
 import json
-import pickle
 import subprocess
 import sys
 from fractions import Fraction
@@ -24,7 +23,7 @@ SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "rec
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_reset_is_pure_and_a_problem_is_plain_data(spec, split):
-    task, again = make_task(spec, seed=3), pickle.loads(pickle.dumps(make_task(spec, seed=3)))
+    task, again = make_task(spec, seed=3), make_task(spec, seed=3)  # as in another process
     problems = [task.reset(i, split) for i in range(20)]
     assert problems == [again.reset(i, split) for i in reversed(range(20))][::-1]
     assert json.loads(json.dumps(problems)) == problems
@@ -209,8 +208,6 @@ def test_jsonl_splits_without_overlap_and_shows_every_line_once_per_epoch(tmp_pa
     assert len(set(epochs[0])) == 45
     task.reset(0, "eval")["answer"] = "spoilt by the caller"
     assert task.reset(0, "eval") == {"prompt": "q9", "answer": "a9"}
-    clone = pickle.loads(pickle.dumps(task))
-    assert clone.reset(7, "train") == task.reset(7, "train")
 
 
 def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
