@@ -63,7 +63,8 @@ def fit(rows: list[tuple[list, float]]) -> list[float]:
     """
     amounts, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
     scale = np.sqrt((amounts**2).mean(0))
-    found, used = np.zeros(len(scale)), scale > 0
+    found = np.zeros(len(scale))
+    used = scale > 0
     while used.any():
         scaled = amounts[:, used] / scale[used]
         found[:] = 0.0
@@ -81,7 +82,9 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
     slower) generation is in the learner's process; everything else is read from the others.
     """
     alone = [log for log in logs if log.synchronous]
-    groups, seconds, rows = [], defaultdict(list), defaultdict(list)
+    groups = []
+    seconds = defaultdict(list)
+    rows = defaultdict(list)
     for log in logs:
         rows[TRAIN] += train_rows(log)
         if log.synchronous:
@@ -119,7 +122,8 @@ def groups_of(log):
 
 def decode_rows(log):
     """(amounts of `DECODE`, seconds) of each span but the first."""
-    rows, slots = [], log.config.slots
+    rows = []
+    slots = log.config.slots
     for e in log.events["generate"][1:]:
         steps = e["steps"]
         rows.append(([steps, steps * slots, e["context"] * slots, e["slot_steps"]], e["decode"]))
@@ -143,7 +147,8 @@ def refill_rows(log):
 
 def train_rows(log):
     """(amounts of `TRAIN`, seconds) of each step but the first."""
-    rows, every = [], log.config.reference_every
+    rows = []
+    every = log.config.reference_every
     for event, row in zip(log.events["train"][1:], log.rows[1:], strict=True):
         tokens = row["sequence_tokens"]
         reference = tokens if every and row["step"] % every == 0 else 0

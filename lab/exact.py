@@ -64,9 +64,12 @@ def enumerate_task(vocab: int, length: int) -> EnumeratedTask:
     first_row = (vocab ** torch.arange(length) - 1) // (vocab - 1)  # of the prefixes of a length
     prefix = first_row + number[:, None] // (place * vocab)
     # Most of the reward is for a last digit that fits the first two: prefixes matter.
-    a, b, c = number // 16 % 4, number // 4 % 4, number % 4
+    a = number // 16 % 4
+    b = number // 4 % 4
+    c = number % 4
     rewards = 0.2 * (a == 2) + 0.2 * (b > a) + 0.6 * (c == (a + b) % 4)
-    tokens, shape = number[:, None] // place % vocab, (int(prefix.max()) + 1, vocab)
+    tokens = number[:, None] // place % vocab
+    shape = (int(prefix.max()) + 1, vocab)
     return EnumeratedTask(tokens, prefix, rewards.double(), shape)
 
 
@@ -124,8 +127,10 @@ def vtrace(log_ratio, values, rewards, cap=1.0):
     (IMPALA, arXiv 1802.01561) equation 1 and section 4.2; rho and c have the same cap here, which
     makes their recursion v = V + rho (r + v' - V).
     """
-    weights, target = log_ratio.exp().clamp(max=cap), rewards
-    targets, advantages = torch.empty_like(values), torch.empty_like(values)
+    weights = log_ratio.exp().clamp(max=cap)
+    target = rewards
+    targets = torch.empty_like(values)
+    advantages = torch.empty_like(values)
     for t in reversed(range(values.shape[1])):
         advantages[:, t] = target - values[:, t]
         targets[:, t] = target = values[:, t] + weights[:, t] * advantages[:, t]
@@ -141,7 +146,8 @@ def loss_of(method, new, old, rewards, values):
     """
     drift = (new - old).detach()
     advantages = (rewards - values[:, 0])[:, None].expand(new.shape)
-    weights, touched = torch.ones_like(drift), 0.0
+    weights = torch.ones_like(drift)
+    touched = 0.0
     if method == "sequence_is":  # the ratio of the whole response: unbiased at every staleness
         weights = drift.sum(1, keepdim=True).exp().expand(new.shape)
     elif method == "vtrace":
@@ -165,12 +171,14 @@ def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor)
     standard deviation of one response; `share`, the expectation projected on the truth. `ess`: the
     effective sample size of the token weights, as a share of the tokens. `touched`: see `loss_of`.
     """
-    new, old = logprobs_of(theta, task).requires_grad_(), logprobs_of(behaviour, task)
+    new = logprobs_of(theta, task).requires_grad_()
+    old = logprobs_of(behaviour, task)
     values = prefix_values(behaviour, task)
     loss, advantages, touched = loss_of(method, new, old, task.rewards, values)
     slopes = -len(new) * torch.autograd.grad(loss, new)[0]  # [R, T]
     gradients = response_gradients(slopes, theta, task)
-    truth, chances = true_gradient(theta, task), chances_of(old)
+    truth = true_gradient(theta, task)
+    chances = chances_of(old)
     mean = chances @ gradients
     weights = slopes / advantages  # [R, T]
     token_chances = chances[:, None] / new.shape[1]
@@ -214,7 +222,8 @@ def verdict(claim: tuple, samples: int, seed: int) -> dict:
     name, values, chances, truth, unbiased = claim
     generator = torch.Generator().manual_seed(seed)
     draws = values[torch.multinomial(chances, samples, True, generator=generator)]
-    estimate, predicted = float(draws.mean()), float(chances @ values)
+    estimate = float(draws.mean())
+    predicted = float(chances @ values)
     error = max(float(draws.std()) / samples**0.5, 1e-12)
     within = abs(estimate - truth) <= 3 * error
     hidden = not unbiased and abs(predicted - truth) < 6 * error
@@ -225,8 +234,10 @@ def verdict(claim: tuple, samples: int, seed: int) -> dict:
 
 def objectives_part(task: EnumeratedTask, seed: int) -> Part:
     """Facts of `examine` for every method and staleness, and the claims that are checked."""
-    length, chain = task.tokens.shape[1], policies(task, seed)
-    chances, curves, claims = chances_of(logprobs_of(chain[0], task)), {}, []
+    length = task.tokens.shape[1]
+    chain = policies(task, seed)
+    chances = chances_of(logprobs_of(chain[0], task))
+    curves, claims = {}, []
     for method in METHODS:
         curves[method] = []
         for s, theta in enumerate(chain):
@@ -245,7 +256,8 @@ def advantages_part(task: EnumeratedTask, seed: int) -> Part:
 
     `share`: its projection on the truth; `cosine`: of the angle between them.
     """
-    theta, curves, claims = policies(task, seed)[2], {}, []
+    theta = policies(task, seed)[2]
+    curves, claims = {}, []
     truth = true_gradient(theta, task)
     scores = response_gradients(torch.ones(task.tokens.shape).double(), theta, task)  # [R, D]
     projection = scores @ truth / truth.square().sum()  # [R]
@@ -271,7 +283,8 @@ KL_RIGHT = {"k1": (3, 0), "k2": (0, 1), "k3": (3, 0), "unbiased_k3": (1, 1)}
 
 def kl_part(task: EnumeratedTask, seed: int) -> Part:
     """The KL estimators against KL(pi || pi_ref), pi_ref = step 0; claims at the last step."""
-    chain, curves, claims = policies(task, seed), {}, []
+    chain = policies(task, seed)
+    curves, claims = {}, []
     for name in KL_RIGHT:
         curves[name] = []
         for s in STALENESS[1:]:
@@ -286,15 +299,18 @@ def examine_kl(name, task: EnumeratedTask, theta: Tensor, older: Tensor, first: 
 
     k1, k2, k3 see samples of `theta`, unbiased_k3 those of `older`, a policy two steps older.
     """
-    stale, theta = name == "unbiased_k3", theta.clone().requires_grad_()
-    new, reference = logprobs_of(theta, task), logprobs_of(first, task)
+    stale = name == "unbiased_k3"
+    theta = theta.clone().requires_grad_()
+    new = logprobs_of(theta, task)
+    reference = logprobs_of(first, task)
     old = logprobs_of(older, task) if stale else new.detach()
     kl = chances_of(new) @ (new - reference).sum(1)
     truth = torch.autograd.grad(kl, theta, retain_graph=True)[0].flatten()
     values = KL_ESTIMATORS[name](new, reference, *[old] * stale).sum(1)  # [R]
     (slopes,) = torch.autograd.grad(values.sum(), new)
     gradients = response_gradients(slopes, theta.detach(), task)
-    values, chances = values.detach(), chances_of(old)
+    values = values.detach()
+    chances = chances_of(old)
     mean = chances @ values
     facts = {
         "kl": kl.detach(),
@@ -317,7 +333,8 @@ def draw(folder: Path, result: dict) -> None:
         "ess": "effective sample size\n(share of tokens)",
         "spread": "standard deviation of one response\n/ length of the true gradient",
     }
-    own, panels = result["three tokens"], []
+    own = result["three tokens"]
+    panels = []
     for key, label in labels.items():
         curves = {name: (None, STALENESS, column(own[name], key)) for name in METHODS}
         panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
@@ -344,12 +361,14 @@ def column(rows: list[dict], key: str) -> list[float]:
 def bench_lab(folder: Path, seed: int = 0, samples: int = 100_000) -> None:
     """Measure everything; lab.json and lab_*.png in `folder`, and the table of claims."""
     torch.set_num_threads(1)
-    begin, deep = time.monotonic(), TASKS["three tokens"]
+    begin = time.monotonic()
+    deep = TASKS["three tokens"]
     parts = [(name, objectives_part, task) for name, task in TASKS.items()]
     parts += [(f"kl, {name}", kl_part, task) for name, task in TASKS.items()]
     parts += [("advantages", advantages_part, deep), ("lengths", drop_part)]
     parts += [("swap", swap_part, enumerate_task(4, 4))]
-    result, verdicts = {}, []
+    result = {}
+    verdicts = []
     for name, part, *task in tqdm(parts, unit="part"):
         result[name], claims = part(*task, seed)
         verdicts += [verdict(claim, samples, seed) for claim in claims]

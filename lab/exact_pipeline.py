@@ -67,7 +67,9 @@ def swapped_logprobs(a, b, responses, boundary, mode):
     recompute computes them again with b (AReaL), drain finishes with a.
     """
     count, start = len(responses), len(PROMPT) - 1  # decoding begins with the last prompt token
-    slots, model, recorded = torch.arange(count), a, []
+    slots = torch.arange(count)
+    model = a
+    recorded = []
     known = torch.cat([torch.tensor(PROMPT).expand(count, -1), responses], 1)
     cache = make_cache(a, count, known.shape[1])
     prefill(a, cache, slots, known[:, :start].tolist())
@@ -98,8 +100,10 @@ def swap_part(task, seed):
         rows = curves[f"{mode}, {boundary}"] = []
         for s in STEPS:
             recorded = swapped_logprobs(models[0], models[s], task.tokens, boundary, mode)
-            to_b, to_a = recorded - pure[s], recorded - pure[0]
-            chances, after = recorded.sum(1).exp(), slice(boundary, None)
+            to_b = recorded - pure[s]
+            to_a = recorded - pure[0]
+            chances = recorded.sum(1).exp()
+            after = slice(boundary, None)
             facts = {"whole_response_to_b": to_b, "to_b": to_b[:, after], "to_a": to_a[:, after]}
             rows.append({name: float(chances @ ratio.sum(1)) for name, ratio in facts.items()})
         if boundary == 2:
@@ -131,7 +135,8 @@ def drop_part(seed, steps=375):
             "admitted": length_facts(admitted),
             "trained": length_facts(trained),
         }
-        values, truth = torch.tensor(trained).double(), curves[rule]["admitted"]["mean"]
+        values = torch.tensor(trained).double()
+        truth = curves[rule]["admitted"]["mean"]
         chances = torch.full_like(values, 1 / len(values))
         claims.append((f"length trained, {rule}", values, chances, truth, rule == "wait"))
     return curves, claims
@@ -139,7 +144,8 @@ def drop_part(seed, steps=375):
 
 def length_facts(lengths: list[float]) -> dict:
     """How many answers and tokens, their mean length, and the lengths at `SHARES`."""
-    count, tokens = len(lengths), sum(lengths)
+    count = len(lengths)
+    tokens = sum(lengths)
     at_least = np.quantile(lengths, 1 - SHARES).tolist()
     return {"answers": count, "tokens": tokens, "mean": tokens / count, "at_least": at_least}
 

@@ -166,7 +166,7 @@ class Pipeline:
         stop = worker.begin + worker.steps * worker.pace
         self.plan(stop, self.boundary, worker, worker.ticket)
 
-    def boundary(self, worker, ticket: int, now):
+    def boundary(self, worker, ticket, now):
         """A token boundary at which something changes; decode from here to the next one."""
         if ticket != worker.ticket:
             return  # another boundary was planned since
@@ -291,8 +291,10 @@ class Pipeline:
         token = costs.train_token
         if config.reference_every and step % config.reference_every == 0:
             token += costs.reference_token
-        work = micro_batches * costs.micro_batch + sum(lengths) * token
-        seconds = costs.train + work / config.learners + costs.all_reduce * (config.learners > 1)
+        shared = micro_batches * costs.micro_batch + sum(lengths) * token
+        seconds = costs.train + shared / config.learners
+        if config.learners > 1:
+            seconds += costs.all_reduce
         oldest = [staleness(t, self.version) for t in samples]
         row = {"step": step, "sequence_tokens": sum(lengths), "micro_batches": micro_batches}
         self.rows.append(row | {"staleness_mean": float(np.mean(oldest))})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lab import simulate
-from lab.calibrate import calibrate, fit, read_run
+from lab.calibrate import calibrate, fit, read_run, refill_rows
 from lab.pipeline import Costs, Pipeline, PipelineLog, pipeline_metrics, predict
 from lab.plots import load_result
 from runtime.config import Config
@@ -187,6 +187,15 @@ def test_fit_finds_costs_and_leaves_out_what_comes_out_negative():
     assert fitted(matrix, matrix @ [3.0, -0.01, 50.0])[1] == 0.0
     twins = np.stack([matrix[:, 0], matrix[:, 0], 0 * matrix[:, 0]], 1)
     assert fitted(twins, 4.0 * matrix[:, 0]) == pytest.approx([2.0, 2.0, 0.0])
+
+
+def test_groups_that_begin_at_one_token_boundary_share_a_forward_pass():
+    warm_up = {"t": 0.0, "seconds": 1.0, "steps": 1, "decode": 1.0}
+    span = {"t": 1.0, "seconds": 12.0, "steps": 10, "decode": 10.0}
+    starts = [(0.5, 7), (1.0, 3), (1.01, 4), (6.0, 5), (13.0, 6)]  # one too early, one too late
+    events = {"generate": [warm_up, span], "start": [{"t": t, "size": n} for t, n in starts]}
+    log = PipelineLog(TOY, False, events, [])
+    assert refill_rows(log) == [([3 * TOY.group_size, 2, 3 + 4 + 5], 2.0)]
 
 
 BASIS = (
