@@ -22,7 +22,7 @@ from model import GPT, generated_logprobs, pack_tokens
 from reward import Task, verify_group
 from rollout import Generator, generate, make_environment
 from runtime.config import Config, capacity_of
-from runtime.messages import Group, Trajectory, apply_verdicts
+from runtime.messages import Group, apply_verdicts
 
 
 def naive_step(model: GPT, optimizer, tokens, mask, behaviour, rewards, alphabet) -> Tensor:
@@ -69,20 +69,28 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
     by `count`, the generated tokens of the step (failed episodes left out). With several learners
     each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
-    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step` (books.py).
+    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step`
+    (runtime/books.py).
     """
-    begin, reference_seconds, parts, loss = time.monotonic(), 0.0, [], 0.0
-    advantages, dead = group_signal(groups, config.advantage)
-    pairs = zip((t for g in groups for t in g.trajectories), advantages, strict=True)
-    samples = [(t, a) for t, a in pairs if not t.failed and t.generated]
+    begin = time.monotonic()
+    trajectories = [t for group in groups for t in group.trajectories]
+    advantages, dead = group_signal(trajectories, len(groups), config.advantage)
+    samples = []
+    for t, advantage in zip(trajectories, advantages, strict=True):
+        if not t.failed and t.generated:
+            samples.append((t, advantage))
     count = sum(t.generated for t, _ in samples)
-    batches = pack([len(t.tokens) for t, _ in samples], config.token_budget, config.learners)
-    every = config.reference_every
-    measured = learner.reference is not None and (learner.version + 1) % every == 0
+    lengths = [len(t.tokens) for t, _ in samples]
+    batches = pack(lengths, config.token_budget, config.learners)
+    measured = False  # whether this step looks at the reference policy
+    if learner.reference is not None:
+        measured = (learner.version + 1) % config.reference_every == 0
     learner.model.flat_grad.zero_()
+    loss, parts, reference_seconds = 0.0, [], 0.0
 
     for indices in batches[rank :: config.learners]:
-        batch, reference = [samples[i] for i in indices], None
+        batch = [samples[i] for i in indices]
+        reference = None
         if measured:
             start = time.monotonic()
             with torch.no_grad():
@@ -102,15 +110,19 @@ def learner_step(learner: Learner, groups: list[Group], config: Config, rank: in
     metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
     metrics |= update_weights(learner, config, loss, metrics)
     seconds = time.monotonic() - begin
-    metrics |= {"micro_batches": len(batches), "dead_groups": int(dead.sum()), "seconds": seconds}
-    return metrics | {"reference_share": reference_seconds / seconds}
+    return metrics | {
+        "micro_batches": len(batches),
+        "dead_groups": int(dead.sum()),
+        "seconds": seconds,
+        "reference_share": reference_seconds / seconds,
+    }
 
 
-def group_signal(groups: list[Group], kind: str) -> tuple[list[float], Tensor]:
-    """Advantages of all trajectories, laid end to end [N], and which groups teach nothing [G]."""
-    # [G, n], by way of an array, which takes a third of the time
-    rewards = torch.from_numpy(np.float32([[t.reward for t in g.trajectories] for g in groups]))
-    valid = torch.from_numpy(np.array([[not t.failed for t in g.trajectories] for g in groups]))
+def group_signal(trajectories: list, G: int, kind: str) -> tuple[list[float], Tensor]:
+    """Advantages of all trajectories of G groups [N], and which groups teach nothing [G]."""
+    rewards = np.array([t.reward for t in trajectories], np.float32)
+    valid = np.array([not t.failed for t in trajectories])
+    rewards, valid = (torch.from_numpy(x).view(G, -1) for x in (rewards, valid))  # [G, n]
     advantages, dead = losses.group_advantages(rewards, kind, valid)
     return advantages.flatten().tolist(), dead
 
@@ -140,19 +152,18 @@ def token_logprobs(model: GPT, batch: list[tuple], learner: Learner, config: Con
     return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
 
 
-def micro_batch_loss(
-    learner: Learner, batch: list[tuple[Trajectory, float]], reference, count, config
-):
+def micro_batch_loss(learner: Learner, batch: list[tuple], reference, count: int, config: Config):
     """This micro-batch's share of the step's loss, and of its diagnostics.
 
     batch: trajectories with their advantages; reference [M]: log-probs of the reference, or None.
     """
     logprobs, entropy = token_logprobs(learner.model, batch, learner, config)  # [M] each
+    device = logprobs.device
     sizes = torch.tensor([t.generated for t, _ in batch])
-    sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(logprobs.device)  # [M]
-    advantages = torch.tensor([a for _, a in batch]).to(logprobs.device)[sequence]  # [M]
+    sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(device)  # [M]
+    advantages = torch.tensor([advantage for _, advantage in batch]).to(device)[sequence]  # [M]
     behaviour = np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch])
-    behaviour = torch.from_numpy(behaviour).to(logprobs.device)  # [M]
+    behaviour = torch.from_numpy(behaviour).to(device)  # [M]
     mask = torch.ones_like(sequence, dtype=torch.bool)
     loss, sums = losses.OBJECTIVES[config.objective](
         logprobs,
@@ -167,16 +178,18 @@ def micro_batch_loss(
     loss = loss - config.entropy * losses.token_mean(entropy, mask, count)
     if reference is not None:
         # weighted with pi / mu: the samples may be stale
-        kl = losses.token_mean(losses.unbiased_k3(logprobs, reference, behaviour), mask, count)
-        loss = loss + config.reference_weight * losses.reference_scale(learner.damper) * kl
+        kl = losses.unbiased_k3(logprobs, reference, behaviour)  # [M]
+        weight = config.reference_weight * losses.reference_scale(learner.damper)
+        loss = loss + weight * losses.token_mean(kl, mask, count)
     part = losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)
     return loss, part
 
 
 def update_weights(learner: Learner, config: Config, loss: float, metrics: dict) -> dict:
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
-    gradient, scale = learner.model.flat_grad, losses.reference_scale(learner.damper)
+    gradient = learner.model.flat_grad
     norm = float(gradient.norm())
+    reference_weight = config.reference_weight * losses.reference_scale(learner.damper)
     progress = min(1.0, learner.version / max(1, config.steps))
     finite = bool(np.isfinite(loss + norm))
     if finite and "kl_reference" in metrics:
@@ -193,9 +206,14 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
     refresh = config.reference_refresh
     if learner.reference is not None and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)
-    metrics = {"loss": loss, "grad_norm": norm, "lr": lr, "skipped": learner.skipped}
-    metrics["kl_window"] = losses.window_mean(learner.damper)
-    return metrics | {"reference_weight": config.reference_weight * scale}
+    return {
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": lr,
+        "kl_window": losses.window_mean(learner.damper),
+        "reference_weight": reference_weight,
+        "skipped": learner.skipped,
+    }
 
 
 # ------------------------------------------------------------------------------------- evaluation
