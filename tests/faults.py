@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from tqdm import tqdm
@@ -35,12 +36,12 @@ import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
-from runtime import checkpoint, runlog  # noqa: E402
+from runtime import checkpoint, flow, runlog  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
-from runtime.config import Config, TrainingStopped, run_main
+from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import to_bytes  # noqa: E402
-from runtime.processes import Line  # noqa: E402
+from runtime.messages import Beat, Generated, Verified, pack_messages  # noqa: E402
+from runtime.processes import Line, Lost, Silent  # noqa: E402
 from runtime.runlog import read_lines  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
@@ -52,7 +53,7 @@ KINDS = {
     ("reward", "start"): ("SIGKILL", "exception", "slow"),
     ("reward", "receive"): HURT,
     ("reward", "send"): (*HURT, "torn", "half", "NaN reward", "missing verdict"),
-    ("learner", "train"): (*HURT, "NaN gradient"),
+    ("learner", "train"): (*HURT, "NaN gradient", "no tracker"),
     ("learner", "publish"): ("SIGKILL", "slow"),
     ("learner", "checkpoint"): ("SIGKILL", "full disk"),
     ("learner", "log"): ("SIGKILL", "full disk"),
@@ -107,55 +108,61 @@ class Breaking(Line):
         self.__dict__.update(line.__dict__)
         self.plan = plan
 
-    def send(self, kind, header=None, arrays=None, hold=False):
-        fault = self.plan.due("send", header["group_id"]) if "group_id" in (header or {}) else None
-        if fault:
-            header, arrays = poison(fault["kind"], header, arrays)
-            message = to_bytes({**header, "kind": kind}, arrays)
-            data = len(message).to_bytes(4, "big") + message  # a delivery of one message
-            if fault["kind"] == "torn":
-                return self.connection.send_bytes(data[:-7])
-            if fault["kind"] == "half":
-                start = struct.pack("!i", len(data)) + data[: len(data) // 2]
-                os.write(self.connection.fileno(), start)
-                hurt("SIGKILL")
-            if fault["kind"] == "duplicate":
-                super().send(kind, header, arrays, hold)
-            hurt(fault["kind"])
-        super().send(kind, header, arrays, hold)
+    def send(self, *messages):
+        for message in messages:
+            if isinstance(message, Beat):
+                continue
+            if fault := self.plan.due("send", message.group.group_id):
+                self.strike(fault["kind"], message)
+        super().send(*messages)
+
+    def strike(self, kind: str, message) -> None:
+        """Spoil a message that is sent next, or send it in another way."""
+        delivery = pack_messages([message])
+        if kind == "torn":
+            self.connection.send_bytes(delivery[:-7])
+        elif kind == "half":
+            start = struct.pack("!i", len(delivery)) + delivery[: len(delivery) // 2]
+            os.write(self.connection.fileno(), start)
+            hurt("SIGKILL")
+        elif kind == "duplicate":
+            super().send(message)
+        poison(kind, message)
+        hurt(kind)
 
     def receive(self, seconds=0.0):
         message = super().receive(seconds)
-        if message and "group_id" in message[0]:
-            fault = self.plan.due("receive", message[0]["group_id"])
-            hurt(fault["kind"] if fault else "")
+        for group in message.groups if message else ():
+            if fault := self.plan.due("receive", group.group_id):
+                hurt(fault["kind"])
         return message
 
 
-def poison(kind: str, header: dict, arrays: dict | None) -> tuple:
-    """A message with one thing wrong in it."""
-    header, arrays = (
-        json.loads(json.dumps(header)),
-        {k: a.copy() for k, a in (arrays or {}).items()},
-    )
-    first = arrays["loss_mask"].nonzero()[0][0] if arrays else 0
+def poison(kind: str, message: Generated | Verified) -> None:
+    """Put one wrong thing into a message."""
+    group = message.group
+    if isinstance(message, Verified):
+        verdicts = message.judgement.verdicts
+        if kind == "NaN reward":
+            verdicts[0] = float("nan"), *verdicts[0][1:]
+        elif kind == "missing verdict":
+            verdicts.pop()
+        return
+    episode = group.trajectories[0]
+    first = episode.loss_mask.nonzero()[0][0]
     if kind == "length":
-        header["lengths"][0] += 1
+        episode.tokens = episode.tokens[:-1]
     elif kind == "turn":
-        header["columns"]["turns"][0][0][1] += 1
+        (start, stop), *others = episode.turns
+        episode.turns = [(start, stop + 1), *others]
     elif kind == "start":
-        header["start"] -= 1
+        group.start -= 1
     elif kind == "token":
-        arrays["tokens"][first] = 70000
+        episode.tokens[first] = 70000
     elif kind == "log-prob":
-        arrays["logprobs"][first] = float("nan")
+        episode.logprobs[first] = float("nan")
     elif kind == "version":
-        arrays["versions"][first] = header["start"] - 1
-    elif kind == "NaN reward":
-        header["verdicts"][0][0] = float("nan")
-    elif kind == "missing verdict":
-        header["verdicts"].pop()
-    return header, arrays
+        episode.versions[first] = group.start - 1
 
 
 def broken(function, folder: str, role: str, line: Line, *arguments) -> None:
@@ -244,6 +251,8 @@ def break_learner(folder: str) -> None:
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
         if fault["kind"] == "NaN gradient":
             learner.model.flat_grad[0] = float("nan")
+        if fault["kind"] == "no tracker":
+            os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
         hurt(fault["kind"])
 
     def write(fault, path, *_):
@@ -264,13 +273,13 @@ def note_losses(folder: str) -> None:
     """Write down when the parent notices that a worker is dead or silent."""
     real = train_async.handle
 
-    def handle(message, *arguments):
-        kind, worker, reason, _ = message
-        if kind in ("lost", "silent"):
-            record = {"t": time.monotonic(), "pid": worker.process.pid, "kind": kind}
+    def handle(run, worker, message):
+        if isinstance(message, Lost | Silent):
+            record = {"t": time.monotonic(), "pid": worker.process.pid, "name": worker.name}
+            record |= {"kind": type(message).__name__, "reason": message.reason}
             with (Path(folder) / "faults" / "noticed.jsonl").open("a") as file:
-                file.write(json.dumps(record | {"name": worker.name, "reason": reason}) + "\n")
-        return real(message, *arguments)
+                file.write(json.dumps(record) + "\n")
+        return real(run, worker, message)
 
     train_async.handle = handle
 
@@ -482,8 +491,8 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
 def main(folder: str, *flags: str) -> None:
     for role in ("rollout", "reward"):
         name = f"{role}_worker"
-        function = functools.partial(broken, getattr(train_async, name), folder, role)
-        setattr(train_async, name, function)
+        function = functools.partial(broken, getattr(flow, name), folder, role)
+        setattr(flow, name, function)
     break_learner(folder)
     note_losses(folder)
     sys.argv = ["train_async.py", *flags]

@@ -1,60 +1,92 @@
-"""What runs in a rollout worker's process, here without one: what it says of its own time."""
+"""What runs in a worker's process, here without one: what it says, and of its own time."""
 
 import dataclasses
 
 import pytest
 
+from learner import new_groups
+from rollout import generate
 from runtime import workers
 from runtime.config import Config
 from runtime.mailbox import Mailbox
-from runtime.setup import make_learner, make_task
+from runtime.messages import Generated, Group, Orders, Verified
+from runtime.setup import make_generator, make_learner, task_of
+
+CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 
 
 class Script:
-    """A line that hands out one group, and ends the worker when it waits for more."""
+    """A line that hands out groups one by one, and ends the worker when it waits for more."""
 
     worker = 0
 
-    def __init__(self, groups: list[dict]):
-        self.groups, self.held, self.sent = groups, [], []
+    def __init__(self, *groups: Group):
+        self.groups, self.sent = list(groups), []
 
     def receive(self, seconds: float = 0.0):
         if self.groups:
-            return self.groups.pop(), {}
+            return Orders([self.groups.pop(0)])
         if self.sent and seconds:
             raise SystemExit
         return None
 
-    def send(self, kind, header, arrays, hold=False):
-        self.held.append(kind)
+    def send(self, *messages):
+        self.sent += messages
 
-    def flush(self, seconds=0.0):
-        if not seconds:  # whoever waits for work holds nothing back
-            self.sent, self.held = self.sent + self.held, []
-
-    def beat(self, header=None):
+    def beat(self, status=None):
         pass
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    """What a process does to itself would last longer than a test."""
+    monkeypatch.setattr(workers.gc, "freeze", lambda: None)
+    monkeypatch.setattr(workers.devices, "set_threads", lambda *_: None)
+    monkeypatch.setattr(workers.atexit, "register", lambda _: None)
+
+
+def run(monkeypatch, config: Config, line: Script):
+    """A rollout worker with random weights, until it waits; returns its generator."""
+    made, make = [], workers.make_generator
+    monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
+    flat = make_learner(config, task_of(config), "cpu").model.flat
+    mailbox = Mailbox(flat.numel())
+    mailbox.publish(0, flat)
+    monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
+    with pytest.raises(SystemExit):
+        workers.rollout_worker(line, config, "cpu", "", 1)
+    mailbox.close()
+    return made[0]
 
 
 def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(monkeypatch):
     """The span ends before it waits for work, and has the first token boundary in it."""
-    config = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
-    task, made, make = make_task(config), [], workers.make_generator
-    monkeypatch.setattr(workers.gc, "freeze", lambda: None)
-    monkeypatch.setattr(workers, "set_threads", lambda *_: None)
-    monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
-    flat = make_learner(config, task, "cpu").model.flat
-    mailbox = Mailbox(flat.numel())
-    mailbox.publish(0, flat)
-    monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
-    monkeypatch.setattr(workers.atexit, "register", lambda _: None)
-    line = Script([{"orders": [(3, 0, task.reset(3, "train"))]}])
-    with pytest.raises(SystemExit):
-        workers.rollout_worker(line, config, "cpu", "", 1)
-    mailbox.close()
-    (span,) = [event for event in made[0].events if event[1] == "generate"]
-    assert line.sent == ["group"]
+    line = Script(Group(3, 0, task_of(CONFIG).reset(3, "train")))
+    generator = run(monkeypatch, CONFIG, line)
+    (span,) = [event for event in generator.events if event[1] == "generate"]
+    (message,) = line.sent
+    assert isinstance(message, Generated) and message.judgement is None
     assert {name: span[4][name] for name in workers.COUNTED} == {
-        name: made[0].counts[name] for name in workers.COUNTED
+        name: generator.counts[name] for name in workers.COUNTED
     }
     assert span[4]["decode"] < span[4]["seconds"]
+
+
+def test_who_generates_verifies_where_there_is_nobody_else(monkeypatch):
+    config = dataclasses.replace(CONFIG, reward_workers=0)
+    line = Script(Group(3, 0, task_of(config).reset(3, "train")))
+    run(monkeypatch, config, line)
+    (message,) = line.sent
+    assert len(message.judgement.verdicts) == 4 and message.judgement.seconds > 0
+
+
+def test_a_reward_worker_sends_verdicts_and_no_episodes():
+    task = task_of(CONFIG)
+    learner = make_learner(CONFIG, task, "cpu")
+    (group,) = generate(make_generator(CONFIG, task, learner.model), new_groups(learner, task, 1))
+    line = Script(group)
+    with pytest.raises(SystemExit):
+        workers.reward_worker(line, CONFIG)
+    (message,) = line.sent
+    assert isinstance(message, Verified) and len(message.judgement.verdicts) == 4
+    assert message.group == Group(group.group_id, group.start, {})
