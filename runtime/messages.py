@@ -185,9 +185,10 @@ def pack_messages(messages: Sequence) -> bytes:
 
 def unpack_messages(delivery: bytes) -> Sequence:
     """The messages of a delivery; ValueError when it is torn or damaged."""
-    if zlib.crc32(memoryview(delivery)[4:]) != int.from_bytes(delivery[:4], "big"):
+    data = memoryview(delivery)[4:]
+    if not data or zlib.crc32(data) != int.from_bytes(delivery[:4], "big"):
         raise ValueError(f"{len(delivery)} bytes that are torn or damaged: wrong checksum")
-    return pickle.loads(memoryview(delivery)[4:])
+    return pickle.loads(data)
 
 
 # -------------------------------------------------------------------------------- the validator
@@ -204,12 +205,11 @@ def flaw(message, *, group_size: int, newest: int, vocabulary: int) -> str | Non
         return f"a message of kind {type(message).__name__}"
     if isinstance(message, Beat):
         return None
-    found = None
     if isinstance(message, Generated):
         found = group_flaw(message.group, group_size, newest, vocabulary)
-    if found is None and message.judgement is not None:
-        found = verdict_flaw(message.judgement.verdicts, group_size)
-    return found
+        if found or message.judgement is None:
+            return found
+    return verdict_flaw(message.judgement.verdicts, group_size)
 
 
 def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | None:

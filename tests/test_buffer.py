@@ -1,4 +1,5 @@
-"""buffer.py against a naive oracle: thousands of random schedules; broken rules must fail.
+"""buffer.py against naive oracles: every small case, thousands of random schedules; broken rules
+must fail. And messages.py: what travels arrives bit by bit, what is damaged is refused.
 
 The oracle knows nothing of N(<=s). It keeps a plain list of groups and thinks in deadlines: oldest
 first, the i-th group can be trained at version v + i // B at the latest, which must be no later
@@ -6,27 +7,36 @@ than its start + eta. Staleness is read from the tokens.
 """
 
 import dataclasses
-import json
+import itertools
 import pickle
 import random
-import zlib
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import buffer as buffer_room
-from buffer import Buffer, staleness
+from buffer import Buffer, may_admit, may_leave_behind, staleness
 from learner import pack
 from runtime.messages import (
     ARRAYS,
+    Beat,
+    End,
+    Generated,
     Group,
+    Judgement,
+    Orders,
     Trajectory,
-    from_bytes,
+    Verified,
+    apply_verdicts,
+    flaw,
     group_flaw,
     group_from_parts,
     group_to_parts,
-    to_bytes,
+    pack_messages,
+    unpack_messages,
     verdict_flaw,
 )
 
@@ -37,13 +47,64 @@ def trajectory(group_id: int, versions: list[int], sample: int = 0, prompt: int 
     return Trajectory(
         group_id,
         sample,
-        seed=0,
+        noise_key=0,
         tokens=np.zeros(len(stamps), np.int32),
         loss_mask=stamps >= 0,
         logprobs=np.zeros(len(stamps), np.float32),
         versions=stamps,
         turns=[(prompt, len(stamps))],
     )
+
+
+# ------------------------------------------------------- the rule against all that can happen
+
+
+@lru_cache(None)
+def can_be_trained(starts: tuple, version: int, eta: int, B: int) -> bool:
+    """Whether some choice of batches, of up to B groups a version, meets all deadlines."""
+    if not starts:
+        return True
+    if min(starts) + eta < version:
+        return False
+    size = min(B, len(starts))
+    for chosen in set(itertools.combinations(starts, size)):
+        left = list(starts)
+        for start in chosen:
+            left.remove(start)
+        if can_be_trained(tuple(left), version + 1, eta, B):
+            return True
+    return False
+
+
+def small_cases():
+    """(starts, version, eta, B) of all small sets of outstanding groups."""
+    version = 5
+    for eta, B in itertools.product((0, 1, 2), (1, 2)):
+        for count in range((eta + 1) * B + 2):
+            possible = range(version - eta, version + 1)
+            for starts in itertools.combinations_with_replacement(possible, count):
+                yield starts, version, eta, B
+
+
+def test_a_group_is_admitted_exactly_when_all_can_be_trained_in_time():
+    seen = {True: 0, False: 0}
+    for starts, version, eta, B in small_cases():
+        if not can_be_trained(starts, version, eta, B):
+            continue  # admission has not let it come to this
+        for start in range(version - eta, version + 1):
+            wanted = can_be_trained(tuple(sorted([*starts, start])), version, eta, B)
+            assert may_admit(list(starts), start, version, eta, B) is wanted, (starts, start)
+            seen[wanted] += 1
+    assert min(seen.values()) > 50, seen
+
+
+def test_what_stays_behind_is_exactly_what_later_batches_can_still_train():
+    seen = {True: 0, False: 0}
+    for starts, version, eta, B in small_cases():
+        wanted = can_be_trained(starts, version + 1, eta, B)
+        assert may_leave_behind(list(starts), version, eta, B) is wanted, (starts, version, eta, B)
+        seen[wanted] += 1
+    assert min(seen.values()) > 20, seen
 
 
 # ------------------------------------------------------------------------------------- the driver
@@ -316,15 +377,20 @@ class AdmitsOneMore(Bare):
 class TrainsWhatIsReady(Bare):
     """Batches are taken without looking at what stays behind."""
 
-    def schedulable(self, version, without=()):
-        return True
+    def next_batch(self, version):
+        with mock.patch.object(buffer_room, "may_leave_behind", lambda *_: True):
+            return super().next_batch(version)
 
 
 class LooksOneStepLess(Bare):
     """What stays behind may be as much as before the step."""
 
-    def schedulable(self, version, without=()):
-        return super().schedulable(version - 1, without)
+    def next_batch(self, version):
+        def later(starts, version, *rest):
+            return may_leave_behind(starts, version - 1, *rest)
+
+        with mock.patch.object(buffer_room, "may_leave_behind", later):
+            return super().next_batch(version)
 
 
 class NeverOldestFirst(Bare):
@@ -332,7 +398,10 @@ class NeverOldestFirst(Bare):
 
     def next_batch(self, version):
         ready = list(self.completed)[: self.batch_size]
-        if len(ready) < self.batch_size or not self.schedulable(version, ready):
+        left = self.starts(without=ready)
+        if len(ready) < self.batch_size or not may_leave_behind(
+            left, version, self.eta, self.batch_size
+        ):
             return None
         return self.take(ready, version)
 
@@ -444,14 +513,10 @@ def test_staleness_from_the_newest_token_is_caught_in_drop_mode(monkeypatch):
             drive(seed, Bare, "drop")
 
 
-def test_the_buffer_asserts_the_theorem_itself():
+def test_the_buffer_asserts_the_theorem_itself(monkeypatch):
     """Without a driver: a batch with a token that is too old never leaves a real Buffer."""
-
-    class Careless(Buffer):
-        def schedulable(self, version, without=()):
-            return True
-
-    buffer = Careless(1, 1)
+    monkeypatch.setattr(buffer_room, "may_leave_behind", lambda *_: True)
+    buffer = Buffer(1, 1)
     buffer.admit(0, 0)
     buffer.complete(Group(0, 0, {}, [trajectory(0, [2, 3]), trajectory(0, [0, 3], sample=1)]))
     with pytest.raises(AssertionError, match="staleness 3 > 1"):
@@ -590,6 +655,11 @@ def test_pack_examples():
 # --------------------------------------------------------------------------------------- messages
 
 
+def travelled(group: Group) -> Group:
+    """The group as another process gets it."""
+    return pickle.loads(pickle.dumps(group, pickle.HIGHEST_PROTOCOL))
+
+
 def random_group(chance: random.Random) -> Group:
     """Any bit pattern in the arrays, any text in the problem."""
     numbers = np.random.default_rng(chance.getrandbits(32))
@@ -607,15 +677,17 @@ def random_group(chance: random.Random) -> Group:
             Trajectory(
                 group.group_id,
                 i,
-                seed=chance.getrandbits(64),
+                noise_key=chance.getrandbits(64),
                 **arrays,
                 turns=[(0, 1), (2, length)][: chance.randint(0, 2)],
                 finish=chance.choice(["stop", "length", "env_error"]),
+                failure=chance.choice(["", "KeyError: 'a: b' (mine.py, line 7)"]),
                 reward=chance.choice([0.0, -0.0, 0.1, float("nan"), float("inf"), 1e-320]),
                 turn_rewards=[chance.random() for _ in range(chance.randint(0, 3))],
                 worker=chance.randint(-1, 7),
                 started=chance.random(),
                 finished=chance.random() * 1e6,
+                swaps=[chance.randint(0, 99) for _ in range(2 * chance.randint(0, 2))],
             )
         )
     return group
@@ -633,63 +705,102 @@ def bits(group: Group) -> list:
 
 
 def test_groups_survive_the_journey_bitwise():
+    """As a worker's message and as plain data, and once more from where they have arrived."""
     chance = random.Random(1)
     for _ in range(300):
         group = random_group(chance)
-        header, arrays = group_to_parts(group)
-        message = to_bytes({**header, "kind": "group", "worker": 3}, arrays)
-        there, parts = from_bytes(message)
-        assert (there["kind"], there["worker"]) == ("group", 3)
-        again = group_from_parts(there, parts)
-        assert bits(again) == bits(group)
-        assert [t.oldest for t in again.trajectories] == [t.oldest for t in group.trajectories]
-        for name, kind in ARRAYS.items():
-            assert parts[name].dtype == kind
-            assert parts[name].flags.writeable and parts[name].flags.aligned
-        for t in again.trajectories:
-            assert all(isinstance(span, tuple) for span in t.turns)
+        events = [(0.5, "start", group.group_id, 3, {"size": 2})]
+        judgement = Judgement([(1.0, (1.0,), None)], 0.5, 0.25)
+        sent = [Generated(group, events, {"tokens": 3}, judgement), Beat({})]
+        first, second = unpack_messages(pack_messages(sent))
+        assert first[1:] == sent[0][1:] and second == sent[1]
+        assert isinstance(first, Generated) and isinstance(first.judgement, Judgement)
+        for again in (
+            first.group,
+            travelled(first.group),
+            group_from_parts(*group_to_parts(group)),
+        ):
+            assert bits(again) == bits(group)
+            assert [t.oldest for t in again.trajectories] == [t.oldest for t in group.trajectories]
+            assert all(isinstance(span, tuple) for t in again.trajectories for span in t.turns)
 
 
-def test_shapes_survive():
-    arrays = {
-        "odd": np.array([True, False, True]),  # what follows is not aligned in the message
-        "matrix": np.arange(6.0).reshape(2, 3)[:, ::2],
-        "scalar": np.array(7, np.int64),
-        "nothing": np.empty((0, 4), np.float32),
-    }
-    header, again = from_bytes(to_bytes({}, arrays))
-    assert header == {} and list(again) == list(arrays)
-    for name, a in arrays.items():
-        assert a.dtype == again[name].dtype and a.shape == again[name].shape
-        assert (a == again[name]).all()
-    assert from_bytes(to_bytes({"a": [1, None]})) == ({"a": [1, None]}, {})
+def test_episodes_that_have_travelled_are_slices_of_long_arrays():
+    """Whoever looks at the long arrays looks at what is trained, and may write into them."""
+    group = sound_group()
+    assert group.arrays is None
+    again = travelled(group)
+    assert list(again.arrays) == list(ARRAYS)
+    for name, kind in ARRAYS.items():
+        long = again.arrays[name]
+        assert long.dtype == kind and long.flags.writeable and long.flags.aligned
+        parts = [getattr(t, name) for t in again.trajectories]
+        assert all(np.shares_memory(part, long) for part in parts)
+        assert np.array_equal(np.concatenate(parts), long)
+    again.arrays["tokens"][5] = 77  # the first of the second episode
+    assert again.trajectories[1].tokens[0] == 77 and group.trajectories[1].tokens[0] == 0
+    assert len(pickle.dumps(group)) < 2 * sum(a.nbytes for a in again.arrays.values()) + 1000
 
 
-def test_damaged_messages_are_refused():
-    """Torn anywhere, longer than it was, or one bit wrong anywhere: header, sizes or arrays."""
-    message = to_bytes({"group_id": 17, "kind": "group"}, {"tokens": np.arange(9, dtype=np.int32)})
-    from_bytes(message)
-    for n in range(len(message)):
+def test_a_digest_covers_what_is_trained():
+    wanted = sound_group().digest
+    assert travelled(sound_group()).digest == wanted
+    for name in ARRAYS:
+        group = sound_group()
+        array = getattr(group.trajectories[1], name)
+        array[2] = array[2] == 0
+        assert group.digest != wanted, name
+    group = sound_group()
+    group.trajectories[0].reward = 1.0
+    assert group.digest != wanted
+    group.trajectories[0].finish = "env_error"
+    left = group.digest
+    group.trajectories[0].reward = 0.0
+    assert group.digest == left != wanted
+
+
+def test_verdicts_are_written_into_a_group_in_order():
+    """A failed verification is named and told; an environment that failed before stays so."""
+    group = sound_group()
+    group.trajectories.append(trajectory(5, [4], 2))
+    group.trajectories[0].finish, group.trajectories[0].failure = "env_timeout", "slow"
+    error = "verifier_error: ValueError: 1: 2 (mine.py, line 3)"
+    apply_verdicts(group, [(0.0, (), error), (0.5, (0.25, 0.25), None), (0.0, (), error)])
+    told = [(t.reward, t.turn_rewards, t.finish, t.failure) for t in group.trajectories]
+    assert told == [
+        (0.0, [], "env_timeout", "slow"),
+        (0.5, [0.25, 0.25], "stop", ""),
+        (0.0, [], "verifier_error", "ValueError: 1: 2 (mine.py, line 3)"),
+    ]
+    with pytest.raises(ValueError):
+        apply_verdicts(group, [(0.0, (), None)] * 2)
+
+
+def test_damaged_deliveries_are_refused():
+    """Torn anywhere, longer than it was, or one bit wrong anywhere."""
+    delivery = pack_messages([Beat({"tokens": 17}), End()])
+    assert unpack_messages(delivery) == [Beat({"tokens": 17}), End()]
+    for n in range(len(delivery)):
         with pytest.raises(ValueError):
-            from_bytes(message[:n])
-    for more in (b"\0", b"\n", b"{}", message):
+            unpack_messages(delivery[:n])
+    for more in (b"\0", b"\n", b"{}", delivery):
         with pytest.raises(ValueError):
-            from_bytes(message + more)
-    for i in range(8 * len(message)):
-        wrong = bytearray(message)
+            unpack_messages(delivery + more)
+    for i in range(8 * len(delivery)):
+        wrong = bytearray(delivery)
         wrong[i // 8] ^= 1 << i % 8
         with pytest.raises(ValueError):
-            from_bytes(bytes(wrong))
+            unpack_messages(bytes(wrong))
 
 
 def test_random_bytes_are_refused():
     chance = random.Random(2)
     for _ in range(300):
         with pytest.raises(ValueError):
-            from_bytes(chance.randbytes(chance.randint(0, 50)))
-    for garbage in (b"", b"no header", b"\0\0\0\3abc", pickle.dumps([1, 2, 3])):
-        with pytest.raises(ValueError):  # even with the right checksum
-            from_bytes(zlib.crc32(garbage).to_bytes(4, "big") + garbage)
+            unpack_messages(chance.randbytes(chance.randint(0, 50)))
+    for garbage in (b"", b"\0", b"\0\0\0\0", b"no header", b"\0\0\0\3abc"):
+        with pytest.raises(ValueError, match=f"^{len(garbage)} bytes that are torn or damaged"):
+            unpack_messages(garbage)
 
 
 # ------------------------------------------------------------------------------ what is let in
@@ -705,16 +816,21 @@ def sound_group() -> Group:
     return group
 
 
-def flaw_after(change) -> str | None:
-    group = sound_group()
-    header, arrays = group_to_parts(group)
-    header = json.loads(json.dumps(header))  # as it arrives
-    change(header, arrays)
-    return group_flaw(header, arrays, size=2, newest=6, vocabulary=512)
+SOUND = {"group_size": 2, "newest": 6, "vocabulary": 512}
 
 
 def put(name: str, place: int, value):
-    return lambda header, arrays: arrays[name].__setitem__(place, value)
+    """Write into a long array of a group that has arrived."""
+    return lambda group: group.arrays[name].__setitem__(place, value)
+
+
+def turn(start: int, stop: int):
+    return lambda group: group.trajectories[0].turns.__setitem__(0, (start, stop))
+
+
+def long(name: str, change):
+    """Put another array in the place of a long one."""
+    return lambda group: group.arrays.update({name: change(group.arrays[name])})
 
 
 @pytest.mark.parametrize(
@@ -729,31 +845,76 @@ def put(name: str, place: int, value):
         (put("versions", 2, 7), "version 7, must be 3 to 6"),
         (put("versions", 0, 3), "version where nothing was generated 3, must be -1"),
         (put("loss_mask", 1, True), "a loss mask that is not the policy's turns"),
-        (put("turns", (0, 1), 6), "a turn from 2 to 6 in an episode of 5 tokens"),
-        (put("turns", (0, 0), -1), "a turn from -1 to"),
-        (put("turns", (0, 1), 1), "a turn from 2 to 1"),
-        (put("turns", (0, 1), 2), "a loss mask that is not the policy's turns"),
-        (lambda h, a: h.update(lengths=[6, 3]), "arrays"),
-        (lambda h, a: h.update(lengths=[11, -3]), "lengths [11, -3], must be 2 integers from 0"),
-        (lambda h, a: h.update(lengths=[5.0, 3.0]), "lengths [5.0, 3.0], must be 2 integers"),
-        (lambda h, a: h["lengths"].pop(), "lengths [5], must be 2 integers"),
-        (lambda h, a: h.update(turns=[2, 1]), "arrays"),
-        (lambda h, a: h["turns"].pop(), "turns [1], must be 2 integers"),
-        (lambda h, a: h["columns"]["seed"].pop(), "1 values of seed, must be 2"),
-        (lambda h, a: h["columns"].update(sample_index=[0, 0]), "samples [0, 0], must be 0 to 1"),
-        (lambda h, a: a.update(tokens=a["tokens"].astype(np.int64)), "arrays"),
-        (lambda h, a: a.pop("versions"), "arrays"),
-        (lambda h, a: a.update(tokens=a["tokens"][None]), "arrays"),
+        (turn(2, 6), "a turn from 2 to 6 in an episode of 5 tokens"),
+        (turn(-1, 5), "a turn from -1 to 5"),
+        (turn(2, 1), "a turn from 2 to 1"),
+        (turn(2, 2), "a loss mask that is not the policy's turns"),
+        (lambda group: group.trajectories[0].turns.clear(), "a loss mask that is not"),
+        (lambda group: group.trajectories.pop(), "samples [0], must be 0 to 1 in order"),
+        (lambda group: group.trajectories.reverse(), "samples [1, 0], must be 0 to 1 in order"),
+        (lambda group: vars(group.trajectories[1]).update(sample_index=0), "samples [0, 0], must"),
+        (long("tokens", lambda a: a.astype(np.int64)), "arrays"),
+        (long("tokens", lambda a: a[None]), "arrays"),
+        (long("logprobs", lambda a: a[:-1]), "arrays"),
+        (lambda group: group.arrays.pop("versions"), "arrays"),
     ],
 )
 def test_a_poisoned_group_is_named(change, words):
-    assert flaw_after(lambda header, arrays: None) is None
-    assert words in flaw_after(change)
+    group = travelled(sound_group())
+    assert group_flaw(group, 2, 6, 512) is None
+    change(group)
+    for message in (Generated(group, [], {}), Generated(group, [], {}, Judgement([], 0.0, 0.0))):
+        assert words in flaw(message, **SOUND)
+    assert words in group_flaw(group, 2, 6, 512)
+
+
+@pytest.mark.parametrize(
+    "lengths, words",
+    [
+        ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
+        ([11, -3], "a turn from 2 to 3 in an episode of 0 tokens"),
+        ([4, 3], "arrays"),
+        ([5], "samples [0], must be 0 to 1 in order"),
+    ],
+)
+def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
+    header, arrays = group_to_parts(sound_group())
+    group = group_from_parts({**header, "lengths": lengths}, arrays)
+    assert words in group_flaw(group, 2, 6, 512)
+
+
+def test_arrays_of_another_kind_are_named_on_arrival():
+    """What a worker put into one episode shows in the long array of all."""
+    group = sound_group()
+    group.trajectories[1].tokens = group.trajectories[1].tokens.astype(np.int64)
+    assert "arrays" in group_flaw(travelled(group), 2, 6, 512)
+    group = sound_group()
+    group.trajectories[1].logprobs = group.trajectories[1].logprobs[:-1]
+    assert "arrays" in group_flaw(travelled(group), 2, 6, 512)
 
 
 def test_a_group_of_another_size_is_named():
-    header, arrays = group_to_parts(sound_group())
-    assert group_flaw(header, arrays, 3, 6, 512) == "lengths [5, 3], must be 3 integers from 0 up"
+    group = travelled(sound_group())
+    assert group_flaw(group, 3, 6, 512) == "samples [0, 1], must be 0 to 2 in order"
+
+
+def test_messages_of_every_kind_are_looked_at():
+    group, verdicts = travelled(sound_group()), [(1.0, (1.0,), None), (0.0, (), "verifier_timeout")]
+    sound, poisoned = Judgement(verdicts, 0.0, 0.0), Judgement(verdicts[:1], 0.0, 0.0)
+    for message in (
+        Beat({}),
+        Generated(group, [], {}),
+        Generated(group, [], {}, sound),
+        Verified(group, sound),
+    ):
+        assert flaw(message, **SOUND) is None
+    for message in (Generated(group, [], {}, poisoned), Verified(group, poisoned)):
+        assert flaw(message, **SOUND) == "1 verdicts on 2 samples"
+    for message in (Orders([group]), End(), {"kind": "group"}, None):  # no worker says this
+        assert flaw(message, **SOUND) == f"a message of kind {type(message).__name__}"
+    for message in (Generated(None, [], {}), Verified(group, None), Verified(group, ([1], 0, 0))):
+        with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
+            assert flaw(message, **SOUND)
 
 
 @pytest.mark.parametrize(
