@@ -15,7 +15,7 @@ from runtime.runlog import read_lines
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
 
 # of curves: a colour, and dashes
-STYLES = [c + dashes for dashes in ("-", "--") for c in (BLUE, ORANGE, GREEN, PURPLE, GREY)]
+STYLES = [c + dashes for dashes in ("-", "--", ":") for c in (BLUE, ORANGE, GREEN, PURPLE, GREY)]
 
 RESULTS = Path(__file__).parent.parent / "results"
 
