@@ -1,7 +1,11 @@
-"""runtime/tokenizer.py."""
+"""runtime/tokenizer.py: text to token ids and back, with a vocabulary of 512 that lies beside it.
+
+Byte-pair encoding, run by tiktoken: 256 bytes, the numbers " 0" to " 99", frequent pieces of
+English prose, and two special tokens. Every text and every byte can be written in it.
+Special tokens that stand in a text are ordinary characters: nobody can end a turn by writing one.
+"""
 
 import base64
-import hashlib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from pathlib import Path
@@ -20,18 +24,17 @@ END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 SPECIAL = ("<|end|>", "<|pad|>")
 
 
-# tiktoken silently drops text that its pattern does not match, hence the last alternative. Only
-# numbers 0..99 after a space are one piece; every other digit stands alone, so that the tasks on
-# digits cost one token per digit.
+# How a text is cut before pairs are merged. Only numbers 0..99 after a space are one piece; every
+# other digit stands alone, so that the tasks on digits cost one token a digit. The last
+# alternative is there because tiktoken silently drops text that its pattern does not match.
 PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}+|(?s:.)"
 
 
 def load_tokenizer(path: str | Path = VOCABULARY) -> tiktoken.Encoding:
-    """Reads a vocabulary file into a tiktoken Encoding, without network and without a cache.
+    """Read a vocabulary file into a tiktoken Encoding, without network and without a cache.
 
-    Its name holds the sha256 of everything that decides token ids (`tokenizer_hash`). Raises a
-    one-line ValueError unless every line is "base64 rank", the ranks are 0, 1, 2, ..., no token
-    appears twice and all 256 single bytes are there (without them tiktoken panics).
+    ValueError, in one line, unless every line is "base64 rank", the ranks are 0, 1, 2, ..., no
+    token appears twice and all 256 single bytes are there (without them tiktoken panics).
     """
     where = f"vocabulary {str(path)!r}"
     try:
@@ -45,8 +48,9 @@ def load_tokenizer(path: str | Path = VOCABULARY) -> tiktoken.Encoding:
     if missing:
         raise ValueError(f"{where}: all 256 bytes must be tokens, {missing[0]} is not")
     special = {name: len(ranks) + i for i, name in enumerate(SPECIAL)}
-    name = "nanoglm-" + hashlib.sha256(repr((ranks, PATTERN, special)).encode()).hexdigest()
-    return tiktoken.Encoding(name, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        "nanoglm", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 @cache
@@ -58,23 +62,18 @@ def tokenizer() -> tiktoken.Encoding:
     return encoding
 
 
-def tokenizer_hash(encoding: tiktoken.Encoding) -> str:
-    """The sha256 (64 hex digits) of vocabulary, pattern and special tokens."""
-    return encoding.name.rpartition("-")[2]
-
-
 def encode(text: str) -> list[int]:
-    """Text to token ids; special tokens written in the text are ordinary characters."""
+    """Text to token ids; never END or PAD."""
     return list(_encoded(text))
 
 
-@lru_cache(256)  # the samples of a group share a prompt, and many turns an observation
-def _encoded(text: str) -> tuple[int, ...]:
+@lru_cache(256)  # samples of a group share their prompt, and observations repeat
+def _encoded(text):
     return tuple(tokenizer().encode_ordinary(text))
 
 
 @cache
-def _token_bytes() -> dict[int, bytes]:
+def _token_bytes():
     return {t: tokenizer().decode_single_token_bytes(t) for t in range(VOCAB_SIZE)}
 
 
