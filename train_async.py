@@ -46,8 +46,7 @@ def train(config: Config) -> None:
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             check_progress(run)
-            for worker, message in run.pool.receive(seconds=0.0 if batch else 0.2):
-                handle(run, worker, message)  # finished groups, verdicts, deaths
+            collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
             batch = run.buffer.next_batch(learner.version)  # none older than eta; or wait
             log_discards(run)
             if batch is None:
@@ -93,6 +92,15 @@ def issue(run: AsyncRun, kind: str, groups: list[Group]) -> None:
         run.log.event("learner", kind, **facts)
 
 
+def collect(run: AsyncRun, seconds: float) -> None:
+    """Handle everything that has happened, waiting at most `seconds` for the first."""
+    arrived = run.pool.receive(seconds)
+    for worker, message in arrived:
+        handle(run, worker, message)
+    if any(isinstance(message, Lost) for _, message in arrived):
+        settle(run)  # not before all are handled: each has groups that are nowhere else
+
+
 def handle(run: AsyncRun, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
     match message:
@@ -115,7 +123,6 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
                 generate_again(run, worker, reason, groups)
             else:
                 verify_again(run, worker, reason, groups)
-            settle(run)
 
 
 def land(run: AsyncRun, group: Group, judgement: Judgement, judged_by: str) -> None:
