@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 import time
 
@@ -15,19 +16,28 @@ import reward
 import rollout
 import train_async
 import train_sync
-from learner import evaluate, group_signal, learner_step, pack, token_logprobs
+from learner import evaluate, group_signal, learner_step, naive_step, pack, token_logprobs
 from model import GPT, PRESETS, ModelConfig
 from rollout import generate
 from runtime import setup as setup_room
+from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, run_main
 from runtime.huggingface import named_weights
 from runtime.messages import apply_verdicts
 from runtime.runlog import read_lines
-from runtime.setup import make_model, make_task
+from runtime.setup import make_model, task_of
 from runtime.tokenizer import VOCAB_SIZE, encode
 
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
+
+
+@pytest.fixture(autouse=True)
+def few_held_out_problems(monkeypatch):
+    """Evaluations are not what most of these tests look at: 8 problems, and not 256."""
+    monkeypatch.setattr(
+        setup_room, "task_of", lambda config: dataclasses.replace(task_of(config), eval_size=8)
+    )
 
 
 def config_of(folder=None, **flags) -> Config:
@@ -36,12 +46,12 @@ def config_of(folder=None, **flags) -> Config:
 
 def batch_of(config, task=None):
     """A learner and one scored batch."""
-    task = task or setup_room.make_task(config)
+    task = task or task_of(config)
     learner = setup_room.make_learner(config, task, "cpu")
     generator = setup_room.make_generator(config, task, learner.model)
     groups = generate(generator, learner_room.new_groups(learner, task, config.groups_per_step))
     for group in groups:
-        apply_verdicts(group, reward.score(group, task, config))
+        apply_verdicts(group, reward.verify_group(group, task, config))
     return learner, groups, task
 
 
@@ -119,7 +129,7 @@ def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fit
             train_sync.train(config_of(tmp_path / "run", **flags))
         return
     config = config_of(tmp_path / "run", **flags)
-    start = make_model(config, make_task(config))
+    start = make_model(config, task_of(config))
     assert torch.equal(start.flat, model.flat) and start.config.attention == "dsa"
     train_sync.train(config)
     start.flat.copy_(load_checkpoint(tmp_path / "run")["weights"])
@@ -188,7 +198,7 @@ def test_same_weights_give_the_same_logprobs():
         learner, groups, _ = batch_of(config)
         for group in groups:
             for t in group.trajectories:
-                found, _ = token_logprobs(learner.model, [t], learner.alphabet, 1.0)
+                found, _ = token_logprobs(learner.model, [(t, 0.0)], learner, config)
                 sampled = torch.from_numpy(t.logprobs[t.loss_mask])
                 assert (found - sampled).abs().max() <= 1e-5, attention
 
@@ -203,6 +213,40 @@ def test_gradient_does_not_depend_on_the_packing():
         gradients.append(learner.model.flat_grad.clone())
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("task", ["guess", "reverse:3"])
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_naive_step_is_the_same(task, stale):
+    """One group of several turns and lengths: the same loss, gradient and weights."""
+    flags = {"objective": "cispo", "advantage": "grpo", "entropy": 0.0, "reference_every": 0}
+    flags |= {"grad_clip": 0.0, "lr_end": 1.0, "token_budget": 60, "group_size": 8}
+    config = config_of(task=task, groups_per_step=1, **flags)
+    learner, (group,), _ = batch_of(config)
+    other = setup_room.make_learner(config, task_of(config), "cpu")
+    answers, width = group.trajectories, max(len(t.tokens) for t in group.trajectories)
+    for i, t in enumerate(answers):
+        t.reward = float(i % 3)
+        if stale:  # some weights are cut, at 4
+            t.logprobs[t.loss_mask] -= np.float32(0.5 * i)
+
+    def padded(name):
+        rows = [getattr(t, name) for t in answers]
+        rows = [np.pad(row, (0, width - len(row))) for row in rows]
+        return torch.from_numpy(np.stack(rows))
+
+    tokens, mask = padded("tokens").long(), padded("loss_mask")
+    rewards = torch.tensor([t.reward for t in answers])
+    arguments = tokens, mask, padded("logprobs"), rewards, other.alphabet
+    loss = naive_step(other.model, other.optimizer, *arguments)
+    metrics = learner_step(learner, [group], config)
+    assert metrics["micro_batches"] > 1 and mask.sum() == metrics["tokens"]
+    assert float(loss) == pytest.approx(metrics["loss"], abs=1e-5)
+    gradients = learner.model.flat_grad, other.model.flat_grad
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
+    weights = learner.model.flat, other.model.flat
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
 
 
 def test_a_batch_that_fits_the_token_budget_is_one_micro_batch(monkeypatch):
@@ -226,12 +270,13 @@ def test_a_step_raises_the_probability_of_what_was_good():
     config = config_of(task="reverse", objective="reinforce", entropy=0.0, reference_every=0)
     learner, groups, _ = batch_of(config)
     flat = [t for g in groups for t in g.trajectories]
-    advantages, _ = group_signal(groups, config.advantage)
+    trajectories = [t for g in groups for t in g.trajectories]
+    advantages, _ = group_signal(trajectories, len(groups), config.advantage)
 
     def gain():  # sum of A log pi: the quantity whose gradient was followed
         with torch.no_grad():
             parts = [
-                float(a) * token_logprobs(learner.model, [t], learner.alphabet, 1.0)[0]
+                a * token_logprobs(learner.model, [(t, a)], learner, config)[0]
                 for a, t in zip(advantages, flat, strict=True)
             ]
         return float(torch.cat(parts).sum())
@@ -245,7 +290,7 @@ def test_a_step_raises_the_probability_of_what_was_good():
 def test_metrics_speak_of_all_micro_batches():
     config = config_of(task="reverse", token_budget=30)
     learner, groups, _ = batch_of(config)
-    metrics = learner_step(learner, groups, config)
+    metrics = learner_step(learner, groups, config) | batch_metrics(groups)
     everything = [t for g in groups for t in g.trajectories]
     assert metrics["tokens"] == sum(int(t.loss_mask.sum()) for t in everything)
     assert metrics["reward"] == pytest.approx(np.mean([t.reward for t in everything]))
@@ -275,8 +320,8 @@ def test_damper_lowers_the_learning_rate():
 
 
 def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, monkeypatch):
-    def broken(logprobs, *others):
-        loss, sums = losses.reinforce(logprobs, *others)
+    def broken(logprobs, **others):
+        loss, sums = losses.reinforce(logprobs, **others)
         return loss * float("nan"), sums
 
     monkeypatch.setitem(losses.OBJECTIVES, "reinforce", broken)
@@ -305,7 +350,7 @@ def failing(bad_share: int):
 
 
 def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup_room, "make_task", lambda config: failing(4))
+    monkeypatch.setattr(setup_room, "task_of", lambda config: failing(4))
     train_sync.train(config_of(tmp_path / "run", max_failures=1.0))
     rows = rows_of(tmp_path / "run")[1:]
     failures = sum(n for r in rows for n in r["failures"].values())
@@ -313,15 +358,60 @@ def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeyp
     assert {name for r in rows for name in r["failures"]} == {"verifier_error"}
 
 
+OWN = """
+from dataclasses import replace
+
+from tasks.{base} import make as original
+
+
+def make(argument, seed):
+    task = original(argument, seed)
+
+    def step(problem, answers):
+        if {when}:
+            raise RuntimeError("no such tool: 7")
+        return task.step(problem, answers)
+
+    return replace(task, step=step)
+"""
+
+
+@pytest.mark.parametrize(
+    "base, argument, when, finish",
+    [
+        ("digits", ":sort:3", "problem['answer'][0] in '02'", "verifier_error"),  # only judged
+        ("guess", "", "len(answers) == 2", "env_error"),
+    ],
+)
+def test_the_first_failing_call_is_shown_with_its_place(
+    tmp_path, capsys, base, argument, when, finish
+):
+    """Once a run, while it goes on: what the task raised, and the file and line to mend."""
+    spec = tmp_path / "mine.py"
+    spec.write_text(OWN.format(base=base, when=when))
+    flags = {"max_failures": 1.0, "steps": 3, "eval_every": 9}
+    train_sync.train(config_of(tmp_path / "run", task=f"{spec}{argument}", **flags))
+    said = capsys.readouterr()
+    place = f"{finish}: RuntimeError: no such tool: 7 (mine.py, line 12)"
+    shown = [line for line in (said.out + said.err).splitlines() if "an episode failed" in line]
+    assert len(shown) == 1 and re.search(r"an episode failed, group \d+: ", shown[0])
+    assert place in shown[0]
+    rows = rows_of(tmp_path / "run")[1:]
+    failures = [r["failures"].get(finish, 0) for r in rows]
+    assert len(failures) == 3 and sum(failures) > 1  # all counted, one shown
+    assert {name for r in rows for name in r["failures"]} == {finish}
+
+
 def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup_room, "make_task", lambda config: failing(1))
-    with pytest.raises(TrainingStopped, match="16 of 16 episodes failed.*verifier_error"):
+    monkeypatch.setattr(setup_room, "task_of", lambda config: failing(1))
+    stopped = "16 of 16 episodes failed.*verifier_error.*--max-failures .*the first: verifier_error"
+    with pytest.raises(TrainingStopped, match=stopped + ": RuntimeError: verifier is broken"):
         train_sync.train(config_of(tmp_path / "run"))
 
 
 def test_evaluation_changes_nothing():
     config = config_of(task="guess")
-    task = setup_room.make_task(config)
+    task = task_of(config)
     learner = setup_room.make_learner(config, task, "cpu")
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
     first = evaluate(learner, config, task)
