@@ -67,12 +67,8 @@ def scored_keys(cache: Cache) -> Tensor:
 
 
 def read_prefix(cache: Cache, slot: int, keys: int) -> list[Tensor]:
-    """Copies of what a slot holds of its first `keys` tokens."""
-    rows = [x[:, slot, :keys].clone() for x in cache[:3] if x is not None]
-    if cache.means is not None:
-        chunks = -(-keys // cache.tables.chunk_size)
-        rows.append(cache.means[:, slot, :chunks].clone())
-    return rows
+    """Copies of what a slot holds of its first `keys` tokens (means: at least of their chunks)."""
+    return [x[:, slot, :keys].clone() for x in cache[:4] if x is not None]
 
 
 def write_prefix(cache: Cache, slot: int, parts: list[Tensor]) -> None:
@@ -82,28 +78,14 @@ def write_prefix(cache: Cache, slot: int, parts: list[Tensor]) -> None:
         x[:, slot, : part.shape[1]] = part
 
 
-def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None:
-    """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
-
-    prompts: slot -> (group id, tokens); known: group id -> its prompt's keys and values so far.
-    """
-    first = {}  # group id -> the slot that computes its prompt
-    for slot, (group, _) in prompts.items():
-        if group not in known:
-            first.setdefault(group, slot)
-    if first:
-        slots = torch.tensor(list(first.values()), device=cache.k.device)
-        prefill(model, cache, slots, [prompts[slot][1] for slot in first.values()])
-    for group, slot in first.items():
-        known[group] = read_prefix(cache, slot, len(prompts[slot][1]))
-    for slot, (group, _) in prompts.items():
-        if slot != first.get(group):
-            write_prefix(cache, slot, known[group])
-
-
 @torch.inference_mode()
-def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
-    """Write keys and values of whole sequences into their cache slots [B] (one sequence a slot).
+def prefill(
+    model: GPT,
+    cache: Cache,
+    slots: Tensor,  # [B]
+    sequences: list,  # B arrays or lists of token ids
+) -> None:
+    """Write keys and values of whole sequences into their cache slots, one sequence a slot.
 
     Only sequences whose grids have the same width go together: SDPA's order of summation changes
     with the width (from 200 tokens on, torch 2.13, CPU).
@@ -126,7 +108,8 @@ def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> 
     last = model.config.layers - 1
 
     def attend(layer, q, k, v, index):
-        cache.k[layer][place], cache.v[layer][place] = k[:N], v[:N]
+        cache.k[layer][place] = k[:N]
+        cache.v[layer][place] = v[:N]
         if index is not None:
             cache.index[layer][place] = index[1][:N]
         if cache.means is not None:
@@ -149,18 +132,30 @@ def store_means(cache: Cache, layer: int, slots: Tensor, longest: int) -> None:
 
 
 @torch.no_grad()
-def decode(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-    """One step for every slot: feed tokens [B] at positions [B], return hidden states [B, d].
+def decode(
+    model: GPT,
+    cache: Cache,
+    tokens: Tensor,  # [B]
+    positions: Tensor,  # [B]
+    longest: int,  # largest position among slots that matter
+) -> Tensor:
+    """One step: feed every slot its token at its position, return hidden states [B, d].
 
-    `longest` is the largest position among slots that matter; dense attention reads no key behind
-    it. Row b depends on slot b only, bitwise: shapes are static and masked keys add exact zeros.
+    Dense attention reads no key behind `longest`. Row b depends on slot b only, bitwise: shapes are
+    static and masked keys add exact zeros.
     """
     if cache.tables is None:
         return decode_dense(model, cache, tokens, positions, longest)
     return decode_sparse(model, cache, tokens, positions)
 
 
-def decode_dense(model, cache: Cache, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
+def decode_dense(
+    model: GPT,
+    cache: Cache,
+    tokens: Tensor,  # [B]
+    positions: Tensor,  # [B]
+    longest: int,
+) -> Tensor:
     """Every query attends to the keys of its slot at positions up to its own."""
     place = (torch.arange(len(tokens), device=tokens.device), positions)
     T = keys_to_read(model, cache, longest)
@@ -169,13 +164,19 @@ def decode_dense(model, cache: Cache, tokens: Tensor, positions: Tensor, longest
 
     def attend(layer, q, k, v, index):
         keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
-        keys[place], values[place] = k, v
+        keys[place] = k
+        values[place] = v
         return attend_slots(q, keys[:, :T], values[:, :T], mask)
 
     return model.body(tokens, positions, attend)
 
 
-def decode_sparse(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor) -> Tensor:
+def decode_sparse(
+    model: GPT,
+    cache: Cache,
+    tokens: Tensor,  # [B]
+    positions: Tensor,  # [B]
+) -> Tensor:
     """Every query selects chunks of its slot by their mean keys, and attends to those."""
     place = (torch.arange(len(tokens), device=tokens.device), positions)
     dsa_attention = sparse_kernels(model.config, tokens.device)
@@ -183,30 +184,37 @@ def decode_sparse(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor) -
 
     def attend(layer, q, k, v, index):
         keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
-        keys[place], values[place] = k, v
+        keys[place] = k
+        values[place] = v
         if index is not None:
-            cache.index[layer][place] = index[1]
-            q_index, _, weights = index
+            q_index, k_index, weights = index
+            cache.index[layer][place] = k_index
             index = (q_index.contiguous(), cache.index[layer].flatten(0, 1), weights)
         means = scored = scored_keys(cache)[layer].flatten(0, 1)
         if cache.means is not None:
             means = cache.means[layer].flatten(0, 1)
             dsa.update_means(means, scored, tables)
-        k, v = keys.flatten(0, 1), values.flatten(0, 1)  # [B * T, Hkv, D]
+        k = keys.flatten(0, 1)  # [B * T, Hkv, D]
+        v = values.flatten(0, 1)
         return dsa_attention(q.contiguous(), k, v, tables, model.config.top_k, index, means)
 
     return model.body(tokens, positions, attend)
 
 
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """One query a slot on its cached keys: q [B, Hq, D], k and v [B, T, Hkv, D], mask [B, T] of
-    0 and -inf -> [B, Hq, D].
+def attend_slots(
+    q: Tensor,  # [B, Hq, D]
+    k: Tensor,  # [B, T, Hkv, D]
+    v: Tensor,  # [B, T, Hkv, D]
+    mask: Tensor,  # [B, T] of 0 and -inf
+) -> Tensor:
+    """One query a slot on its cached keys -> [B, Hq, D].
 
     SDPA gets the G query heads of a group where it expects queries: so they share their keys.
     """
     grouped = q.unflatten(1, (k.shape[2], -1))  # [B, Hkv, G, D]
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    k = k.transpose(1, 2)  # [B, Hkv, T, D]
+    v = v.transpose(1, 2)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
 
 

@@ -201,13 +201,17 @@ def mean_scores(q: Tensor, means: Tensor, tables: Tables) -> Tensor:
     return _local_scores(score, means, tables, group)
 
 
-def index_scores(q_index: Tensor, means: Tensor, weights: Tensor, tables: Tables) -> Tensor:
+def index_scores(
+    q_index: Tensor,  # [N, J, E]
+    means: Tensor,  # [NC, 1, E] of the indexer's keys
+    weights: Tensor,  # [N, J]
+    tables: Tables,
+) -> Tensor:
     """Lightning indexer I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s]) (DeepSeek-V3.2-Exp report).
 
-    q_index [N, J, E], means [NC, 1, E] of the indexer's keys, weights [N, J] -> [N, 1, K], one
-    score for all heads, differentiable. For C > 1, s is a chunk and k[s] the mean of its keys:
-    ours, C times cheaper than scoring tokens, with the same parameters, and the KL to a chunk's
-    attention mass can train it.
+    -> [N, 1, K], one score for all heads, differentiable. For C > 1, s is a chunk and k[s] the mean
+    of its keys: ours, C times cheaper than scoring tokens, with the same parameters, and the KL to
+    a chunk's attention mass can train it.
     """
     want = q_index.shape[:2]
     require(weights.shape == want, f"weights must be {list(want)}, got {list(weights.shape)}")
@@ -291,11 +295,17 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> Tensor:
 
 
 @torch.no_grad()
-def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None) -> Tensor:
+def select_chunks(
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [M, Hkv, D]
+    tables: Tables,
+    top_k: int,
+    index: tuple | None = None,  # q_index [N, J, E], k_index [M, E], weights [N, J]
+    means: Tensor | None = None,  # ready-made `chunk_means` of the keys that are scored
+) -> Tensor:
     """Scores and selects block by block: memory linear in N, where all scores are N x K.
 
-    Scores are those of `index_scores` for `index` (q_index, k_index [M, E], weights), else of
-    `mean_scores`; `means` are ready-made `chunk_means` of the keys scored. Returns what
+    Scores are those of `index_scores` if there is an index, else of `mean_scores`. Returns what
     `top_chunks` does. Selection has no gradient.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
@@ -318,14 +328,18 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None) -> T
 # --------------------------------------------------------------------------------- attend
 
 
-def sparse_attention(q, k, v, sel: Tensor, tables: Tables) -> Tensor:
+def sparse_attention(
+    q: Tensor,  # [N, Hq, D], float64, float32, bfloat16 or float16
+    k: Tensor,  # [M, Hkv, D] of the same dtype
+    v: Tensor,  # [M, Hkv, D] of the same dtype
+    sel: Tensor,  # int64 [N, Hkv or 1, S], global chunk ids, -1: none
+    tables: Tables,
+) -> Tensor:
     """Softmax attention of every query to the keys of its selected chunks at `pos` <= `q_pos`.
 
-    q [N, Hq, D], k and v [M, Hkv, D] of one dtype (float64, float32, bfloat16, float16),
-    sel int64 [N, Hkv or 1, S] of global chunk ids, -1 = none -> [N, Hq, D]; a query that sees
-    nothing gets 0. Only selected keys are read, a block of queries at a time. With gradients and
-    many keys (KEEP_ELEMENTS) the backward pass gathers again rather than keep S * C keys per query:
-    linear memory for 1.4 times the time.
+    -> [N, Hq, D]; a query that sees nothing gets 0. Only selected keys are read, a block of queries
+    at a time. With gradients and many keys (KEEP_ELEMENTS) the backward pass gathers again rather
+    than keep S * C keys per query: linear memory for 1.4 times the time.
     Raises ValueError for a duplicate or foreign chunk id, and for inputs that do not fit.
     """
     check_tensors(q, k, tables, v)

@@ -143,16 +143,22 @@ class Layer(nn.Module):
         qkv = (h @ self.qkv).view(len(h), -1, c.head_width)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
-            q, k = rms_norm(q, self.q_norm, c), rms_norm(k, self.k_norm, c)
+            q = rms_norm(q, self.q_norm, c)
+            k = rms_norm(k, self.k_norm, c)
         if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+            q = rotate(q, *rope)
+            k = rotate(k, *rope)
         return q, k, v
 
-    def forward(self, x, positions, rope, attend: Callable, rows=None) -> Tensor:
-        """x [N, d] at positions [N] -> [N, d]; attend(q, k, v, index) -> [N, Hq, D].
-
-        With `rows` [M], only what follows for these -> [M, d].
-        """
+    def forward(
+        self,
+        x: Tensor,  # [N, d]
+        positions: Tensor,  # [N]
+        rope: tuple | None,  # cos and sin, [N, 1, D] each
+        attend: Callable,  # (q, k, v, index) -> [N, Hq, D]
+        rows: Tensor | None = None,  # [M]
+    ) -> Tensor:
+        """What the layer makes of x -> [N, d]; with `rows`, of these only -> [M, d]."""
         c = self.config
         h = rms_norm(x, self.attention_norm, c)  # [N, d]
         q, k, v = self.heads(h, rope)  # [N, H, D] each
@@ -160,7 +166,8 @@ class Layer(nn.Module):
         index = self.indexer(h.detach(), positions) if c.indexed else None
         out = attend(q, k, v, index).flatten(1)
         if rows is not None:
-            x, out = x.index_select(0, rows), out.index_select(0, rows)
+            x = x.index_select(0, rows)
+            out = out.index_select(0, rows)
         x = torch.addmm(x, out, self.attention_out)  # x + out @ attention_out
         h = rms_norm(x, self.mlp_norm, c)
         gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
@@ -229,12 +236,15 @@ class GPT(nn.Module):
             return x, self.rope[:, positions].unbind()
         return x + self.embed_positions(positions), None
 
-    def body(self, tokens, positions, attend: Callable, rows=None) -> Tensor:
-        """All layers over tokens [N] at positions [N] -> [N, d]; attend(layer, q, k, v, index).
-
-        With `rows` [M], only their hidden states -> [M, d]: of the other tokens, the last layer
-        computes keys and values only, because nothing else of them is read.
-        """
+    def body(
+        self,
+        tokens: Tensor,  # [N]
+        positions: Tensor,  # [N]
+        attend: Callable,  # (layer, q, k, v, index) -> [N, Hq, D]
+        rows: Tensor | None = None,  # [M]
+    ) -> Tensor:
+        """All layers -> [N, d]; with `rows`, only their hidden states -> [M, d]: of the other
+        tokens the last layer computes keys and values only, because nothing else is read."""
         x, rope = self.embed(tokens, positions)
         for number, layer in enumerate(self.layers):
             last = number == len(self.layers) - 1
@@ -290,8 +300,13 @@ def pack_tokens(sequences: list, device="cpu") -> Packed:
     return Packed(*tensors, shape=real.shape)
 
 
-def dense_packed(q, k, v, packed: Packed) -> Tensor:
-    """Causal attention inside each packed sequence: q [N, Hq, D], k and v [N, Hkv, D] -> q's shape.
+def dense_packed(
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [N, Hkv, D]
+    v: Tensor,  # [N, Hkv, D]
+    packed: Packed,
+) -> Tensor:
+    """Causal attention inside each packed sequence -> [N, Hq, D].
 
     Padding cells repeat the first token: no result of theirs is read.
     """
@@ -318,7 +333,11 @@ def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None
     return dsa.dsa_attention
 
 
-def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = None) -> Callable:
+def attend_packed(
+    config: ModelConfig,
+    packed: Packed,
+    capacity: int | None = None,
+) -> Callable:
     """The attention function of a packed forward: dense or sparse, as the model is configured.
 
     With a fixed capacity, sparse attention's rounding does not depend on the longest sequence.
@@ -338,12 +357,16 @@ def attend_packed(config: ModelConfig, packed: Packed, capacity: int | None = No
 
 
 def generated_logprobs(
-    model: GPT, packed: Packed, rows: Tensor, alphabet: Tensor, temperature: float
-) -> tuple:
-    """Log-probs [M] and entropies [M] of the tokens at `rows` [M] of a packed batch, with gradient.
+    model: GPT,
+    packed: Packed,
+    rows: Tensor,  # [M] tokens of the batch
+    alphabet: Tensor,  # [V'] token ids, the generator's
+    temperature: float,  # the generator's
+) -> tuple[Tensor, Tensor]:
+    """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient.
 
-    Row r is predicted by row r - 1, so no row may be the first of its sequence. Temperature and
-    `alphabet` [V'] are those of the generator; other rows never reach the output matrix.
+    Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
+    state reaches the output matrix.
     """
     shared, wanted, copies = share_prefixes(packed, rows - 1)
     hidden = model(shared, wanted).index_select(0, copies)  # [M, d]
