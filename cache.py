@@ -78,6 +78,25 @@ def write_prefix(cache: Cache, slot: int, parts: list[Tensor]) -> None:
         x[:, slot, : part.shape[1]] = part
 
 
+def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None:
+    """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
+
+    prompts: slot -> (group id, tokens); known: group id -> its prompt's keys and values so far.
+    """
+    first = {}  # group id -> the slot that computes its prompt
+    for slot, (group, _) in prompts.items():
+        if group not in known:
+            first.setdefault(group, slot)
+    if first:
+        slots = torch.tensor(list(first.values()), device=cache.k.device)
+        prefill(model, cache, slots, [prompts[slot][1] for slot in first.values()])
+    for group, slot in first.items():
+        known[group] = read_prefix(cache, slot, len(prompts[slot][1]))
+    for slot, (group, _) in prompts.items():
+        if slot != first.get(group):
+            write_prefix(cache, slot, known[group])
+
+
 @torch.inference_mode()
 def prefill(
     model: GPT,
