@@ -111,10 +111,10 @@ def draw_reward(run: Path, path: Path) -> None:
         "mean": (GREEN, t, [row["staleness_mean"] for row in steps]),
         "oldest token": (PURPLE, t, oldest),
     }
-    axes = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
-    below = {"ylabel": "staleness (versions)", "ylim": (-0.1, 1.5 * max(1, *oldest))}
-    below["xlabel"] = "wall-clock time (s)"
-    panels = [(score, axes), (staleness, below)]
+    seconds = {"xlim": (0, t[-1]), "xlabel": "wall-clock time (s)"}
+    above = seconds | {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
+    below = seconds | {"ylabel": "staleness (versions)", "ylim": (-0.1, 1.5 * max(1, *oldest))}
+    panels = [(score, above), (staleness, below)]
     draw_panels(path.parent, path.stem, name_of(run), panels, (7, 5), columns=1)
 
 
@@ -237,6 +237,7 @@ def draw_panels(folder: Path, name: str, title: str, panels: list, size=(7, 3.8)
             style = style or STYLES[i % len(STYLES)]
             axis.plot(x, y, style[7:] or "-", color=style[:7], label=label, lw=1.5, ms=4)
         axis.set(**settings)
+        axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
         if curves.keys() != panels[0][0].keys():
             axis.legend(fontsize=8)

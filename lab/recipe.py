@@ -109,7 +109,9 @@ def reinforce(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
         groups = generate(generator, new_groups(learner, task, how.groups_per_step))
         for group in groups:
             apply_verdicts(group, verify_group(group, task, how))
-        rewards.append(round(learner_step(learner, groups, how)["reward"], 4))
+        learner_step(learner, groups, how)
+        episodes = [t.reward for group in groups for t in group.trajectories]
+        rewards.append(round(float(np.mean(episodes)), 4))
     assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
     return rewards
 
