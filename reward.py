@@ -14,7 +14,6 @@ unbounded number parser or to a regular expression that backtracks.
 `python reward.py [SPEC ...]` prints a sample episode of each task.
 """
 
-import contextlib
 import importlib
 import json
 import re
@@ -129,8 +128,14 @@ def whole_number(text: str, least: int, most: int) -> int:
 # ---- from a spec to a task ----
 
 
-TASKS = {"guess": "guess", "reverse": "digits", "sort": "digits", "sum": "digits"}
-TASKS |= {"recall": "recall", "jsonl": "jsonl"}  # the name in a spec -> its file in tasks/
+TASKS = {  # the name in a spec -> its file in tasks/
+    "guess": "guess",
+    "reverse": "digits",
+    "sort": "digits",
+    "sum": "digits",
+    "recall": "recall",
+    "jsonl": "jsonl",
+}
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \
@@ -147,10 +152,9 @@ def make_task(spec: str, seed: int = 0) -> Task:
         make, argument = _find(spec)
         task = make(argument, seed)
         check_task(task)
-    except TaskError as error:
-        raise ValueError(f"task {spec!r}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f"task {spec!r}: {limits.describe(error)}") from error
+        reason = error if isinstance(error, TaskError) else limits.describe(error)
+        raise ValueError(f"task {spec!r}: {reason}") from error
     return replace(task, name=spec)
 
 
@@ -170,8 +174,14 @@ def _find(spec: str) -> tuple[Callable, str]:
     return names["make"], own[2] or ""
 
 
-LEAST = {"max_prompt_tokens": 1, "turn_tokens": 1, "max_turns": 1, "observation_tokens": 0}
-LEAST |= {"eval_size": 1, "steps": 1}
+LEAST = {
+    "max_prompt_tokens": 1,
+    "turn_tokens": 1,
+    "max_turns": 1,
+    "observation_tokens": 0,
+    "eval_size": 1,
+    "steps": 1,
+}
 
 
 def check_task(task: Task) -> None:
@@ -184,7 +194,9 @@ def check_task(task: Task) -> None:
             raise TaskError(f"{name} {value!r}: allowed is a whole number from {least} up")
     ids = alphabet_of(task).tolist()
     if not ids or len(set(ids) & set(range(PAD))) < len(ids):
-        raise TaskError(f"alphabet {task.alphabet}: allowed are different ids in 0..{PAD - 1}")
+        raise TaskError(
+            f"alphabet {task.alphabet!r:.80}: allowed are different ids in 0..{PAD - 1}"
+        )
     if not task.stop <= set(ids):
         raise TaskError(f"stop {set(task.stop)}: must be in the alphabet, or no answer can end")
     for split in SPLITS:
@@ -236,23 +248,17 @@ def verify(task: Task, problem: dict, answers: Answers, seconds: float | None = 
 def verify_group(group, task: Task, config, alive: Callable = lambda: None) -> list[Verdict]:
     """Verify every episode of a group (runtime/messages.py), each within the limits of `config`.
 
-    `alive` is called before each verdict that may take as long as one limit.
+    Equal answers are verified once: `step` is a pure function. `alive` is called before each.
     """
     episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
-    verdicts, known = [], {}  # equal answers are verified once: `step` is a pure function
+    verdicts = {}
     with limits.memory_limit(config.reward_memory):
-        # One alarm for all, which is quicker: most groups need far less than one limit.
-        with contextlib.suppress(limits.OutOfTime), limits.time_limit(config.reward_seconds):
-            for answers in episodes:
-                if answers not in known:
-                    known[answers] = verify(task, group.problem, answers, None)
-                if known[answers].error == "verifier_timeout":
-                    break
-                verdicts.append(known[answers])
-        for answers in episodes[len(verdicts) :]:  # out of time: the rest one by one
-            alive()
-            verdicts.append(verify(task, group.problem, answers, config.reward_seconds))
-    return verdicts
+        for answers in episodes:
+            if answers not in verdicts:
+                alive()
+                verdict = verify(task, group.problem, answers, config.reward_seconds)
+                verdicts[answers] = verdict
+    return [verdicts[answers] for answers in episodes]
 
 
 def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> list[str]:
@@ -286,7 +292,7 @@ def show_episode(task: Task) -> None:
 if __name__ == "__main__":
     sys.modules["reward"] = sys.modules["__main__"]  # what tasks import is this very module
     try:
-        for spec in sys.argv[1:] or [name for name in TASKS if name != "jsonl"]:
+        for spec in sys.argv[1:] or list(TASKS)[:-1]:  # jsonl needs a file
             show_episode(make_task(spec))
     except ValueError as complaint:
         print(f"reward.py: {complaint}", file=sys.stderr)

@@ -176,8 +176,6 @@ def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
     [(["fine"] * 3, []), (["slow"] * 4, []), (["fine", "hang", "slow", "hang"], [1, 3])],
 )
 def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
-    """Together they get one alarm; who needs more than that is asked again, alone."""
-
     def step(problem, answers):
         time.sleep({"fine": 0.0, "slow": 0.15, "hang": 30.0}[answers[-1].split()[0]])
         return Step(None, 1.0, True)
@@ -194,7 +192,7 @@ def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
     assert time.perf_counter() - start < 3
     assert [i for i, v in enumerate(verdicts) if v.error == "verifier_timeout"] == late
     assert [v.reward for v in verdicts] == [float(i not in late) for i in range(len(said))]
-    assert bool(beats) == ("fine" not in said or bool(late))
+    assert len(beats) == len(said)
 
 
 def test_equal_answers_are_verified_once():
