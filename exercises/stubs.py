@@ -232,18 +232,21 @@ def resume(
     raise NotImplementedError("ex14: resume without losing a prompt")
 
 
-def swap_weights(model, cache, flat: Tensor, tokens: np.ndarray, fed: np.ndarray, running) -> None:
+def swap_weights(
+    model, cache, flat: Tensor, tokens: np.ndarray, cached: np.ndarray, running
+) -> None:
     """Adopt new weights between two tokens and rebuild what the old ones have left in the cache.
 
     model: a GPT; `model.flat` [P] holds every parameter, and flat [P] is what to write into it
     (in place: the parameters are views of it). cache: keys and values of B slots. tokens int32
-    [B, T]; fed int64 [B]: the first fed[b] tokens of slot b have been through the model, so the
-    cache has their keys and values; running bool [B]: False = the slot is empty. tokens may know
-    more than fed[b] tokens of a slot: the next one is fed by the next step, not here.
+    [B, T]; cached int64 [B]: the first cached[b] tokens of slot b have been through the model, so
+    the cache has their keys and values; running bool [B]: False = the slot is empty. tokens may
+    know more than cached[b] tokens of a slot: the next one is fed by the next step, not here.
     Afterwards the cache holds, for each running slot, what the NEW weights give for the first
-    fed[b] tokens, and other slots are as they were. `prefill(model, cache, slots, sequences)`, to
-    be imported from the project's cache.py, computes the keys and values of whole sequences, a list
-    of n 1-D integer arrays that are not empty, and writes them into the slots, a tensor int64 [n].
+    cached[b] tokens, and other slots are as they were. `prefill(model, cache, slots, sequences)`,
+    to be imported from the project's cache.py, computes the keys and values of whole sequences, a
+    list of n 1-D integer arrays that are not empty, and writes them into the slots, a tensor
+    int64 [n].
     """
     raise NotImplementedError("ex15: a weight swap that leaves no stale keys")
 

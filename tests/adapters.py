@@ -19,12 +19,14 @@ import losses
 import rollout
 import train_async
 from buffer import Buffer
+from buffer import may_admit as admissible
 from buffer import staleness as staleness_of
 from losses import group_advantages, token_mean  # noqa: F401
 from model import dense_packed, pack_tokens
 from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
+from runtime.sampling import sample, uniforms
 
 NAMES = {
     "ex01": "causal_attention",
@@ -120,22 +122,18 @@ def damp(window, kl):
 
 
 def draw(logits, keys, positions, temperature):
-    """rollout.py: `uniforms`, then `sample`."""
-    uniform = torch.from_numpy(rollout.uniforms(keys, positions))
-    return rollout.sample(logits, uniform, temperature)
+    """runtime/sampling.py: `uniforms`, then `sample`."""
+    return sample(logits, torch.from_numpy(uniforms(keys, positions)), temperature)
 
 
 def staleness(versions, loss_mask, version):
     """buffer.py: the staleness of a trajectory of which nothing else matters."""
-    tokens, logprobs = np.zeros_like(versions), np.zeros(len(versions), np.float32)
-    return staleness_of(Trajectory(0, 0, 0, tokens, loss_mask, logprobs, versions, []), version)
+    return staleness_of(Trajectory(0, 0, 0, loss_mask=loss_mask, versions=versions), version)
 
 
 def may_admit(starts, version, start, groups_per_step, max_staleness):
-    """buffer.py: a buffer with these groups outstanding."""
-    buffer = Buffer(groups_per_step, max_staleness)
-    buffer.outstanding = dict(enumerate(starts))
-    return buffer.may_admit(version, start)
+    """buffer.py: the rule itself, which wants the starts in order."""
+    return admissible(sorted(starts), start, version, max_staleness, groups_per_step)
 
 
 def next_batch(completed, running, version, groups_per_step, max_staleness):
@@ -150,28 +148,31 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
 
 
 def resume(in_flight, completed, next_group, version, groups_per_step, max_staleness):
-    """As `train` in train_async.py begins: `restore`, and `admit` for all that is left."""
+    """As an asynchronous run begins: `restore`, and `admit` for all that is left."""
     buffer = Buffer(groups_per_step, max_staleness)
     for group_id, start in completed.items():
         buffer.restore(Group(group_id, start, {}))
-    again = [group_id for group_id in in_flight if group_id not in buffer.completed]
-    learner = SimpleNamespace(version=version, next_group=next_group)
-    config = Config(groups_per_step=groups_per_step, steps=version + 10**6)
-    task = SimpleNamespace(reset=lambda index, split: {})
-    flights = SimpleNamespace(issue=lambda groups: ["a worker" for _ in groups])
-    watch = SimpleNamespace(event=lambda *args, **details: None)
-    train_async.admit(learner, buffer, flights, again, config, task, watch)
-    return buffer.outstanding, again, learner.next_group
+    run = SimpleNamespace(
+        config=Config(groups_per_step=groups_per_step, steps=version + 10**6),
+        learner=SimpleNamespace(version=version, next_group=next_group),
+        buffer=buffer,
+        interrupted=[group_id for group_id in in_flight if group_id not in completed],
+        task=SimpleNamespace(reset=lambda index, split: {}),
+        pool=SimpleNamespace(issue=lambda role, groups: ["a worker" for _ in groups]),
+        log=SimpleNamespace(event=lambda *args, **details: None),
+    )
+    train_async.admit(run)
+    return buffer.outstanding, run.interrupted, run.learner.next_group
 
 
-def swap_weights(model, cache, flat, tokens, fed, running):
+def swap_weights(model, cache, flat, tokens, cached, running):
     """rollout.py: a generator in the middle of these episodes adopts the weights."""
-    letters = np.arange(model.config.vocab_size)
-    environment = rollout.Environment(None, None, letters, frozenset(), turn_tokens=1)
-    generator = rollout.Generator(model, environment, *tokens.shape, group_size=1, swap="recompute")
-    generator.cache, generator.tokens, generator.fed = cache, tokens, fed
-    episode = rollout.Episode(Group(0, 0, {}), sample_index=0, seed=0, started=0.0)
-    generator.episodes = [episode if busy else None for busy in running]
+    alphabet, (slots, capacity) = np.arange(model.config.vocab_size), tokens.shape
+    environment = rollout.Environment(None, None, alphabet, frozenset(), turn_tokens=1)
+    sizes = {"slots": slots, "capacity": capacity, "group_size": 1}
+    generator = rollout.Generator(model, environment, **sizes, swap="recompute")
+    generator.cache, generator.tokens, generator.cached = cache, tokens, cached
+    generator.episodes = [Trajectory(0, 0, 0) if busy else None for busy in running]
     generator.set_weights(1, flat)
     generator._adopt()
 

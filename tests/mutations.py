@@ -724,38 +724,38 @@ def rebuild(model, cache, tokens, counts, running):
 
 
 @wrong("ex15", "stale keys")
-def keeps_the_cache(model, cache, flat, tokens, fed, running):
+def keeps_the_cache(model, cache, flat, tokens, cached, running):
     model.flat.copy_(flat)
 
 
 @wrong("ex15", "stale keys")
-def rebuilds_too_early(model, cache, flat, tokens, fed, running):
-    rebuild(model, cache, tokens, fed, running)
+def rebuilds_too_early(model, cache, flat, tokens, cached, running):
+    rebuild(model, cache, tokens, cached, running)
     model.flat.copy_(flat)
 
 
 @wrong("ex15", "the newest key of slot")
-def one_key_short(model, cache, flat, tokens, fed, running):
+def one_key_short(model, cache, flat, tokens, cached, running):
     model.flat.copy_(flat)
-    rebuild(model, cache, tokens, fed - 1, running)
+    rebuild(model, cache, tokens, cached - 1, running)
 
 
 @wrong("ex15", "not fed yet")
-def one_key_more(model, cache, flat, tokens, fed, running):
+def one_key_more(model, cache, flat, tokens, cached, running):
     model.flat.copy_(flat)
-    rebuild(model, cache, tokens, fed + 1, running)
+    rebuild(model, cache, tokens, cached + 1, running)
 
 
 @wrong("ex15", "an empty slot must be left alone")
-def rebuilds_every_slot(model, cache, flat, tokens, fed, running):
+def rebuilds_every_slot(model, cache, flat, tokens, cached, running):
     model.flat.copy_(flat)
-    rebuild(model, cache, tokens, fed, np.ones_like(running))
+    rebuild(model, cache, tokens, cached, np.ones_like(running))
 
 
 @wrong("ex15", "in place")
-def another_tensor(model, cache, flat, tokens, fed, running):
+def another_tensor(model, cache, flat, tokens, cached, running):
     model.flat = flat.clone()
-    rebuild(model, cache, tokens, fed, running)
+    rebuild(model, cache, tokens, cached, running)
 
 
 # ---- ex16 ----

@@ -938,12 +938,12 @@ def check_ex15(swap_weights):
     old, new = GPT(ModelConfig(**shape), seed=1), GPT(ModelConfig(**shape), seed=2)
     flat, before = new.flat.clone(), old.flat.clone()
     tokens = torch.randint(40, (4, 32), generator=generator()).numpy().astype(np.int32)
-    fed, running = np.array([9, 5, 0, 17], np.int64), np.array([True, False, True, True])
+    cached, running = np.array([9, 5, 0, 17], np.int64), np.array([True, False, True, True])
     cache, slots = make_cache(old, 4, 32), [0, 1, 3]
-    prefill(old, cache, torch.tensor(slots), [tokens[b, : fed[b]] for b in slots])
+    prefill(old, cache, torch.tensor(slots), [tokens[b, : cached[b]] for b in slots])
     idle = cache.k[:, 1].clone(), cache.v[:, 1].clone()
     where = old.flat.data_ptr()
-    swap_weights(old, cache, flat, tokens, fed, running)
+    swap_weights(old, cache, flat, tokens, cached, running)
     place = "write into model.flat in place: the parameters are views of it"
     assert old.flat.data_ptr() == where and old.layers[0].qkv.equal(new.layers[0].qkv), place
     assert old.flat.equal(flat), "the model does not have the new weights"
@@ -953,10 +953,12 @@ def check_ex15(swap_weights):
     for name, weights in (("new", flat), ("old", before)):
         reference.flat.copy_(weights)
         made[name] = make_cache(reference, 4, 32)
-        prefill(reference, made[name], torch.tensor([0, 3]), [tokens[b, : fed[b]] for b in (0, 3)])
+        prefill(
+            reference, made[name], torch.tensor([0, 3]), [tokens[b, : cached[b]] for b in (0, 3)]
+        )
     for b in (0, 3):
-        n = fed[b]
-        newest = f"the newest key of slot {b} (token fed[b] - 1 was fed, too)"
+        n = cached[b]
+        newest = f"the newest key of slot {b} (token cached[b] - 1 was fed, too)"
         for what, at in ((f"keys of slot {b}", slice(n - 1)), (newest, slice(n - 1, n))):
             hint = "stale keys: they are still those of the old weights"
             old_keys = {hint: made["old"].k[:, b, at]}
@@ -966,11 +968,11 @@ def check_ex15(swap_weights):
         assert (cache.k[:, b, n:] == 0).all(), beyond
     untouched = cache.k[:, 1].equal(idle[0]) and cache.v[:, 1].equal(idle[1])
     assert untouched, "an empty slot must be left alone"
-    following = torch.from_numpy(tokens[np.arange(4), fed]).long(), torch.from_numpy(fed), 17
+    following = torch.from_numpy(tokens[np.arange(4), cached]).long(), torch.from_numpy(cached), 17
     hidden = [decode(*pair, *following)[[0, 3]] for pair in ((old, cache), (new, made["new"]))]
     expect("the next step's hidden states", *hidden)
     # nobody is running: nothing to rebuild
-    swap_weights(old, cache, before, tokens, fed, np.zeros(4, bool))
+    swap_weights(old, cache, before, tokens, cached, np.zeros(4, bool))
     assert old.flat.equal(before), "weights must be adopted when no slot is running, too"
 
 

@@ -66,6 +66,17 @@ def test_every_exercise_has_a_wrong_solution_a_stub_and_a_place_in_the_readme():
         assert re.search(rf"^\| {name} \|", text, re.MULTILINE), f"{name} is not in the ladder"
 
 
+def test_the_readme_names_the_projects_solutions_where_they_are():
+    """Read as "`one`, `two` and `three` in `file.py`"."""
+    text, found = (ROOT / "exercises/README.md").read_text(), 0
+    for names, path in re.findall(r"((?:`[\w.]+`(?:,| and)?\s)+)in\s`([\w/]+\.py)`", text):
+        source = (ROOT / path).read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", names):
+            assert re.search(rf"^ *(def|class) {name}\b", source, re.MULTILINE), (name, path)
+            found += 1
+    assert found > len(adapters.NAMES)
+
+
 @pytest.mark.ex17
 @pytest.mark.ex18
 def test_kernels_interpreted():
