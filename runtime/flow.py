@@ -100,7 +100,7 @@ def open_async(config: Config):
 
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run; what rollout workers finish goes on to the reward workers."""
-    config, folder, name = run.config, run.folder, run.mailbox.memory.name
+    config, folder, name = run.config, run.folder, run.mailbox.place
     learners, rollouts = pick_devices(config)
     cores = len(learners) + len(rollouts)
     roles = {
@@ -187,6 +187,6 @@ def facts_of_flow(run: AsyncRun) -> dict:
         "staleness_bound": run.config.max_staleness,
         "tokens_generated": run.tokens,
         "utilization": dict(zip(("rollout", "learner"), shares, strict=True)),
-        "groups": run.ledger.totals(),
+        "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
     }

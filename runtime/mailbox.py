@@ -1,29 +1,19 @@
-"""runtime/mailbox.py: the newest weights in shared memory, for any number of readers.
+"""mailbox.py: the newest weights in shared memory, for any number of readers.
 
-Who removes the memory: its owner, in `close`. If the owner was killed, Python's resource tracker.
-If the tracker was killed, too, the next run (`sweep`).
+The memory has no name on disk (Linux: memfd), so nothing can be left behind: it goes when the last
+process that has it is gone, however that one ends. Other processes open it by way of /proc.
 Left out: when to publish (train_async.py) and when to read (workers.py).
 
 Axes: P parameters
 """
 
-import contextlib
-import errno
+import mmap
 import os
-import secrets
-import sys
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
+import tempfile
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if sys.platform == "linux":
-    import fcntl
-
-SHARED, PREFIX = Path("/dev/shm"), "nanoglm-"
 
 # The stamps: the newest version; begin of writing, of buffer 0 and 1; end of writing, of buffer 0
 # and 1; the buffer of the newest version.
@@ -39,20 +29,17 @@ class Mailbox:
     `device`: where this process has its weights; the other side need not know.
     """
 
-    def __init__(self, count: int, name: str | None = None, device: str = "cpu"):
-        """Own new memory for `count` weights, or open the memory `name` of another process."""
-        self.owner, self.lock, self.device = name is None, None, device
-        if self.owner:
-            self.memory = create(HEADER + 2 * 4 * count)
-            if sys.platform == "linux":  # held as long as this process lives: see sweep
-                self.lock = os.open(SHARED / self.memory.name, os.O_RDWR)
-                fcntl.flock(self.lock, fcntl.LOCK_EX)
+    def __init__(self, count: int, place: str | None = None, device: str = "cpu"):
+        """Own new memory for `count` weights, or open the memory of another process at `place`."""
+        size, self.device = HEADER + 2 * 4 * count, device
+        if place is None:
+            self.descriptor, self.place = reserve(size)
         else:
-            self.memory = attach(name)
-        self.stamps = np.frombuffer(self.memory.buf, np.int64, STAMPS)
-        self.buffers = np.frombuffer(self.memory.buf, np.float32, 2 * count, HEADER)
-        self.buffers = self.buffers.reshape(2, count)
-        if self.owner:
+            self.descriptor, self.place = os.open(place, os.O_RDWR), place
+        memory = mmap.mmap(self.descriptor, size)
+        self.stamps = np.frombuffer(memory, np.int64, STAMPS)
+        self.buffers = np.frombuffer(memory, np.float32, 2 * count, HEADER).reshape(2, count)
+        if place is None:
             self.stamps[:SIDE] = -1
         if device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46
             register = torch.cuda.cudart().cudaHostRegister
@@ -89,59 +76,27 @@ class Mailbox:
                 return version, copy
 
     def close(self) -> None:
-        """Let go of the memory; the owner also removes it."""
+        """Let go of the memory."""
         if self.device != "cpu":
             torch.cuda.cudart().cudaHostUnregister(self.buffers.ctypes.data)
         self.stamps = self.buffers = None  # nobody may look into it when it is closed
-        self.memory.close()
-        if self.owner:
-            remove(self.memory)
-        if self.lock is not None:
-            os.close(self.lock)
+        os.close(self.descriptor)
 
 
-def create(size: int) -> SharedMemory:
-    """New shared memory, of zeros; OSError when there is too little of it."""
-    sweep()
-    if sys.platform == "linux":
-        # It is granted without looking, and writing more than there is kills the process.
-        disk = os.statvfs(SHARED)
-        if (free := disk.f_bavail * disk.f_frsize) < size:
-            text = f"weights need {size >> 20} MB of shared memory, /dev/shm has {free >> 20} MB"
-            raise OSError(errno.ENOSPC, f"{text} (in a container: docker run --shm-size)")
-    name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
-    return SharedMemory(name, create=True, size=size)
+def reserve(size: int) -> tuple[int, str]:
+    """New memory, of zeros: a descriptor, and where other processes of this user can open it.
 
-
-def attach(name: str) -> SharedMemory:
-    """Open shared memory without telling the resource tracker.
-
-    A reader may have a tracker of its own (when that of the run was killed). If it knew the memory,
-    it would remove it as soon as the reader ends. Python 3.13 has `track=False` for this.
+    OSError when there is too little: granted without looking, it would kill whoever writes to it.
     """
-    register = resource_tracker.register
-    resource_tracker.register = lambda *_: None
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("nanoglm-weights")
+        place = f"/proc/{os.getpid()}/fd/{descriptor}"
+    else:
+        descriptor, place = tempfile.mkstemp(prefix="nanoglm-")
     try:
-        return SharedMemory(name)
-    finally:
-        resource_tracker.register = register
-
-
-def remove(memory: SharedMemory) -> None:
-    """Remove shared memory, whatever has become of the resource tracker."""
-    # A tracker that was killed is started anew here, and must know the name to forget it.
-    resource_tracker.register(f"/{memory.name}", "shared_memory")
-    with contextlib.suppress(FileNotFoundError):  # somebody has removed it: just as well
-        memory.unlink()
-
-
-def sweep() -> None:
-    """Remove the memory of runs whose owner has died: nobody holds its lock any more."""
-    for path in SHARED.glob(PREFIX + "*"):  # nothing where memory is no file
-        with contextlib.suppress(OSError):  # it is in use, somebody else's, or gone already
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
+        getattr(os, "posix_fallocate", lambda d, _, n: os.ftruncate(d, n))(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        text = f"weights need {size >> 20} MB of shared memory: {error.strerror}"
+        raise OSError(error.errno, text) from error
+    return descriptor, place

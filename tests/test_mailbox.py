@@ -1,7 +1,7 @@
 """The mailbox of the weights: never a mixture of two versions, and never left behind."""
 
+import errno
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -76,7 +76,7 @@ class Interrupted:
 
 def overtaken(mailbox: Mailbox, publications: int) -> Mailbox:
     """A reader during whose first copy the writer publishes several times."""
-    reader, left = Mailbox(1000, mailbox.memory.name), [publications]
+    reader, left = Mailbox(1000, mailbox.place), [publications]
 
     def publish():
         for _ in range(left[0]):
@@ -109,7 +109,7 @@ def test_reader_without_stamps_would_see_a_mixture(mailbox):
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_reader_in_the_middle_of_a_publication(mailbox, step):
     """It gets the version before, whole, whatever the distance between versions."""
-    reader, seen, copies = Mailbox(1000, mailbox.memory.name), [], [0]
+    reader, seen, copies = Mailbox(1000, mailbox.place), [], [0]
 
     def counted():
         copies[0] += 1
@@ -135,7 +135,7 @@ def test_reader_in_the_middle_of_a_publication(mailbox, step):
 
 def test_publication_that_never_ends(mailbox):
     """The writer is killed while it writes over what a slow reader is just copying."""
-    reader = Mailbox(1000, mailbox.memory.name)
+    reader = Mailbox(1000, mailbox.place)
     mailbox.publish(0, weights(0))
 
     def killed():
@@ -155,7 +155,7 @@ def test_publication_that_never_ends(mailbox):
 
 
 def test_mailbox_before_the_first_version(mailbox):
-    reader = Mailbox(1000, mailbox.memory.name)
+    reader = Mailbox(1000, mailbox.place)
     assert reader.version == -1
     version, flat = reader.read()
     assert version == -1 and (flat == 0).all()
@@ -178,11 +178,15 @@ def test_mailbox_refuses(mailbox, monkeypatch):
             mailbox.publish(6, torch.zeros(shape))
     version, flat = mailbox.read()
     assert version == 5 and (flat == 5).all()
-    if sys.platform == "linux":  # better than SIGBUS in the middle of a run
-        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2, f_frsize=4096))
-        with pytest.raises(OSError, match="7 MB of shared memory"):
-            Mailbox(1_000_000)
-        Mailbox(1000, mailbox.memory.name).close()  # who only attaches needs no room
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def refuse(*_):
+        raise full
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)  # better than SIGBUS in the middle of a run
+    with pytest.raises(OSError, match="7 MB of shared memory: No space left"):
+        Mailbox(1_000_000)
+    Mailbox(1000, mailbox.place).close()  # who only attaches needs no room
 
 
 def test_no_torn_read_from_another_process():
@@ -190,7 +194,7 @@ def test_no_torn_read_from_another_process():
     count = 60_000
     mailbox = Mailbox(count)
     writer = get_context("spawn").Process(
-        target=publish_for_ever, args=(mailbox.memory.name, count), daemon=True
+        target=publish_for_ever, args=(mailbox.place, count), daemon=True
     )
     writer.start()
     try:
@@ -210,75 +214,28 @@ def test_no_torn_read_from_another_process():
         mailbox.close()
 
 
-def kill_tracker() -> None:
-    """Kill Python's resource tracker, which removes shared memory that a dead process has left."""
-    pid = resource_tracker._resource_tracker._pid
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-
-
-def is_there(mailbox: Mailbox) -> bool:
-    return (room.SHARED / mailbox.memory.name.lstrip("/")).exists()
-
-
-def close_without_tracker() -> None:
-    mailbox = Mailbox(1000)
-    kill_tracker()
-    assert is_there(mailbox)
-    mailbox.close()
-    assert not is_there(mailbox)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
-def test_closing_survives_a_killed_resource_tracker():
-    code = "import test_mailbox; test_mailbox.close_without_tracker()"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": paths}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (process.returncode, process.stderr) == (0, "")  # the new tracker has no complaints
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /dev/shm")
-@pytest.mark.filterwarnings("ignore:resource_tracker")
-def test_the_tracker_of_a_reader_does_not_remove_the_memory():
-    """A reader that finds no tracker starts one; when the reader ends, that one cleans up."""
-    mailbox, context = Mailbox(1000), get_context("spawn")
-    mailbox.publish(3, weights(3))
-    ours, theirs = context.Pipe()
-    reader = context.Process(target=read_later, args=(mailbox.memory.name, theirs), daemon=True)
-    reader.start()
-    assert ours.recv() == "here"
-    kill_tracker()
-    ours.send("go on")
-    assert ours.recv() == 3
-    reader.join(PATIENCE)
-    assert not eventually(lambda: not is_there(mailbox), 0.5)
-    os.unlink(room.SHARED / mailbox.memory.name.lstrip("/"))  # whoever did it: it is gone
-    mailbox.close()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="flock and /dev/shm")
-def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(mailbox):
-    code = (
-        "import runtime.mailbox as w, time; m = w.Mailbox(10); print(m.memory.name, flush=True); "
-    )
+@pytest.mark.skipif(sys.platform != "linux", reason="memfd")
+def test_memory_goes_with_its_owner_however_that_ends():
+    """kill -9 of an owner: nothing is left on disk, and readers keep what they have."""
+    code = "import runtime.mailbox as w, time, torch; m = w.Mailbox(1000); "
+    code += "m.publish(3, torch.full((1000,), 3.0)); print(m.place, flush=True); time.sleep(600)"
     process = subprocess.Popen(
-        [sys.executable, "-c", code + "time.sleep(600)"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    left = room.SHARED / process.stdout.readline().strip().lstrip("/")
-    Mailbox(10).close()
-    assert left.exists()  # its owner lives
-    os.killpg(process.pid, signal.SIGKILL)  # with the tracker, which would have cleaned up
+    place = process.stdout.readline().strip()
+    reader = Mailbox(1000, place)
+    process.kill()
     process.communicate()
-    assert left.exists()
-    Mailbox(10).close()
-    assert not left.exists()
-    assert (room.SHARED / mailbox.memory.name.lstrip("/")).exists()  # ours is in use
+    assert not os.path.exists(place)
+    version, flat = reader.read()
+    assert version == 3 and (flat == 3).all()
+    reader.close()
+
+
+def test_the_resource_tracker_knows_nothing_of_it():
+    before = resource_tracker._resource_tracker._pid
+    Mailbox(1000).close()
+    assert resource_tracker._resource_tracker._pid == before
 
 
 @pytest.mark.gpu
@@ -287,7 +244,7 @@ def test_memory_of_a_run_that_was_killed_with_its_tracker_is_swept_by_the_next(m
 )
 def test_on_a_gpu_weights_travel_through_registered_memory(writes, reads):
     mailbox = Mailbox(1000, device=writes)
-    reader = Mailbox(1000, mailbox.memory.name, reads)
+    reader = Mailbox(1000, mailbox.place, reads)
     for box, device in ((mailbox, writes), (reader, reads)):
         assert torch.from_numpy(box.buffers).is_pinned() or device == "cpu"
     for version in (1, 2, 5):
