@@ -107,8 +107,18 @@ class Tokens(NamedTuple):
 
 def _objective(gain_of: Callable) -> Callable:
     @wraps(gain_of)
-    def loss(logprobs, proximal, behaviour, advantages, mask, sequence, count, constants):
-        logprobs, advantages = _masked(logprobs, mask), _masked(advantages, mask)
+    def loss(
+        logprobs,
+        proximal,
+        behaviour,
+        advantages,
+        mask,
+        sequence,
+        count,
+        constants,
+    ):
+        logprobs = _masked(logprobs, mask)
+        advantages = _masked(advantages, mask)
         tokens = Tokens(logprobs, proximal, behaviour, advantages, mask, sequence)
         gain, clipped, capped = gain_of(tokens, constants)
         sums = {"clipped": (mask & clipped).sum(), "capped": (mask & capped).sum()}
@@ -215,8 +225,16 @@ def gspo(t, c):
     return gain, clipped, False
 
 
-_ALL = (ppo, decoupled_ppo, tis, icepop, double_sided, cispo, gspo, reinforce)
-OBJECTIVES = {objective.__name__: objective for objective in _ALL}
+OBJECTIVES = {
+    "ppo": ppo,
+    "decoupled_ppo": decoupled_ppo,
+    "tis": tis,
+    "icepop": icepop,
+    "double_sided": double_sided,
+    "cispo": cispo,
+    "gspo": gspo,
+    "reinforce": reinforce,
+}
 
 
 # ---- advantages ----

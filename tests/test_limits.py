@@ -28,6 +28,25 @@ def test_guarded_serves_environments_too():
     assert result is None and reason.startswith("env_error: ValueError: ")
 
 
+def test_an_error_is_described_in_one_line_without_a_place_of_ours():
+    try:
+        json.loads("{")
+    except ValueError as error:
+        assert limits.describe(error).startswith("JSONDecodeError: Expecting property name")
+        assert "(test_limits" not in limits.describe(error)
+    assert limits.describe(ValueError("two\nlines")) == "ValueError: two lines"
+    assert len(limits.describe(ValueError("x" * 10**6))) < 300
+
+
+def test_the_place_of_an_error_is_the_deepest_line_in_a_task_file():
+    names = {"__name__": "tasks./home/me/mine.py", "json": json}
+    source = "def outer(text):\n    return inner(text)\n\ndef inner(text):\n    json.loads(text)\n"
+    exec(compile(source, "/home/me/mine.py", "exec"), names)
+    _, reason = limits.guarded("verifier", None, names["outer"], "{")
+    assert reason.startswith("verifier_error: JSONDecodeError: ")
+    assert reason.endswith(" (mine.py, line 5)")
+
+
 @pytest.fixture
 def alarm():
     """A handler of somebody else, which must be back after every limit."""
