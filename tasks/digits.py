@@ -17,8 +17,11 @@ def step(problem, answers):
     Partial credit makes this learnable from random weights: all or nothing would be nothing for
     whole groups. Dividing by the longer length makes padding an answer useless.
     """
-    answer, expected = answers[-1], problem["answer"]
-    matches = sum(a == b for a, b in zip(answer, expected, strict=False))
+    answer = answers[-1]
+    expected = problem["answer"]
+    matches = 0
+    for given, right in zip(answer, expected, strict=False):
+        matches += given == right
     return Step(None, matches / max(len(answer), len(expected)), True)
 
 
@@ -49,7 +52,8 @@ def propose_sum(size, random):
     terms = min(size, int(2 * uniform ** (-1 / 1.3)))
     numbers = random.integers(10, size=terms)
     totals = numbers.cumsum() % 10
-    return "+".join(map(str, numbers.tolist())) + "=", as_text(totals.tolist())
+    prompt = "+".join(map(str, numbers.tolist())) + "="
+    return prompt, as_text(totals.tolist())
 
 
 KINDS = {  # how a problem is made, default size, largest size

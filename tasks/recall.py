@@ -19,11 +19,14 @@ def propose(tokens, random):
     """(prompt, answer): a table in which no key appears twice, and a question about one pair."""
     pairs, width = shape_of(tokens)
     keys = random.choice(100**width, size=pairs, replace=False).tolist()
-    names = [f" {key}" if width == 1 else f" {key // 100} {key % 100}" for key in keys]
-    values = [f"{value:02d}" for value in random.integers(100, size=pairs).tolist()]
+    values = random.integers(100, size=pairs).tolist()
     asked = int(random.integers(pairs))
-    table = [f"{name}={value};" for name, value in zip(names, values, strict=True)]
-    return f"{''.join(table)}?{names[asked]}=", values[asked]
+    names, table = [], ""
+    for key, value in zip(keys, values, strict=True):
+        name = f" {key}" if width == 1 else f" {key // 100} {key % 100}"
+        names.append(name)
+        table += f"{name}={value:02d};"
+    return f"{table}?{names[asked]}=", f"{values[asked]:02d}"
 
 
 def reset(tokens, seed, index, split):
@@ -33,8 +36,11 @@ def reset(tokens, seed, index, split):
 
 def step(problem, answers):
     """The share of the two digits that are right; a longer answer earns less."""
-    answer, expected = answers[-1], problem["answer"]
-    matches = sum(a == b for a, b in zip(answer, expected, strict=False))
+    answer = answers[-1]
+    expected = problem["answer"]
+    matches = 0
+    for given, right in zip(answer, expected, strict=False):
+        matches += given == right
     return Step(None, matches / max(len(answer), len(expected)), True)
 
 
