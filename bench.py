@@ -4,7 +4,7 @@
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py plot RUN ...       # draw the pictures of run folders again
-    python bench.py timeline RUN ...   # who did what, these runs above each other
+    python bench.py timeline RUN ...   # who did what, these runs in one picture
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
@@ -24,16 +24,16 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "race": ("races", 5, "race.json .png, timeline.png", "time to a score, sync and async"),
     "tasks": ("campaigns", 7, "tasks.json, guess_*.png", "three tasks with default flags"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
-    "objectives": ("campaigns", 17, "objectives.json .png", "eight objectives on stale data"),
+    "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "generator": ("speed", 2, "generator.json", "generation beside transformers"),
-    "decode": ("speed", 3, "decode-cpu.json", "a token at long context, dense and sparse"),
-    "dsa": ("speed", 3, "dsa-cpu.json .png", "attention, dense and sparse"),
+    "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
+    "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json .png", "how a model becomes sparse"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
     "simulate": ("simulate", 15, "simulate*.json, .png", "the simulator against real runs"),
-    "scale": ("simulate", 1, "scale.json .png", "the simulator on up to 1,024 devices"),
+    "scale": ("simulate", 10, "scale.json .png", "the simulator on up to 1,024 devices"),
 }
 FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their flags
 
@@ -82,25 +82,22 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
 
 
 def draw(command: str, runs: list[Path]) -> None:
-    """Draw run folders again; what shows several runs goes to a new folder."""
-    from lab import plots
+    """Draw run folders again, each beside its run, or (timeline) all in one picture."""
+    from lab.plots import draw_timeline
     from runtime.runlog import read_lines
 
     for run in runs:
         trained = any("reward" in row for row in read_lines(run / "metrics.jsonl"))
         if not trained or not (run / "config.json").is_file():
             raise UserError(f"{run}: must be the folder of a run that trained at least one step")
-    folder = new_folder(command)
     if command == "timeline":
-        plots.draw_timeline(runs, folder / "timeline.png")
-        print(f"written: {folder}/timeline.png")
+        picture = new_folder(command) / "timeline.png"
+        draw_timeline(runs, picture)
+        print(f"written: {picture}")
         return
     for run in runs:
         draw_run(run)
         print(f"written: {run}/reward.png, {run}/timeline.png")
-    if len(runs) > 1:
-        plots.draw_comparison(runs, folder)
-        print(f"written: {folder}/comparison.png")
 
 
 def main(arguments: list[str]) -> None:

@@ -9,7 +9,7 @@ The stages are those of DeepSeek-V3.2-Exp's report and of GLM-5's (arXiv 2602.15
            the dense attention, summed over heads and over the keys of a chunk, made to sum to one.
   sparse   Attention reads what the indexer selects. The indexer learns the same KL among the
            selected chunks only; everything else learns the language-model loss.
-  RL       The step of train_sync.py, with the indexer frozen (lab/recipe.py).
+  RL       Steps of train_sync.py. No gradient reaches the indexer.
 Neither loss reaches the other's parameters: the indexer's input is detached (model.py), selection
 has no gradient, and p is detached here. The chunk of the query itself is always selected; it has no
 competitor, so p leaves it out.
@@ -27,6 +27,7 @@ Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chu
       M answer tokens of a text · V' tokens of the task's alphabet
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,9 +39,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-from model import GPT, ModelConfig, dense_packed, pack_tokens
-from reward import Task, alphabet_of, make_task
-from runtime.config import flag
+from learner import Learner, learner_step, new_groups
+from losses import Damper
+from model import GPT, ModelConfig, Packed, attend_packed, dense_packed, pack_tokens
+from reward import Task, alphabet_of, make_task, verify_group
+from rollout import generate
+from runtime.config import Config, flag
+from runtime.messages import apply_verdicts
+from runtime.setup import make_generator
 from runtime.tokenizer import END, encode
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys
@@ -252,3 +258,62 @@ def train_stage(model: GPT, config: RecipeConfig, seed: int, stage: str, steps: 
         history.append(train_step(model, batch, stage, optimizers, 1 - step / steps))
     last = history[-len(config.lengths) :]
     return {key: round(float(np.mean([row[key] for row in last])), 4) for key in last[0]}
+
+
+def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
+    """A few steps of train_sync.py on prompts of 8 times the attended keys; no gradient reaches
+    the indexer. Returns the mean reward of each step."""
+    how = Config(task=f"recall:{config.lengths[2]}", seed=seed, steps=config.rl_steps)
+    how = dataclasses.replace(how, groups_per_step=8, slots=32, lr=1e-4, reference_every=0)
+    task = make_task(how.task, seed)
+    flat = torch.nn.Parameter(model.flat)
+    flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
+    learner = Learner(model, torch.optim.AdamW([flat], weight_decay=0.0), Damper(), alphabet)
+    generator, rewards = make_generator(how, task, model), []
+    before = [p.clone() for p in parts_of(model)["indexer"]]
+    for _ in tqdm(range(how.steps), f"seed {seed} RL"):
+        generator.set_weights(learner.version, None)
+        groups = generate(generator, new_groups(learner, task, how.groups_per_step))
+        for group in groups:
+            apply_verdicts(group, verify_group(group, task, how))
+        learner_step(learner, groups, how)
+        episodes = [t.reward for group in groups for t in group.trajectories]
+        rewards.append(round(float(np.mean(episodes)), 4))
+    assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
+    return rewards
+
+
+# -------------------------------------------------------------------------------------- the exam
+
+
+def attention_of(model: GPT, packed: Packed, kind: str) -> Callable:
+    """Attention of a packed forward pass: "dense", "dsa" by the indexer, or "mean" keys."""
+    c = model.config
+    if kind == "dense":
+        return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
+    if kind == "dsa":
+        return attend_packed(c, packed)
+    tables = dsa.packed_tables(packed.cu_seqlens, c.chunk_size)
+    return lambda layer, q, k, v, index: dsa.dsa_attention(q, k, v, tables, c.top_k)
+
+
+def exam(length: int, problems: int) -> tuple[Tensor, Tensor]:
+    """Held-out prompts of recall:`length` with their answers: tokens [P, T], alphabet [V']."""
+    task = make_task(f"recall:{length}")
+    found = [task.reset(i, "eval") for i in range(problems)]
+    tokens = [encode(p["prompt"] + p["answer"]) + [END] for p in found]
+    return torch.tensor(tokens), torch.from_numpy(alphabet_of(task))
+
+
+@torch.no_grad()
+def accuracy(model: GPT, tokens: Tensor, alphabet: Tensor, kind: str) -> float:
+    """Share of prompts that are answered exactly, as greedy decoding would: given the right tokens
+    before it, each token of the answer [P, 3] is the most probable one of the alphabet."""
+    exact = []
+    for part in tokens.split(max(1, 8192 // tokens.shape[1])):
+        packed = pack_tokens(list(part[:, :-1]))
+        attend = attention_of(model, packed, kind)
+        hidden = model.body(packed.tokens, packed.positions, attend)
+        best = model.logits(hidden.view(len(part), -1, model.config.width)[:, -3:], alphabet)
+        exact.append((alphabet[best.argmax(-1)] == part[:, -3:]).all(-1))
+    return float(torch.cat(exact).float().mean())

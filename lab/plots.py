@@ -46,12 +46,8 @@ def between(values: list[float], form: str) -> str:
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     """A table as lines of Markdown, its columns aligned for a screen."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        return f"| {' | '.join(padded)} |"
-
-    return [line(head), line(["-" * width for width in widths]), *map(line, rows)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
 
 
 def print_table(rows: list[dict]) -> None:
@@ -121,76 +117,43 @@ def draw_reward(run: Path, path: Path) -> None:
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    spans, windows = {}, {}
+    rows, bars, width = [], [], 0.0
     for run in runs:
-        found = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
-        trained = [event for event in found if event["kind"] == "train"]
-        first = max(0, (len(trained) - steps) // 2)
-        if trained:
-            spans[run], windows[run] = found, trained[first : first + steps]
-    if not windows:
+        spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
+        trained = [event for event in spans if event["kind"] == "train"]
+        middle = trained[max(0, (len(trained) - steps) // 2) :][:steps]
+        if not middle:
+            continue
+        left, last = middle[0]["t"], middle[-1]
+        width = max(width, last["t"] + last["seconds"] - left)
+        processes = sorted({event["process"] for event in spans})
+        bars += [(len(rows) + processes.index(e["process"]), e["t"] - left, e) for e in spans]
+        rows += [f"{name_of(run)}: {process}" for process in processes]
+    if not rows:
         return
-    width = max(w[-1]["t"] + w[-1]["seconds"] - w[0]["t"] for w in windows.values())
-    heights = [0.7 + 0.4 * len({event["process"] for event in spans[run]}) for run in windows]
-    figure, axes = canvas().subplots(
-        len(windows),
-        1,
-        figsize=(8, 0.9 + sum(heights)),
-        height_ratios=heights,
-        sharex=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis, (run, window) in zip(axes[:, 0], windows.items(), strict=True):
-        draw_spans(axis, spans[run], window[0]["t"], width)
-        axis.set_title(f"{name_of(run)} ({run.name})", fontsize=10)
-    axes[-1, 0].set_xlabel("time (ms); coloured by policy version, grey = verifying, blank = idle")
+    figure, axis = canvas().subplots(figsize=(9, 0.9 + 0.36 * len(rows)), layout="constrained")
+    for row, begin, event in bars:
+        if begin < width and begin + event["seconds"] > 0:
+            draw_bar(axis, row, begin, event, width)
+    axis.set(xlim=(0, 1e3 * width), ylim=(len(rows) - 0.5, -0.5))
+    axis.set_yticks(range(len(rows)), rows)
+    axis.set_xlabel("time (ms); one colour a policy version, grey = verifying, blank = idle")
     save_figure(figure, path)
 
 
-def draw_spans(axis, spans: list[dict], left: float, width: float) -> None:
-    """One row a process: a bar for each span between `left` and `left + width` seconds."""
-    plt = canvas()
-    spans = [event for event in spans if left - event["seconds"] < event["t"] < left + width]
-    versions = [event["version"] for event in spans if "version" in event]
-    low, high = min(versions), max(versions)
-    colours = plt.get_cmap("cividis", high - low + 1)
-    norm = plt.matplotlib.colors.BoundaryNorm(np.arange(low, high + 2) - 0.5, colours.N)
-    rows = sorted({event["process"] for event in spans})
-    for event in spans:
-        start = max(0.0, event["t"] - left)
-        end = min(width, event["t"] + event["seconds"] - left)
-        row, version = rows.index(event["process"]), event.get("version")
-        colour = GREY if version is None else colours(norm(version))
-        axis.barh(row, 1e3 * (end - start), left=1e3 * start, color=colour, height=0.7)
-        if event["kind"] == "train" and end - start > 0.05 * width:
-            dark = version < (low + high) / 2
-            where = {"ha": "center", "va": "center", "fontsize": 8}
-            colour, middle = "white" if dark else "black", 1e3 * (start + end) / 2
-            axis.text(middle, row, f"v{version}", color=colour, **where)
-    axis.set_yticks(range(len(rows)), rows)
-    axis.set_ylim(len(rows) - 0.5, -0.5)
-    axis.set_xlim(0, 1e3 * width)
-    ticks = range(low, high + 1, max(1, (high - low) // 3))
-    scale = plt.cm.ScalarMappable(norm, colours)
-    axis.figure.colorbar(scale, ax=axis, label="version", ticks=ticks)
+def draw_bar(axis, row: int, begin: float, event: dict, width: float) -> None:
+    """One span of work; what the learner trains has its version written on it."""
+    shade = event.get("version", 0) % 8 / 7
+    colour = canvas().get_cmap("cividis")(shade) if "version" in event else GREY
+    axis.barh(row, 1e3 * event["seconds"], left=1e3 * begin, color=colour, height=0.7)
+    if event["kind"] == "train" and event["seconds"] > 0.04 * width:
+        middle = 1e3 * (begin + event["seconds"] / 2)
+        style = {"ha": "center", "va": "center", "fontsize": 8, "clip_on": True}
+        colour = "white" if shade < 0.5 else "black"
+        axis.text(middle, row, f"v{event['version']}", color=colour, **style)
 
 
 # ------------------------------------------------------------------------------------- several runs
-
-
-def draw_comparison(runs: list[Path], folder: Path) -> None:
-    """Training reward of several runs against wall-clock time and against episodes."""
-    by_time, by_episodes = {}, {}
-    for run in runs:
-        rows = [row for row in read_lines(run / "metrics.jsonl") if "reward" in row]
-        rewards = [row["reward"] for row in rows]
-        means = [np.mean(rewards[max(0, i - 9) : i + 1]) for i in range(len(rows))]
-        by_time[run.name] = (None, [row["t"] for row in rows], means)
-        by_episodes[run.name] = (None, np.cumsum([row["samples"] for row in rows]), means)
-    reward = {"xlabel": "wall-clock time (s)", "ylabel": "training reward (mean of 10 steps)"}
-    panels = [(by_time, reward), (by_episodes, {"xlabel": "episodes trained"})]
-    draw_panels(folder, "comparison", "", panels)
 
 
 def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:

@@ -186,81 +186,56 @@ def token_seconds(model: GPT, cache: caches.Cache, slots: int, repeat: int = 5) 
 
 # --------------------------------------------------------------------------------- sparse attention
 
-DSA_SHAPES = {
-    "cuda": {
-        "heads": (32, 2, 128),  # query heads, key heads, head width
-        "dtype": "bfloat16",
-        "lengths": [2**i for i in range(12, 18)],
-        "dense": ("FLASH_ATTENTION", "CUDNN_ATTENTION"),
-        "query_blocks": (1, 8, 16),
-    },
-    "cpu": {
-        "heads": (4, 1, 32),
-        "dtype": "float32",
-        "lengths": [2**i for i in range(11, 16)],
-        "dense": ("FLASH_ATTENTION",),
-        "query_blocks": (1,),
-    },
-}
+HEADS = (32, 2, 128)  # query heads, key heads, head width
+BACKENDS = {"dense FLASH_ATTENTION": SDPBackend.FLASH_ATTENTION}
+BACKENDS["dense CUDNN_ATTENTION"] = SDPBackend.CUDNN_ATTENTION
 
 
-def dense_attention(backend: str, q, k, v) -> torch.Tensor:
-    """One of PyTorch's backends; raises RuntimeError where it does not run."""
+def dense_attention(backend: SDPBackend, q, k, v) -> torch.Tensor:
+    """Causal attention by one of PyTorch's backends."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, H, T, D]
-    with sdpa_kernel(getattr(SDPBackend, backend)):
+    with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def bench_dsa(folder: Path, rounds: int = 3) -> None:
-    """Forward, and forward with backward, of sparse attention (16 chunks of 64, selection included)
-    against dense at growing context: the kernels on a GPU, beside every dense backend that runs
-    there; the specification on a CPU, at a small shape."""
-    device, sparse = "cpu", dsa.dsa_attention
-    if torch.cuda.is_available():
-        from dsa_triton import dsa_attention as sparse
+    """Forward, and forward with backward, of the sparse kernels (16 chunks of 64, selection
+    included) against dense attention at growing context, on a GPU in bfloat16."""
+    if not torch.cuda.is_available():
+        raise UserError("dsa: must be run on a machine with a CUDA device")
+    from dsa_triton import dsa_attention
 
-        device = "cuda"
-    torch.set_num_threads(1)
-    shape = DSA_SHAPES[device]
-    query_heads, key_heads, width = shape["heads"]
-    result = {"machine": describe_machine(), **shape, "chunks": "16 of 64", "rows": []}
-    for length in tqdm(shape["lengths"], unit="length"):
+    query_heads, key_heads, width = HEADS
+    result = {"machine": describe_machine(), "heads": HEADS, "dtype": "bfloat16", "rows": []}
+    for length in tqdm([2**i for i in range(12, 18)], unit="length"):
         tensors = []
         for heads in (query_heads, key_heads, key_heads):
-            x = torch.randn(length, heads, width, device=device)
-            tensors.append(x.to(getattr(torch, shape["dtype"])))
-        tables = dsa.packed_tables(torch.tensor([0, length], device=device), 64)
-        ways = {f"dense {name}": partial(dense_attention, name) for name in shape["dense"]}
-        for block in shape["query_blocks"]:
-            how = {"tables": tables, "top_k": 16}
-            if block > 1:  # blocks that share a selection are the kernels' alone
-                how["query_block"] = block
-            ways[f"sparse, query block {block}"] = partial(sparse, **how)
+            x = torch.randn(length, heads, width, device="cuda")
+            tensors.append(x.bfloat16())
+        tables = dsa.packed_tables(torch.tensor([0, length], device="cuda"), 64)
+        ways = {name: partial(dense_attention, backend) for name, backend in BACKENDS.items()}
+        for block in (1, 8, 16):
+            how = {"tables": tables, "top_k": 16, "query_block": block}
+            ways[f"sparse, query block {block}"] = partial(dsa_attention, **how)
         row = {"length": length}
         for kind in ("forward", "forward+backward"):
             runs = {}
             for name, way in ways.items():
-                run = partial(attention_ms, way, tensors, kind != "forward")
-                try:
-                    run()
-                    runs[name] = run
-                except RuntimeError as error:  # a backend that does not run here
-                    tqdm.write(f"{name} at {length}: {str(error).splitlines()[0]}")
+                runs[name] = partial(attention_ms, way, tensors, kind != "forward")
             times = in_turn(runs, rounds)
             row[kind] = {name: {"ms": spread(values)} for name, values in times.items()}
         result["rows"].append(row)
         tqdm.write(str(row))
-        save_result(folder, f"dsa-{device}", result)
+        save_result(folder, "dsa-cuda", result)
 
 
 def attention_ms(way: Callable, tensors: list, backward: bool) -> float:
-    """Milliseconds of one call, on a GPU until it is done."""
+    """Milliseconds of one call, from an idle GPU until it is done."""
     inputs = [x.detach().requires_grad_(backward) for x in tensors]
-    wait = torch.cuda.synchronize if tensors[0].is_cuda else lambda: None
-    wait()
+    torch.cuda.synchronize()
     begin = time.perf_counter()
     out = way(*inputs)
     if backward:
         torch.autograd.grad(out, inputs, torch.ones_like(out))
-    wait()
+    torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begin)

@@ -70,7 +70,7 @@ def test_a_batch_is_of_the_seed_and_never_of_the_exam():
     (one, *_), (two, *_) = make_batch(32, 0, 0, 128), make_batch(32, 1, 0, 128)
     assert one.shape == two.shape and not torch.equal(one, two)
     assert torch.equal(one, make_batch(32, 0, 0, 128)[0])
-    exam, _ = recipe.exam(32, 64)
+    exam, _ = pretrain.exam(32, 64)
     width = one.shape[1] // 2
     seen = {tuple(row[:width].tolist()) for row in make_batch(32, 0, 0, 10_000)[0]}
     assert not seen & {tuple(row[:width].tolist()) for row in exam}
@@ -222,21 +222,12 @@ def test_accuracy_is_what_the_generator_answers():
     length = task.max_prompt_tokens + 3  # of answers that do not end early
     tokens = [g.trajectories[0].tokens.tolist() for g in said]
     tokens = torch.tensor([t for t in tokens if len(t) == length])
-    _, alphabet = recipe.exam(64, 1)
-    assert len(tokens) >= 4 and recipe.accuracy(model, tokens, alphabet, "dsa") == 1.0
-    assert recipe.accuracy(model, tokens, alphabet, "dense") < 1.0
+    _, alphabet = pretrain.exam(64, 1)
+    assert len(tokens) >= 4 and pretrain.accuracy(model, tokens, alphabet, "dsa") == 1.0
+    assert pretrain.accuracy(model, tokens, alphabet, "dense") < 1.0
     tokens[0, -2] = alphabet[(alphabet == tokens[0, -2]).int().argmax() - 1]  # one wrong digit
-    wrong = recipe.accuracy(model, tokens, alphabet, "dsa")
+    wrong = pretrain.accuracy(model, tokens, alphabet, "dsa")
     assert wrong == pytest.approx(1 - 1 / len(tokens))
-
-
-def test_recall_of_mass_is_below_the_best_and_one_when_all_fits():
-    model = make(1, 8)
-    for length in (16, 64):
-        found = recipe.mass_recall(model, recipe.exam(length, 8)[0])
-        assert 0 < found["indexer"] < found["best"] <= 1
-    found = recipe.mass_recall(make(1, 64), recipe.exam(32, 8)[0])
-    assert set(found.values()) == {1.0}
 
 
 def test_the_whole_recipe_leaves_its_files(tmp_path, capsys):
@@ -244,7 +235,7 @@ def test_the_whole_recipe_leaves_its_files(tmp_path, capsys):
     recipe.bench_recipe(tmp_path, RecipeConfig(top_k=8, tokens=64, problems=4, **steps))
     record = json.loads((tmp_path / "recipe.json").read_text())
     run = record["runs"][0]
-    assert list(run["accuracy"]) == list(recipe.VARIANTS)
+    assert list(run["accuracy"]) == list(recipe.COLOURS)
     assert all(set(row) == {"16", "32", "64", "128"} for row in run["accuracy"].values())
     assert record["machine"]["cores"] and record["settings"]["top_k"] == 8
     assert record["table"] in capsys.readouterr().out
