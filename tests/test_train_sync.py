@@ -75,8 +75,9 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
 @pytest.mark.parametrize("trainer", [train_sync, train_async])
 def test_late_evaluations_say_the_same_about_the_same_moments(tmp_path, trainer):
     held, weights = {}, {}
+    flags = {"max_staleness": 0, "rollout_workers": 1, "reward_workers": 0}
     for when in ("live", "late"):
-        run, flags = tmp_path / when, {"max_staleness": 0, "rollout_workers": 1}
+        run = tmp_path / when
         trainer.train(config_of(run, eval_when=when, **flags))
         rows = rows_of(run)
         held[when] = [(r["step"], r["eval"]) for r in rows if "eval" in r]
