@@ -905,14 +905,14 @@ def test_messages_of_every_kind_are_looked_at():
         Beat({}),
         Generated(group, [], {}),
         Generated(group, [], {}, sound),
-        Verified(3, sound),
+        Verified(5, sound),
     ):
         assert flaw(message, **SOUND) is None
-    for message in (Generated(group, [], {}, poisoned), Verified(3, poisoned)):
+    for message in (Generated(group, [], {}, poisoned), Verified(5, poisoned)):
         assert flaw(message, **SOUND) == "1 verdicts on 2 samples"
     for message in (Orders([group]), End(), {"kind": "group"}, None):  # no worker says this
         assert flaw(message, **SOUND) == f"a message of kind {type(message).__name__}"
-    for message in (Generated(None, [], {}), Verified(3, None), Verified(3, ([1], 0, 0))):
+    for message in (Generated(None, [], {}), Verified(5, None), Verified(5, ([1], 0, 0))):
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
             assert flaw(message, **SOUND)
 
