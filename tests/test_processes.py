@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from toys import mute, pool_of, short_lived, started, toy, wait_for
+from toys import light_children, mute, pool_of, short_lived, started, toy, wait_for
 
 from runtime import processes
 from runtime.messages import Beat, Generated, Group, Judgement, Orders, Verified, unpack_messages
@@ -31,13 +31,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def light_children():
-    """A spawned process imports the main module of its parent, here pytest: these need not."""
-    main, patch = sys.modules["__main__"], pytest.MonkeyPatch()
-    patch.setattr(main, "__spec__", None)
-    patch.delattr(main, "__file__", raising=False)
-    yield
-    patch.undo()
+def workers_start_quickly():
+    with light_children():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -336,11 +332,11 @@ def test_what_a_dead_judge_had_is_reported_and_may_be_issued_again(pool, tmp_pat
     assert sorted(message.group.group_id for _, message in got) == list(range(6))
 
 
-def test_a_verdict_is_on_the_group_that_was_sent_whatever_comes_back(pool):
+def test_a_verdict_comes_with_the_group_that_was_sent(pool):
     sent = group(3, "judge")
     issue_to(pool, pool.of("judge")[0], sent)
     ((_, message),) = gather(pool, len)
-    assert message == Verified(sent, Judgement([], 0.0, 0.0)) and message.group is sent
+    assert message == Verified(3, Judgement([], 0.0, 0.0), sent) and message.group is sent
 
 
 # ------------------------------------------------------------------------------- pools of their own

@@ -1,6 +1,10 @@
-"""The asynchronous trainer, with real processes: equal to the synchronous one where it must be,
-within its staleness bound, and alive after kill -9, Ctrl-C and resume."""
+"""The asynchronous trainer: equal to the synchronous one where it must be, within its staleness
+bound, and alive after kill -9, Ctrl-C and resume.
 
+Runs with real processes first; then what the trainer does when workers die, without processes.
+"""
+
+import copy
 import dataclasses
 import json
 import multiprocessing
@@ -11,22 +15,37 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 from faults import group_is_gone
+from toys import light_children
 
 import train_async
 import train_sync
 from buffer import Buffer
-from runtime import checkpoint
+from rollout import generate
+from runtime import flow
 from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import Config, TrainingStopped
 from runtime.ledger import audit
+from runtime.messages import Generated, Verified
+from runtime.processes import Lost, WorkersFailed
 from runtime.runlog import read_lines
+from runtime.setup import make_generator
+from runtime.workers import judge
 
 ROOT = Path(__file__).parent.parent
-SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 6}
+TRACKER = "multiprocessing.resource_tracker"
+SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 1000}
+posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_start_quickly():
+    with light_children():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +63,12 @@ def summary_of(folder) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def events_of(folder, kind: str) -> list[dict]:
+    return [event for event in read_lines(folder / "events.jsonl") if event["kind"] == kind]
+
+
 def trained_groups(folder) -> list[int]:
-    events = read_lines(folder / "events.jsonl")
-    return [g for e in events if e["kind"] == "train" for g in e["groups"]]
+    return [group for event in events_of(folder, "train") for group in event["groups"]]
 
 
 def balanced(folder) -> dict:
@@ -69,53 +91,34 @@ def kinds_of(folder) -> dict[str, set[str]]:
     return kinds
 
 
-@pytest.mark.parametrize("compile", ["no", pytest.param("decode", marks=pytest.mark.compiles)])
-def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path, compile):
-    torch.compiler.reset()
-    flags = {"steps": 20, "max_staleness": 0, "rollout_workers": 1, "compile": compile}
+def start(folder: Path, *flags: str) -> subprocess.Popen:
+    """A run as somebody starts it, in a process group of its own."""
+    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    command = [sys.executable, "train_async.py", "--out", str(folder), *small, *flags]
+    if "--resume" in flags:
+        command = [sys.executable, "train_async.py", *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["step"] >= step for row in read_lines(folder / "metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------------------------- real processes
+
+
+def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
+    flags = {"steps": 20, "max_staleness": 0, "rollout_workers": 1, "eval_every": 10}
     train_async.train(config_of(tmp_path / "async", **flags))
     train_sync.train(config_of(tmp_path / "sync", **flags))
     one, other = (summary_of(tmp_path / name) for name in ("async", "sync"))
     assert one["weights_sha256"] == other["weights_sha256"]
     assert one["steps"] == 20 and one["staleness"] == {"max": 0, "mean": 0.0, "bound": 0}
     assert one["eval"] == other["eval"]
-
-
-@pytest.mark.parametrize(
-    "swap, eta, flags",
-    [
-        ("keep", 1, {"rollout_workers": 3}),
-        ("recompute", 4, {"task": "sum:16", "reward_workers": 2, "rollout_workers": 1}),
-        ("drain", 2, {"rollout_workers": 2}),
-        ("keep", 1, {"on_stale": "drop", "task": "sum:32"}),
-        ("keep", 2, {"learners": 2, "rollout_workers": 1}),
-        ("keep", 2, {"reward_workers": 0, "task": "guess", "rollout_workers": 2}),
-    ],
-)
-def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags):
-    train_async.train(config_of(tmp_path / "run", swap=swap, max_staleness=eta, **flags))
-    summary = summary_of(tmp_path / "run")
-    groups = summary["groups"]
-    assert summary["steps"] == 12 and summary["staleness"]["bound"] == eta
-    assert summary["staleness"]["max"] <= eta
-    discarded = sum(groups["discarded"].values())
-    assert groups["trained"] == 48 and groups["in_flight"] == 0
-    assert groups["admitted"] == groups["trained"] + discarded
-    assert discarded == 0 or flags.get("on_stale") == "drop"
-    trained = trained_groups(tmp_path / "run")
-    assert len(trained) == len(set(trained)) == 48
-    assert balanced(tmp_path / "run")["discarded"] == groups["discarded"]
-    kinds = kinds_of(tmp_path / "run")
-    wanted = "admit start swap finish score train publish checkpoint spawn exit generate".split()
-    assert set(kinds) - {"discard"} == set(wanted)
-    workers = set.union(*kinds.values()) - {"learner"}
-    judges = "rollout" if flags.get("reward_workers") == 0 else "reward"
-    assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0"}
-    assert all(name.startswith(judges) for name in kinds["score"])
-    if eta > 1:  # it really was asynchronous
-        assert summary["staleness"]["mean"] > 0
-    if flags.get("learners", 1) == 1:
-        replayed(tmp_path / "run")
 
 
 def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
@@ -132,27 +135,263 @@ def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("name, judges", [("rollout-0", 1), ("reward-0", 1), ("rollout-0", 0)])
-def test_kill_9_is_named_and_survived(tmp_path, capsys, name, judges):
-    folder = tmp_path / "run"
-    thread = kill_when(folder, name, 3)
-    train_async.train(config_of(folder, steps=40, reward_workers=judges))
-    thread.join(1)
-    summary = summary_of(folder)
-    assert summary["steps"] == 40 and summary["groups"]["trained"] == 160
-    assert summary["workers_lost"] == [f"{name} died (exit code -9)"]
-    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+@posix
+@pytest.mark.parametrize(
+    "swap, eta, flags, victim",
+    [
+        ("keep", 1, {"rollout_workers": 2}, None),
+        ("recompute", 4, {"task": "sum:16", "reward_workers": 2, "rollout_workers": 1}, "reward-0"),
+        ("drain", 2, {"on_stale": "drop", "task": "sum:32"}, None),
+        ("keep", 2, {"learners": 2, "rollout_workers": 1}, None),
+        ("keep", 2, {"reward_workers": 0, "task": "guess", "rollout_workers": 1}, "rollout-0"),
+    ],
+)
+def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags, victim):
+    """Also when a worker is killed: it is named, and its groups are issued again."""
+    folder, steps = tmp_path / "run", 24 if victim else 12
+    if victim:
+        thread = kill_when(folder, victim, 3)
+    train_async.train(config_of(folder, swap=swap, max_staleness=eta, steps=steps, **flags))
+    summary, groups = summary_of(folder), balanced(folder)
+    assert summary["steps"] == steps and summary["staleness"]["bound"] == eta
+    assert summary["staleness"]["max"] <= eta
+    discarded = sum(groups["discarded"].values())
+    assert groups["trained"] == 4 * steps and groups["in_flight"] == 0
+    assert groups["admitted"] == groups["trained"] + discarded
+    assert discarded == 0 or flags.get("on_stale") == "drop"
     trained = trained_groups(folder)
-    assert sorted(trained) == list(range(160))  # each prompt exactly once
-    totals, kinds = balanced(folder), kinds_of(folder)
-    assert totals["lost"] == totals["requeued"] == summary["groups"]["requeued"]
-    assert (totals["lost"] > 0) == (name == "rollout-0") == ("requeue" in kinds)
-    spawned = [e for e in read_lines(folder / "events.jsonl") if e["kind"] == "spawn"]
-    assert len(spawned) == 1 + len(kinds["spawn"])
+    assert len(trained) == len(set(trained)) == 4 * steps  # each prompt at most once
+    kinds = kinds_of(folder)
+    wanted = "admit start swap finish score train publish checkpoint spawn exit generate".split()
+    assert set(kinds) - {"discard", "lost", "requeue"} == set(wanted)
+    workers = set.union(*kinds.values()) - {"learner"}
+    judges = "rollout" if flags.get("reward_workers") == 0 else "reward"
+    assert kinds["spawn"] == kinds["exit"] == workers >= {"rollout-0"}
+    assert all(name.startswith(judges) for name in kinds["score"])
+    if eta > 1:  # it really was asynchronous
+        assert summary["staleness"]["mean"] > 0
+    assert summary["workers_lost"] == ([f"{victim} died (exit code -9)"] if victim else [])
+    assert len(events_of(folder, "spawn")) == len(kinds["spawn"]) + bool(victim)
+    assert groups["lost"] == groups["requeued"]
+    assert (groups["lost"] > 0) == bool(victim and victim.startswith("rollout"))
+    if victim:
+        thread.join(1)
+    if flags.get("learners", 1) == 1:
+        replayed(folder)
+
+
+def children_of(pid: int) -> dict[int, str]:
+    """Every child of a process, the resource tracker included, with its command line."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            if int(parent) == pid:
+                found[int(path.parent.name)] = (path.parent / "cmdline").read_text()
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+@linux
+def test_every_child_may_be_killed(tmp_path):
+    """All at once: the run makes every step, says whom it has lost, writes its summary, exits 0."""
+    folder = tmp_path / "run"
+    process = start(folder, "--steps=16", "--rollout-workers=1")
+    wait_for_step(folder, 3, process)
+    children = children_of(process.pid)
+    assert len(children) == 3, children
+    assert sum(TRACKER in line for line in children.values()) == 1
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    summary = summary_of(folder)
+    assert summary["steps"] == 16 and not summary["stopped_early"]
+    lost = ["reward-0", "rollout-0"]
+    assert sorted(summary["workers_lost"]) == [f"{name} died (exit code -9)" for name in lost]
+    assert sorted(trained_groups(folder)) == list(range(64))
+    assert balanced(folder)["in_flight"] == 0
+    assert group_is_gone(process.pid, 10)
+
+
+@linux
+def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
+    """What was done after the last checkpoint is done again, and written down once; what was in
+    flight is issued again, and what was complete is not made again."""
+    folder = tmp_path / "run"
+    process = start(folder, "--steps=100000", "--checkpoint-every=5", "--max-staleness=4")
+    wait_for_step(folder, 9, process)
+    process.kill()
+    process.communicate()
+    assert group_is_gone(process.pid, 10)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"t": 1.0, "kind": "sw')  # a line that was being written
+    killed = load_checkpoint(folder)
+    assert killed["version"] % 5 == 0 and killed["in_flight"]
+
+    process = start(folder, "--resume", str(folder))
+    wait_for_step(folder, killed["version"] + 6, process)
+    for pid, line in children_of(process.pid).items():
+        if TRACKER in line:  # from here on no process is started, which would start it anew
+            os.kill(pid, signal.SIGKILL)
+    asked = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to every process of the group
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - asked < 15  # 5 s on a quiet machine
+    assert process.returncode == 0, err
+    assert group_is_gone(process.pid, 5)
+    assert "Traceback" not in err and "steps," in out
+    assert f"go on with: python train_async.py --resume {folder}" in out
+    stopped = load_checkpoint(folder)
+    assert stopped["version"] >= killed["version"] + 6 and stopped["in_flight"]
+    assert summary_of(folder)["stopped_early"]
+    assert balanced(folder)["in_flight"] == len(stopped["in_flight"])
+
+    steps = stopped["version"] + 6
+    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=steps))
+    assert sorted(trained_groups(folder)) == list(range(4 * steps))
+    totals, states = balanced(folder), (killed, stopped)  # of all parts
+    kept = [[group.group_id for group in completed_groups(state)] for state in states]
+    again = [set(state["in_flight"]) - set(own) for state, own in zip(states, kept, strict=True)]
+    assert totals["lost"] == totals["requeued"] == sum(map(len, again))
+    assert totals["admitted"] == totals["trained"] == 4 * steps and totals["in_flight"] == 0
+    scored = [event["group"] for event in events_of(folder, "score")]
+    assert len(scored) == len(set(scored)) == 4 * steps
+    assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"] == 4
     replayed(folder)
 
 
-def test_a_group_that_vanishes_is_named_at_the_next_step(tmp_path, monkeypatch):
+# ------------------------------------------------------------------------------- without processes
+
+
+class PoolHere:
+    """What a Pool is to the trainer, in this process: at each `receive` a rollout worker generates
+    all that was issued to it, and a reward worker verifies all that was generated before."""
+
+    def __init__(self, run, happens: dict):
+        """happens: number of the `receive` -> names of workers that are lost in it, or an error."""
+        self.run, self.happens, self.calls = run, happens, 0
+        self.generator = make_generator(run.config, run.task, copy.deepcopy(run.learner.model))
+        names = [("reward", 0), ("rollout", 0), ("rollout", 1), ("learner", 1)]
+        self.workers = {(role, number): self.worker(role, number) for role, number in names}
+
+    def worker(self, role: str, number: int) -> SimpleNamespace:
+        process = SimpleNamespace(pid=1, exitcode=0)
+        facts = {"process": process, "spawned": time.monotonic(), "work": {}, "status": {}}
+        facts |= {"role": role, "number": number, "name": f"{role}-{number}"}
+        return SimpleNamespace(**facts, said="Generated", log="its log")
+
+    def of(self, role: str) -> list:
+        return [worker for worker in self.workers.values() if worker.role == role]
+
+    def send(self, worker, message) -> None:
+        pass
+
+    def issue(self, role: str, groups: list) -> list[str]:
+        names = []
+        for group in groups:
+            worker = min(self.of(role), key=lambda worker: len(worker.work))
+            worker.work[group.group_id] = group
+            names.append(worker.name)
+        return names
+
+    def out(self) -> dict[int, str]:
+        return {group: worker.name for worker in self.workers.values() for group in worker.work}
+
+    def receive(self, seconds: float) -> list:
+        self.calls += 1
+        happens, got = self.happens.get(self.calls, ()), []
+        if isinstance(happens, Exception):
+            raise happens
+        for worker in self.workers.values():
+            groups, worker.work = list(worker.work.values()), {}
+            if worker.name in happens:
+                got.append((worker, Lost("died", groups)))
+            elif worker.role == "reward":
+                got += [(worker, Verified(g.group_id, self.judge(g), g)) for g in groups]
+            elif groups:
+                got += [(worker, message) for message in self.generate(groups)]
+        return got
+
+    def judge(self, group):
+        return judge(group, self.run.task, self.run.config, lambda: None)
+
+    def generate(self, groups: list) -> list[Generated]:
+        if self.run.mailbox.version > self.generator.newest or not self.generator.counts["steps"]:
+            self.generator.set_weights(*self.run.mailbox.read())
+        done = generate(self.generator, groups)
+        self.issue("reward", done)
+        events, self.generator.events = self.generator.events, []
+        status = {**self.generator.counts, "alive": 1.0}
+        return [Generated(group, events if group is done[0] else [], status) for group in done]
+
+    def close(self) -> None:
+        path = self.run.folder / "summary.json"
+        self.summary_was_there = path.is_file()
+
+
+@pytest.fixture
+def train_here(tmp_path, monkeypatch):
+    """Train with a PoolHere, which is returned with the folder of the run."""
+
+    def train(happens: dict, **flags):
+        pools, folder = [], tmp_path / "run"
+        monkeypatch.setattr(
+            flow, "start_workers", lambda run: pools.append(PoolHere(run, happens)) or pools[0]
+        )
+        try:
+            train_async.train(config_of(folder, **flags))
+        finally:
+            assert load_checkpoint(folder)["version"] > 0  # however it ended
+        return pools[0], folder
+
+    return train
+
+
+def test_the_summary_is_written_before_anything_is_torn_down(train_here):
+    pool, folder = train_here({})
+    assert pool.summary_was_there and summary_of(folder)["ledger"]["trained"] == 48
+    replayed(folder)
+
+
+def test_workers_that_are_lost_at_once_lose_nothing(train_here):
+    """And with them in one `receive`: groups that were generated, groups that were verified."""
+    happens = {5: ["rollout-0", "rollout-1"], 7: ["rollout-1", "reward-0"], 10: ["rollout-0"]}
+    pool, folder = train_here(happens)
+    assert len(summary_of(folder)["workers_lost"]) == 5
+    assert sorted(trained_groups(folder)) == list(range(48))
+    totals = balanced(folder)
+    assert totals["lost"] == totals["requeued"] > 0
+    replayed(folder)
+
+
+def test_a_group_of_which_two_verifiers_have_died_counts_as_failed(train_here):
+    pool, folder = train_here({2: ["reward-0"], 3: ["reward-0"]}, max_failures=1)
+    failed = [event["failed"] for event in events_of(folder, "score") if event.get("failed")]
+    assert failed == [{str(sample): "verifier_lost" for sample in range(4)}]
+    assert summary_of(folder)["failures"] == {"verifier_lost": 4}
+    assert sorted(trained_groups(folder)) == list(range(48))
+    balanced(folder)
+    replayed(folder)
+
+
+def test_a_learner_that_is_lost_stops_the_run_with_a_checkpoint(train_here):
+    with pytest.raises(TrainingStopped, match="learner-1 died: resume from the checkpoint"):
+        train_here({8: ["learner-1"]})
+
+
+def test_a_role_that_is_used_up_stops_the_run_with_a_checkpoint(train_here):
+    with pytest.raises(TrainingStopped, match="rollout-0 died; 0 restarts are used up"):
+        train_here({8: WorkersFailed("rollout-0 died; 0 restarts are used up")})
+
+
+def test_a_mistake_of_the_watching_thread_ends_with_a_checkpoint_too(train_here):
+    with pytest.raises(RuntimeError, match="the thread that watches"):
+        train_here({8: RuntimeError("the thread that watches the workers has failed")})
+
+
+def test_a_group_that_vanishes_is_named_at_the_next_step(train_here, monkeypatch):
     """Mutation: one group is dropped from the buffer, and nobody says so."""
     complete = Buffer.complete
 
@@ -164,106 +403,38 @@ def test_a_group_that_vanishes_is_named_at_the_next_step(tmp_path, monkeypatch):
         return complete(self, group)
 
     monkeypatch.setattr(Buffer, "complete", forgetful)
-    with pytest.raises(AssertionError, match="group 9: scored .* in the buffer; .* it nowhere"):
-        train_async.train(config_of(tmp_path / "run", steps=40))
+    with pytest.raises(ValueError, match="group 9: scored .* in the buffer; .* it nowhere"):
+        train_here({})
 
 
-def test_a_group_that_is_not_issued_again_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("role", ["rollout", "reward"])
+def test_a_group_that_is_not_issued_again_is_named(train_here, monkeypatch, role):
     """Mutation: of the groups that a dead worker had, the first is left where it was."""
-    folder, lost_with = tmp_path / "run", train_async.Flights.lost_with
-    monkeypatch.setattr(train_async.Flights, "lost_with", lambda *a: lost_with(*a)[1:])
-    thread = kill_when(folder, "rollout-0", 3)
-    with pytest.raises(AssertionError, match="group .* with a worker; .* with a dead worker"):
-        train_async.train(config_of(folder, steps=100_000))
-    thread.join(1)
+    name = {"rollout": "generate_again", "reward": "verify_again"}[role]
+    real = getattr(train_async, name)
+    monkeypatch.setattr(train_async, name, lambda *a: real(*a[:-1], a[-1][1:]))
+    with pytest.raises(ValueError, match="group .* with a worker; .* it nowhere"):
+        train_here({5: [f"{role}-0"]})
 
 
-def test_a_worker_that_dies_again_and_again_stops_the_run_with_a_checkpoint(tmp_path):
-    folder = tmp_path / "run"
-    thread = kill_when(folder, "rollout-0", 3)
-    with pytest.raises(TrainingStopped, match="rollout-0 died .exit code -9.*rollout-0.log"):
-        train_async.train(config_of(folder, steps=100_000, restarts=0))
-    thread.join(1)
-    assert load_checkpoint(folder)["version"] >= 3
+def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
+    """Everybody says that they live, and nothing moves."""
+    now, worker = [100.0], SimpleNamespace(status={})
+    pool = SimpleNamespace(of=lambda role: [worker], out=lambda: {3: "rollout-0"})
+    run = SimpleNamespace(pool=pool, config=Config(stall=60.0), progress=(None, 0.0))
+    run.learner = SimpleNamespace(version=0)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
+    def after(seconds: float, version: int = 0, tokens: int = 0) -> None:
+        now[0] += seconds
+        worker.status, run.learner.version = {"tokens": tokens}, version
+        flow.check_progress(run)
 
-def test_ctrl_c_ends_with_a_checkpoint_and_resume_loses_nothing(tmp_path):
-    folder = tmp_path / "run"
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items() if k != "steps"]
-    command = [sys.executable, "train_async.py", "--out", str(folder), "--steps=100000", *flags]
-    process = subprocess.Popen(
-        command, cwd=ROOT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 60
-    while len(read_lines(folder / "metrics.jsonl")) < 8:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.05)
-    asked = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to every process of the group
-    out, err = process.communicate(timeout=30)
-    assert time.monotonic() - asked < 15  # 5 s on a quiet machine
-    assert process.returncode == 0, err
-    assert group_is_gone(process.pid, 5)
-    assert b"Traceback" not in err and b"steps," in out
-    state = load_checkpoint(folder)
-    assert state["version"] >= 7 and state["in_flight"]
-    assert summary_of(folder)["stopped_early"]
-    assert balanced(folder)["in_flight"] == len(state["in_flight"])
-
-    steps = state["version"] + 10
-    resume = dataclasses.replace(Config(), resume=str(folder), steps=steps)
-    train_async.train(resume)
-    assert sorted(trained_groups(folder)) == list(range(4 * steps))
-    totals = balanced(folder)  # of both parts
-    kept = [int(group.group_id) for group in completed_groups(state)]
-    assert set(kept) <= set(state["in_flight"])
-    assert totals["lost"] == totals["requeued"] == len(state["in_flight"]) - len(kept)
-    assert totals["admitted"] == totals["trained"] == 4 * steps and totals["in_flight"] == 0
-    replayed(folder)
-    assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"]
-
-
-def test_groups_that_were_complete_are_not_made_again(tmp_path, monkeypatch):
-    folder, keep_all = tmp_path / "run", (1000,)
-    monkeypatch.setattr(checkpoint.save_checkpoint, "__defaults__", keep_all)
-    config = config_of(folder, steps=20, max_staleness=4, checkpoint_every=1, lr=1e-3)
-    train_async.train(config)
-    paths = sorted((folder / "checkpoints").glob("*.pt"))
-    while not load_checkpoint(folder)["completed"]:  # as if it had been killed after that one
-        paths.pop().unlink()
-    state = load_checkpoint(folder)
-    kept = [group.group_id for group in completed_groups(state)]
-    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=20))
-    events = read_lines(folder / "events.jsonl")
-    scored = [e["group"] for e in events if e["kind"] == "score"]
-    assert all(scored.count(group) == 1 for group in kept)
-    assert sorted(trained_groups(folder)) == list(range(80))
-    totals = balanced(folder)
-    assert totals["lost"] == totals["requeued"] == len(state["in_flight"]) - len(kept)
-    assert summary_of(folder)["staleness"]["max"] <= 4
-    replayed(folder)
-
-
-def test_a_log_goes_on_after_kill_9_of_the_whole_run(tmp_path):
-    """What was done after the last checkpoint is done again, and written down once."""
-    folder = tmp_path / "run"
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items() if k != "steps"]
-    command = [sys.executable, "train_async.py", "--out", str(folder), "--steps=100000", *flags]
-    process = subprocess.Popen(
-        [*command, "--checkpoint-every=5"], cwd=ROOT, start_new_session=True, stderr=-3, stdout=-3
-    )
-    deadline = time.monotonic() + 60
-    while len(read_lines(folder / "metrics.jsonl")) < 9:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    assert group_is_gone(process.pid, 10)
-    with (folder / "events.jsonl").open("a") as file:
-        file.write('{"t": 1.0, "kind": "sw')  # a line that was being written
-    state = load_checkpoint(folder)
-    assert state["version"] % 5 == 0 and state["in_flight"]
-    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=state["version"] + 6))
-    assert balanced(folder)["trained"] == 4 * (state["version"] + 6)
-    assert sorted(trained_groups(folder)) == list(range(4 * (state["version"] + 6)))
-    replayed(folder)
+    after(0)
+    after(59)
+    after(50, tokens=7)  # a long answer is progress
+    after(50, tokens=7)
+    after(50, tokens=7, version=1)
+    after(59, tokens=7, version=1)
+    with pytest.raises(TrainingStopped, match="60 s .--stall.; 1 groups .* {3: 'rollout-0'}"):
+        after(2, tokens=7, version=1)

@@ -3,11 +3,13 @@
 As a script this file is a parent with workers: `toys.py FOLDER`.
 """
 
+import contextlib
 import os
 import signal
 import struct
 import sys
 import time
+from multiprocessing import spawn
 from pathlib import Path
 
 from runtime import processes
@@ -41,8 +43,7 @@ def do(line: Line, group: Group, what: str, about: dict) -> None:
         group.start -= 1
         line.send(answer)
     elif what == "judge":
-        own = Group(group.group_id, group.start, {"mine": True})
-        line.send(Verified(own, Judgement([], 0.0, 0.0)))
+        line.send(Verified(group.group_id, Judgement([], 0.0, 0.0)))
     elif what == "garbage":
         line.connection.send_bytes(b"this is no message")
     elif what == "torn":
@@ -77,6 +78,21 @@ def short_lived(line: Line) -> None:
 
 def mute(line: Line) -> None:
     time.sleep(600)
+
+
+@contextlib.contextmanager
+def light_children():
+    """A spawned process imports the main module of its parent, here pytest: these need not."""
+    real = spawn.get_preparation_data
+
+    def without_main(name: str) -> dict:
+        return {key: value for key, value in real(name).items() if "init_main" not in key}
+
+    spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = real
 
 
 def pool_of(roles: dict, logs: Path, restarts: int = 2, silence: float = 60.0, then=None) -> Pool:
