@@ -276,22 +276,24 @@ def test_many_messages_in_order(pool):
         assert mine == list(range(100 * worker.number, 100 * worker.number + 20))
 
 
-def test_groups_that_are_lost_are_never_nowhere(pool, monkeypatch):
-    """Also while a successor is starting, and until somebody has received the loss."""
-    seen, spawn = [], pool._spawn
+def test_groups_that_are_lost_are_never_nowhere(pool):
+    """Whoever asks while a successor takes its place finds them, too."""
+    seen = []
 
-    def watched(*arguments):
-        seen.append(sorted(pool.out()))
-        result = spawn(*arguments)
-        seen.append(sorted(pool.out()))
-        return result
+    class Watched(dict):
+        def __setitem__(self, key, successor):
+            super().__setitem__(key, successor)
+            asking = threading.Thread(target=lambda: seen.append(sorted(pool.out())))
+            asking.start()
+            asking.join(0.3)
 
-    monkeypatch.setattr(pool, "_spawn", watched)
+    pool.workers = Watched(pool.workers)
     worker = pool.of("maker")[0]
     issue_to(pool, worker, group(1, "raise"), group(2))
-    wait_for(lambda: pool.news)
-    assert seen == [[1, 2]] * 2 and sorted(pool.out()) == [1, 2]
+    wait_for(lambda: seen and pool.news)
+    assert seen == [[1, 2]] and sorted(pool.out()) == [1, 2]
     assert [g.group_id for g in loss_of(pool, worker).groups] == [1, 2]
+    pool.workers = dict(pool.workers)
 
 
 # ------------------------------------------------------------------------------- from role to role
