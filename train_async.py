@@ -111,7 +111,7 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
                 run.log.event(worker.name, kind, at, **facts)
             if judgement:  # verified, too
                 land(run, group, judgement, worker.name)
-        case Verified(group, judgement):
+        case Verified(_, judgement, group):
             land(run, group, judgement, worker.name)
         case Silent(reason):
             run.log.say(f"{worker.name} {reason} (last: {worker.said}; log: {worker.log})")

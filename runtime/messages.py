@@ -162,12 +162,17 @@ class Generated(NamedTuple):
     status: dict
     judgement: Judgement | None = None  # where the worker that generates verifies, too
 
+    @property
+    def group_id(self) -> int:
+        return self.group.group_id
+
 
 class Verified(NamedTuple):
     """From a reward worker."""
 
-    group: Group
+    group_id: int
     judgement: Judgement
+    group: Group | None = None  # the pool puts in what it was asked to verify
 
 
 class Beat(NamedTuple):

@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from runtime.messages import Beat, End, Group, Orders, Verified, pack_messages, unpack_messages
+from runtime.messages import Beat, End, Group, Orders, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
@@ -126,12 +126,6 @@ class Lost(NamedTuple):
     groups: list[Group]  # were out with it
 
 
-class UsedUp(NamedTuple):
-    """A worker is lost, and has been replaced as often as allowed."""
-
-    reason: str
-
-
 class Silent(NamedTuple):
     """A worker has said nothing for a while: perhaps it has died."""
 
@@ -142,19 +136,6 @@ class WorkersFailed(RuntimeError):
     """A worker has used up its restart budget."""
 
 
-@contextlib.contextmanager
-def interrupts_blocked():
-    """No SIGINT in this thread, nor in processes that it starts."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def post(worker: Worker) -> None:
     """A thread for each worker: only it ever blocks when that worker does not read its pipe."""
     with contextlib.suppress(OSError):  # the worker died: `listen` reports it
@@ -163,7 +144,7 @@ def post(worker: Worker) -> None:
 
 
 def last_words(worker: Worker) -> str:
-    """Its exit code, and the last line of its log, which names the exception it died of (code 1)."""
+    """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
     code, log = worker.process.exitcode, Path(worker.log)
     # there is no log yet if it died before it could begin
     text = log.read_text(errors="replace") if code == 1 and log.is_file() else ""
@@ -190,7 +171,7 @@ class Pool:
         self.books = threading.Condition(threading.RLock())
         self.changing = threading.Lock()  # held while a worker is replaced: `close` waits for it
         self.closing = self.closed = False
-        self.error: Exception | None = None  # what ended the watching thread
+        self.error: Exception | None = None  # what `receive` raises: there is no going on
         for role, (_, arguments) in roles.items():
             for number in range(len(arguments)):
                 self.workers[role, number] = self._spawn(role, number)
@@ -241,13 +222,7 @@ class Pool:
                 self.books.wait(seconds)
             arrived, self.news = self.news, []
         if self.error:
-            raise RuntimeError("the thread that watches the workers has failed") from self.error
-        for worker, message in arrived:
-            if isinstance(message, UsedUp):
-                raise WorkersFailed(
-                    f"{worker.name} {message.reason}; {self.budget} restarts are used up "
-                    f"(last message: {worker.said}; log: {worker.log})"
-                )
+            raise self.error
         return arrived
 
     def close(self, seconds: float = 2.0) -> None:
@@ -279,8 +254,10 @@ class Pool:
             name=f"{role}-{number}",
             daemon=True,
         )
-        with interrupts_blocked():  # and so they stay in the child: Ctrl-C is the parent's business
-            process.start()
+        # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         there.close()
         worker = Worker(role, number, process, here, log, restarts, spawned=time.monotonic())
 
@@ -316,10 +293,16 @@ class Pool:
                         self._put(worker, Silent(f"is silent for {silent:.0f} s"))
                     if silent > (self.silence if worker.heard else START_SECONDS):
                         self._replace(worker, f"was silent for {silent:.0f} s")
-        except Exception as error:  # `receive` raises it: nobody waits for a dead thread
-            with self.books:
-                self.error = error
-                self.books.notify()
+        except Exception as error:
+            failed = RuntimeError("the thread that watches the workers has failed")
+            failed.__cause__ = error
+            self._fail(failed)
+
+    def _fail(self, error: Exception) -> None:
+        """Nobody waits for what will not come: `receive` raises the error."""
+        with self.books:
+            self.error = error
+            self.books.notify()
 
     def _take(self, worker: Worker, delivery: bytes | None) -> None:
         """Look at one delivery, or the end (None), of a worker."""
@@ -347,11 +330,11 @@ class Pool:
         """Why a group is none that this worker was asked for; None if it is one."""
         if isinstance(message, Beat):
             return None
-        group_id = message.group.group_id
-        if group_id not in worker.work:
-            return f"group {group_id}, which it does not have: a duplicate?"
-        if message.group.start != worker.work[group_id].start:
-            return f"start {message.group.start}, must be {worker.work[group_id].start}"
+        if message.group_id not in worker.work:
+            return f"group {message.group_id}, which it does not have: a duplicate?"
+        start = worker.work[message.group_id].start
+        if message.group and message.group.start != start:
+            return f"start {message.group.start}, must be {start}"
         return None
 
     def _land(self, worker: Worker, message) -> None:
@@ -361,8 +344,8 @@ class Pool:
             worker.status = message.status
             return
         with self.books:
-            group = worker.work.pop(message.group.group_id)
-            if isinstance(message, Verified):  # a verdict is on what was sent, whatever came back
+            group = worker.work.pop(message.group_id)
+            if message.group is None:  # a verdict
                 message = message._replace(group=group)
             if worker.role in self.then:
                 self.issue(self.then[worker.role], [message.group])
@@ -378,7 +361,12 @@ class Pool:
             worker.process.join(1.0)
             worker.outbox.put(None)
             if worker.restarts >= self.budget:
-                return self._put(worker, UsedUp(reason))
+                return self._fail(
+                    WorkersFailed(
+                        f"{worker.name} {reason}; {self.budget} restarts are used up "
+                        f"(last message: {worker.said}; log: {worker.log})"
+                    )
+                )
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             with self.books:  # in one go: no group is nowhere meanwhile
                 self.workers[worker.role, worker.number] = successor

@@ -95,9 +95,7 @@ def reward_worker(line: Line, config: Config):
         line.beat()
         if message := line.receive(0.5):
             for group in message.groups:
-                judgement = judge(group, task, config, line.beat)
-                # the parent has its episodes
-                line.send(Verified(Group(group.group_id, group.start, {}), judgement))
+                line.send(Verified(group.group_id, judge(group, task, config, line.beat)))
 
 
 def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):

@@ -140,7 +140,6 @@ class Breaking(Line):
 
 def poison(kind: str, message: Generated | Verified) -> None:
     """Put one wrong thing into a message."""
-    group = message.group
     if isinstance(message, Verified):
         verdicts = message.judgement.verdicts
         if kind == "NaN reward":
@@ -148,6 +147,7 @@ def poison(kind: str, message: Generated | Verified) -> None:
         elif kind == "missing verdict":
             verdicts.pop()
         return
+    group = message.group
     episode = group.trajectories[0]
     first = episode.loss_mask.nonzero()[0][0]
     if kind == "length":

@@ -121,7 +121,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
             train_async.handle(run, worker, told)
             generator.events = []
             for group in generator.take_finished():
-                (message,) = unpack_messages(pack_messages([Verified(group, judgement_of(group))]))
+                (message,) = unpack_messages(pack_messages([Verified(group.group_id, judgement_of(group), group)]))
                 del worker.work[group.group_id]
                 train_async.handle(run, worker, message)
             if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:

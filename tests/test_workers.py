@@ -89,4 +89,4 @@ def test_a_reward_worker_sends_verdicts_and_no_episodes():
         workers.reward_worker(line, CONFIG)
     (message,) = line.sent
     assert isinstance(message, Verified) and len(message.judgement.verdicts) == 4
-    assert message.group == Group(group.group_id, group.start, {})
+    assert message.group_id == group.group_id and message.group is None
