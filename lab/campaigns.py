@@ -26,8 +26,9 @@ def bench_tasks(folder: Path) -> None:
     for task, count in {"guess": 5, "reverse": 3, "sort": 3}.items():
         plan |= {f"{task}, seed {seed}": {"task": task, "seed": seed} for seed in range(count)}
     for name, run, summary in run_each(plan, folder):
-        kept = ("seed", "steps", "command_s", "samples", "staleness", "utilization", "groups")
+        kept = ("seed", "steps", "command_s", "samples", "staleness")
         row = {key: summary[key] for key in kept} | summary["eval"]
+        row["groups"] = summary["ledger"]
         result["tasks"].setdefault(plan[name]["task"], []).append(row)
         save_result(folder, "tasks", result)
         if name == "guess, seed 0":
@@ -43,8 +44,8 @@ def bench_staleness(folder: Path) -> None:
         plan[f"bound {eta}, {swap}"] = {"max_staleness": eta, "swap": swap}
     alike = {"task": "sum", "steps": 25, "groups_per_step": 8}
     for name, _, summary in run_each(plan, folder, **alike):
-        row = plan[name] | summary["staleness"]
-        result["runs"].append(row | {key: summary[key] for key in ("groups", "steps")})
+        row = plan[name] | summary["staleness"] | {"groups": summary["ledger"]}
+        result["runs"].append(row)
         save_result(folder, "staleness", result)
 
 

@@ -137,14 +137,14 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
             draw_bar(axis, row, begin, event, width)
     axis.set(xlim=(0, 1e3 * width), ylim=(len(rows) - 0.5, -0.5))
     axis.set_yticks(range(len(rows)), rows)
-    axis.set_xlabel("time (ms); one colour a policy version, grey = verifying, blank = idle")
+    axis.set_xlabel("time (ms); one colour a policy version, pink = verifying, blank = idle")
     save_figure(figure, path)
 
 
 def draw_bar(axis, row: int, begin: float, event: dict, width: float) -> None:
     """One span of work; what the learner trains has its version written on it."""
     shade = event.get("version", 0) % 8 / 7
-    colour = canvas().get_cmap("cividis")(shade) if "version" in event else GREY
+    colour = canvas().get_cmap("cividis")(shade) if "version" in event else PURPLE
     axis.barh(row, 1e3 * event["seconds"], left=1e3 * begin, color=colour, height=0.7)
     if event["kind"] == "train" and event["seconds"] > 0.04 * width:
         middle = 1e3 * (begin + event["seconds"] / 2)

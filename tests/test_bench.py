@@ -184,9 +184,10 @@ def test_a_run_that_never_trained_draws_nothing(tmp_path):
 
 def test_who_races_and_how_often():
     plan = races.race_plan(races.RaceConfig())
-    assert len(plan) == 12 and list(plan)[:2] == [
+    assert len(plan) == 14 and list(plan)[:3] == [
         "guess, sync, two threads, seed 0",
         "guess, async, η = 2, seed 0",
+        "guess, sync, one core, seed 0",
     ]
     count = {}
     for task, mode, _ in races.race_plan(races.RaceConfig(modes="full")).values():
@@ -198,7 +199,7 @@ def test_who_races_and_how_often():
     assert len(races.race_plan(races.RaceConfig(modes="gpu", seeds=30))) == 2 * 2 * 30
 
 
-@pytest.mark.parametrize("seconds, runs", [(20.0, 12), (30.0, 8), (200.0, 4)])
+@pytest.mark.parametrize("seconds, runs", [(15.0, 14), (20.0, 10), (30.0, 6)])
 def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_path, capsys):
     clock = [0.0]
 
@@ -211,14 +212,14 @@ def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_pat
     monkeypatch.setattr(races, "run_command", run_command)
     monkeypatch.setattr(races.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(races, "speed_of", lambda run, summary, task: measured(10.0, 50.0))
-    if runs < 12:  # pictures take a second: once is enough
+    if runs < 14:  # pictures take a second: once is enough
         monkeypatch.setattr(races, "draw_race", lambda *arguments: arguments[-1].touch())
         monkeypatch.setattr(races, "draw_timeline", lambda *arguments: arguments[-1].touch())
     races.bench_race(tmp_path, races.RaceConfig())
     assert len(load_result("race", tmp_path)["runs"]) == runs
     assert {p.name for p in tmp_path.glob("*.png")} == {"race.png", "timeline.png"}
     assert not list(tmp_path.rglob("checkpoints"))
-    assert "sync, two threads (best sync)" in capsys.readouterr().out
+    assert "(best sync)" in capsys.readouterr().out
 
 
 def measured(seconds: float, rate: float) -> dict:
