@@ -9,16 +9,22 @@
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
+# Trainers come here, too, when they end: `summarise` is what a run says about itself.
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
+import json
+import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.config import UserError, fail, parse
+from runtime.devices import describe_machine
+from runtime.runlog import read_json, read_lines
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": (
@@ -48,11 +54,73 @@ class NoFlags:
     """A measurement without flags of its own."""
 
 
-def draw_run(run: Path) -> None:
-    """reward.png and timeline.png of a run folder: trainers call this when they end."""
-    from lab.plots import draw_run as draw
+def summarise(run: Path, facts: dict) -> str:
+    """Write summary.json from a run's metrics and `facts`, draw its pictures; returns the verdict.
 
-    draw(run)
+    The verdict: before and after, what it took, where the files are; and what to do when the run
+    was stopped early or has learned nothing.
+    """
+    from lab.plots import draw_run
+
+    rows = read_lines(run / "metrics.jsonl")
+    steps = [row for row in rows if "seconds" in row]
+    evaluations = [row["eval"] for row in rows if "eval" in row]
+    before, after = evaluations[0], evaluations[-1]
+    tokens, seconds = total(steps, "tokens"), total(steps, "seconds")
+    ages = [row["staleness_max"] for row in steps]
+    failures = Counter()
+    for row in steps:
+        failures.update(row["failures"])
+    age = {
+        "max": max(ages, default=0),
+        "mean": total(steps, "staleness_mean") / max(1, len(steps)),
+        "bound": facts.pop("staleness_bound"),
+    }
+    summary = {
+        **facts,
+        "eval_before": before["solved"],
+        "eval_after": after["solved"],
+        "eval": {"before": before, "after": after},
+        "samples": total(steps, "samples"),
+        "tokens_trained": int(tokens),
+        "learner_tokens_per_s": round(tokens / max(seconds, 1e-9)),
+        "reference_share": total(steps, "reference_share") / max(1, len(steps)),
+        "staleness": age,
+        "failures": dict(failures),
+        "machine": describe_machine(),
+    }
+    (run / "summary.json").write_text(json.dumps(summary, indent=1))
+    draw_run(run)
+    return (
+        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
+        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
+        f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
+        f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
+        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
+    ) + advice(run, summary, steps)
+
+
+def total(steps: list[dict], name: str) -> float:
+    """The sum of one metric over all steps."""
+    return sum([row[name] for row in steps])
+
+
+def advice(run: Path, summary: dict, steps: list[dict]) -> str:
+    """Further lines: how a run that was stopped goes on, what to try when it has not learned."""
+    config, text, last = read_json(run / "config.json"), "", steps[-10:]
+    if summary["stopped_early"]:
+        text += (
+            f"\nstopped at step {summary['steps']} of {config['steps']}; go on with: "
+            f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
+        )
+    groups = total(last, "samples") / config["group_size"]
+    if last and total(last, "dead_groups") >= groups and summary["eval_after"] < 1:
+        text += (
+            f"\nnothing was learned in the last {len(last)} steps: all answers to a prompt got the "
+            "same reward, in every group.\ntry partial credit (jsonl: the verifier `similar`), "
+            "fewer or shorter answers, --group-size, --temperature or --entropy larger"
+        )
+    return text
 
 
 def describe() -> str:
@@ -88,8 +156,7 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
 
 def draw(command: str, runs: list[Path]) -> None:
     """Draw run folders again, each beside its run, or (timeline) all in one picture."""
-    from lab.plots import draw_timeline
-    from runtime.runlog import read_lines
+    from lab.plots import draw_run, draw_timeline
 
     for run in runs:
         trained = any("reward" in row for row in read_lines(run / "metrics.jsonl"))

@@ -1,7 +1,7 @@
 """buffer.py: when a group may be trained, so that no token is ever older than `max_staleness`.
 
 `may_admit` and `may_leave_behind` are the whole rule, as arithmetic; `Buffer` keeps the groups and
-asks them. Left out: threads, clocks, I/O. This file schedules; it never looks at what a token means.
+asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O.
 
 The theorem. B groups make a step, eta = max_staleness, v is the learner's version, N(<=s) counts
 the outstanding groups (admitted, not yet trained or discarded) that started at version s or before.

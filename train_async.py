@@ -104,8 +104,7 @@ def collect(run: AsyncRun, seconds: float) -> None:
 def handle(run: AsyncRun, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
     match message:
-        case Generated(group, events, status, judgement):
-            run.status[worker.name] = status
+        case Generated(group, events, _, judgement):
             for at, kind, group_id, version, details in events:
                 facts = {"group": group_id, "version": version, **details}
                 run.log.event(worker.name, kind, at, **facts)
@@ -131,7 +130,6 @@ def land(run: AsyncRun, group: Group, judgement: Judgement, judged_by: str) -> N
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.begun = run.begun or time.monotonic()
-    run.tokens += sum(t.generated for t in group.trajectories)
     facts = {"group": group.group_id, "seconds": judgement.seconds, **replayable(group)}
     facts["lengths"] = [len(t.tokens) for t in group.trajectories]
     run.log.event(judged_by, "score", judgement.began, **facts)

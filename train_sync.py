@@ -47,10 +47,7 @@ def train(config: Config) -> None:
 
     wall = log.now()
     busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}
-    facts = {"staleness_bound": 0, "utilization": busy}
-    facts["tokens_generated"] = generator.counts["tokens"]
-    facts["groups"] = {"admitted": learner.next_group, "trained": learner.next_group}
-    finish(run, facts)
+    finish(run, {"staleness_bound": 0, "utilization": busy})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from learner import learner_step, pack, token_logprobs
 from model import pack_tokens
 from reward import split_answers, verify_group
 from rollout import uniforms
-from runtime.report import sha256_of
+from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped
 from runtime.ledger import Ledger, audit, table
 from runtime.mailbox import Mailbox

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from bench import summarise
 from learner import evaluate
-from runtime.checkpoint import checkpoint
+from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped
 from runtime.messages import Group, group_to_parts
-from runtime.report import facts_of, show_episode, summarise
 from runtime.runlog import append_lines
 from runtime.setup import Run
+from runtime.tokenizer import decode_bytes
 
 
 def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=(), **shown):
@@ -77,16 +78,41 @@ def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
         )
 
 
+def facts_of(run: Run) -> dict:
+    """What a summary needs to know beyond metrics.jsonl, in both trainers; closes the log."""
+    config, learner = run.config, run.learner
+    return {
+        "task": config.task,
+        "seed": config.seed,
+        "steps": learner.version,
+        "stopped_early": learner.version < config.steps,
+        "wall_s": round(run.log.close(), 2),
+        "skipped_steps": learner.skipped,
+        "weights_sha256": sha256_of(learner.model.flat),
+    }
+
+
 def finish(run: Run, facts: dict) -> None:
     """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
 
     Kept weights are in memory only: a run that was killed has lost these evaluations.
     """
     learner, log = run.learner, run.log
-    facts |= facts_of(learner, run.config, log)
+    facts |= facts_of(run)
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         result = evaluate(learner, run.config, run.task)
         row = {"t": round(seconds, 3), "step": version, "eval": result}
         append_lines(run.folder / "metrics.jsonl", [row])
     print(summarise(run.folder, facts))
+
+
+def show_episode(group: Group) -> str:
+    """One line: the text of a group's first episode, its versions and its reward."""
+    t = group.trajectories[0]
+    text = decode_bytes(t.tokens.tolist()).decode(errors="replace")
+    if len(text) > 100:
+        text = f"{text[:60]} ... {text[-40:]}"
+    versions = t.versions[t.loss_mask]
+    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
+    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"

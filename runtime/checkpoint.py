@@ -24,6 +24,11 @@ from runtime.messages import Group, group_from_parts, group_to_parts
 from runtime.runlog import RunLog
 
 
+def sha256_of(flat: torch.Tensor) -> str:
+    """Fingerprint of the weights: the sha256 of their bytes."""
+    return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
     """Write a checkpoint that is whole or not there, and remove all but the last `keep`.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from buffer import Buffer, staleness
+from runtime import workers
 from runtime.books import close_step
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
@@ -21,13 +22,6 @@ from runtime.messages import Group, flaw
 from runtime.processes import Pool, Worker, WorkersFailed
 from runtime.setup import Run, open_training
 from runtime.tokenizer import VOCAB_SIZE
-from runtime.workers import (  # fmt: skip
-    join_learners,
-    learner_worker,
-    meeting_point,
-    reward_worker,
-    rollout_worker,
-)
 
 
 @dataclass
@@ -42,8 +36,6 @@ class AsyncRun(Run):
     training: list[int] = field(default_factory=list)  # groups of the step that is computed now
     deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
     lost: list[str] = field(default_factory=list)  # workers, and of what they died
-    status: dict = field(default_factory=dict)  # of each rollout worker, as it told last
-    tokens: int = 0  # generated
     begun: float = 0.0  # when the first group landed
     progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
 
@@ -81,7 +73,7 @@ def open_async(config: Config):
         log_spawn(run, worker)
     try:
         if config.learners > 1:
-            join_learners(config, 0, str(run.folder))
+            workers.join_learners(config, 0, str(run.folder))
         yield run
     except BaseException as error:
         save(run)
@@ -104,11 +96,11 @@ def start_workers(run: AsyncRun) -> Pool:
     learners, rollouts = pick_devices(config)
     cores = len(learners) + len(rollouts)
     roles = {
-        "rollout": (rollout_worker, [(config, device, name, cores) for device in rollouts]),
-        "reward": (reward_worker, [(config,)] * config.reward_workers),
-        "learner": (learner_worker, []),
+        "rollout": (workers.rollout_worker, [(config, device, name, cores) for device in rollouts]),
+        "reward": (workers.reward_worker, [(config,)] * config.reward_workers),
+        "learner": (workers.learner_worker, []),
     }
-    meeting_point(folder).unlink(missing_ok=True)  # of a run that is resumed
+    workers.meeting_point(folder).unlink(missing_ok=True)  # of a run that is resumed
     for rank, device in enumerate(learners[1:], start=1):
         roles["learner"][1].append((config, rank, device, str(folder), cores))
 
@@ -165,10 +157,8 @@ def close_async_step(run: AsyncRun, batch: list[Group], version: int, metrics: d
     settle(run)
     ages = [staleness(t, version) for group in batch for t in group.trajectories]
     metrics |= {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
-    generated = run.tokens / (time.monotonic() - run.begun)
-    shown = {"age": f"{metrics['staleness_mean']:.1f}<={run.config.max_staleness}"}
-    shown["generate"] = f"{generated:.0f}/s"
-    close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values(), **shown)
+    shown = f"{metrics['staleness_mean']:.1f}<={run.config.max_staleness}"
+    close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values(), age=shown)
 
 
 def save(run: AsyncRun) -> None:
@@ -181,12 +171,14 @@ def save(run: AsyncRun) -> None:
 def facts_of_flow(run: AsyncRun) -> dict:
     """What only an asynchronous run can say about itself, for its summary."""
     seconds = time.monotonic() - (run.begun or run.log.start)
-    busy = [status["busy"] / status["alive"] for status in run.status.values()]
-    shares = float(np.mean(busy or [0.0])), run.log.seconds["train"] / seconds
+    told = [worker.status for worker in run.pool.of("rollout") if worker.status]
+    busy = [status["busy"] / status["alive"] for status in told]
     return {
         "staleness_bound": run.config.max_staleness,
-        "tokens_generated": run.tokens,
-        "utilization": dict(zip(("rollout", "learner"), shares, strict=True)),
+        "utilization": {
+            "rollout": sum(busy) / max(1, len(busy)),
+            "learner": run.log.seconds["train"] / seconds,
+        },
         "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
     }

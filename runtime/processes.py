@@ -107,7 +107,7 @@ class Worker:
     spawned: float
     heard: float = 0.0  # time of its last delivery, 0 before the first
     said: str = "spawn"  # kind of its last message
-    status: dict = field(default_factory=dict)  # of its last beat
+    status: dict = field(default_factory=dict)  # as it told last
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
     work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
     gone: bool = False  # its loss has been reported
@@ -340,8 +340,8 @@ class Pool:
     def _land(self, worker: Worker, message) -> None:
         """A sound message: a group is not out with this worker any more, and goes on."""
         worker.said = type(message).__name__
+        worker.status = getattr(message, "status", worker.status)
         if isinstance(message, Beat):
-            worker.status = message.status
             return
         with self.books:
             group = worker.work.pop(message.group_id)

@@ -24,11 +24,11 @@ from tqdm import tqdm
 from learner import Learner, learner_step
 from reward import Task, verify_group
 from rollout import Generator
+from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices, set_threads
 from runtime.ledger import audit
 from runtime.messages import Group, Trajectory, apply_verdicts
-from runtime.report import sha256_of
 from runtime.runlog import read_json, read_lines
 from runtime.setup import make_generator, make_learner, make_model, resumed, task_of
 

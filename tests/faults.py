@@ -112,7 +112,7 @@ class Breaking(Line):
         for message in messages:
             if isinstance(message, Beat):
                 continue
-            if fault := self.plan.due("send", message.group.group_id):
+            if fault := self.plan.due("send", message.group_id):
                 self.strike(fault["kind"], message)
         super().send(*messages)
 

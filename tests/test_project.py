@@ -1,4 +1,4 @@
-"""The house rules, measured: ceilings of every room, the direction of imports, the README's size."""
+"""The house rules, measured: ceilings of every room, direction of imports, size of the README."""
 
 import ast
 import io

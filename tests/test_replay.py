@@ -21,6 +21,7 @@ import train_sync
 from buffer import Buffer
 from learner import learner_step
 from reward import verify_group
+from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.flow import AsyncRun, log_discards, settle
 from runtime.messages import (
@@ -32,7 +33,6 @@ from runtime.messages import (
     unpack_messages,
 )
 from runtime.processes import Lost
-from runtime.report import sha256_of
 from runtime.runlog import read_lines
 from runtime.setup import make_generator, make_model, open_training
 
@@ -121,7 +121,8 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
             train_async.handle(run, worker, told)
             generator.events = []
             for group in generator.take_finished():
-                (message,) = unpack_messages(pack_messages([Verified(group.group_id, judgement_of(group), group)]))
+                verified = Verified(group.group_id, judgement_of(group), group)
+                (message,) = unpack_messages(pack_messages([verified]))
                 del worker.work[group.group_id]
                 train_async.handle(run, worker, message)
             if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:

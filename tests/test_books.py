@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import summarise
+from runtime.books import show_episode
 from runtime.messages import Group, Trajectory
-from runtime.report import show_episode, summarise
 from runtime.runlog import append_lines
 from runtime.tokenizer import encode
 
@@ -19,7 +20,7 @@ ROW |= {"tokens": 9, "reference_share": 0.1, "failures": {"env_error": 1}}
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    monkeypatch.setattr("bench.draw_run", lambda run: None)
+    monkeypatch.setattr("lab.plots.draw_run", lambda run: None)
 
 
 def verdict_of(folder: Path, dead: list[int], solved: float = 0.5, **facts) -> str:
