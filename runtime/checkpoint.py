@@ -4,7 +4,7 @@ A checkpoint holds the learner, the next prompt's number, the groups that wait t
 the ids of those that are still being made: these are issued again. Sampling noise is a hash of
 counters, so no generator has a state to save. A file is written under a temporary name, flushed and
 renamed: `kill -9` at any moment leaves the checkpoint before.
-Left out: metrics and events of steps that are done again (forget_metrics, forget_events).
+Left out: metrics and events of steps that are done again (runlog.cut_logs).
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def load_checkpoint(folder: Path) -> dict:
 def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
     """Save a checkpoint: ids of all groups in flight, and those of them that are complete.
 
-    Its event is on disk before its file is: ledger.forget_events looks for it.
+    Its event is on disk before its file is: runlog.cut_logs looks for it.
     """
     log.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
     log.flush()

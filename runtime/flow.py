@@ -16,10 +16,11 @@ from runtime.books import close_step
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
-from runtime.ledger import BUFFER, TO_REISSUE, WORKER, Ledger, read_log
+from runtime.ledger import BUFFER, TO_REISSUE, WORKER, Ledger
 from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw
 from runtime.processes import Pool, Worker, WorkersFailed
+from runtime.runlog import read_lines
 from runtime.setup import Run, open_training
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -61,7 +62,8 @@ def open_async(config: Config):
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
     if state:
-        read_log(run.folder / "events.jsonl", run.ledger.note)
+        for event in read_lines(run.folder / "events.jsonl"):
+            run.ledger.note(event)
         for group in completed_groups(state):
             buffer.restore(group)
         run.interrupted = [group for group in state["in_flight"] if group not in buffer.completed]

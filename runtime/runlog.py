@@ -11,6 +11,7 @@ Left out: what is written when a run ends (report.py), and checkpoints (checkpoi
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -27,17 +28,15 @@ def open_run(config: Config, mode: str) -> Path:
 
     mode: "sync" or "async".
     """
-    if config.resume:
-        run = Path(config.resume)
-        record = read_json(run / "config.json")
-        if record["mode"] != mode:
-            raise UserError(f"--resume {run}: must be a run of train_{mode}.py")
-        record["steps"] = config.steps
-    else:
-        task = Path(config.task.split(":")[0]).stem
-        run = Path(config.out or f"runs/{task}-{mode}-{time.strftime('%m%d-%H%M%S')}")
+    name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
+    run = Path(config.resume or config.out or f"runs/{name}")
+    if not config.resume:
         new_folder(run)
         record = {"mode": mode, **dataclasses.asdict(config), "machine": describe_machine()}
+    else:
+        record = read_json(run / "config.json") | {"steps": config.steps}
+        if record["mode"] != mode:
+            raise UserError(f"--resume {run}: must be a run of train_{mode}.py")
     replace_text(run / "config.json", json.dumps(record, indent=1))
     return run
 
@@ -72,15 +71,14 @@ def to_lines(records: list[dict]) -> str:
 
 def append_lines(path: Path, records: list[dict]) -> None:
     """Append records as JSON lines: all of them, or none when the disk is full (OSError)."""
-    data = to_lines(records).encode()
-    with path.open("ab", buffering=0) as file:
-        size = file.tell()
-        try:
-            while data:
-                data = data[file.write(data) :]
-        except OSError as error:
-            file.truncate(size)
-            raise OSError(error.errno, error.strerror, str(path)) from error
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.write(to_lines(records))
+    except OSError as error:
+        os.truncate(path, size)
+        error.filename = str(path)
+        raise
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -88,11 +86,25 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(s) for s in path.read_text().splitlines()] if path.is_file() else []
 
 
-def forget_metrics(path: Path, version: int) -> float:
-    """Drop the metrics of steps that will be done again; returns the seconds of the last one."""
-    rows = [row for row in read_lines(path) if row["step"] <= version]
-    replace_text(path, to_lines(rows))
-    return max(row["t"] for row in rows)
+def cut_logs(run: Path, version: int, groups: list[int]) -> float:
+    """Cut both logs behind the checkpoint with which a run goes on: what came later is done again.
+
+    A checkpoint is known by its version and by the groups in flight: a run that is stopped twice at
+    one version has two. Its event is on disk before its file is, so it is in the log, and a line
+    that `kill -9` has torn comes later. Returns the seconds of the last metrics; raises UserError.
+    """
+    lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    event = {"kind": "checkpoint", "version": version, "groups": groups}
+    end = json.dumps(event).removeprefix("{") + "\n"
+    while lines and not lines[-1].endswith(end):
+        lines.pop()
+    if not lines:
+        text = f"must have the event of the checkpoint at {version} steps in its events.jsonl"
+        raise UserError(f"--resume {run}: {text}")
+    rows = [row for row in read_lines(run / "metrics.jsonl") if row["step"] <= version]
+    replace_text(run / "events.jsonl", "".join(lines))
+    replace_text(run / "metrics.jsonl", to_lines(rows))
+    return max([row["t"] for row in rows])
 
 
 class Stop:

@@ -22,8 +22,7 @@ from rollout import Generator, make_environment
 from runtime.checkpoint import checkpoint, load_checkpoint, restore
 from runtime.config import Config, UserError, capacity_of, check, flag_name
 from runtime.devices import pick_devices, set_threads
-from runtime.ledger import forget_events
-from runtime.runlog import RunLog, Stop, append_lines, forget_metrics, open_run
+from runtime.runlog import RunLog, Stop, append_lines, cut_logs, open_run
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -59,11 +58,7 @@ def open_training(config: Config, mode: str) -> Run:
     folder = open_run(config, mode)
     if state:
         restore(learner, state, config)
-        seconds = forget_metrics(folder / "metrics.jsonl", learner.version)
-        try:
-            forget_events(folder / "events.jsonl", learner.version, state["in_flight"])
-        except ValueError as error:
-            raise UserError(f"--resume {folder}: {error}") from error
+        seconds = cut_logs(folder, learner.version, state["in_flight"])
     log = RunLog(folder, config.steps, learner.version, seconds)
     if not hasattr(signal, "setitimer"):
         log.say("this system has no timers: --reward-seconds cannot stop a slow environment")

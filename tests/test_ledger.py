@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from buffer import Buffer
+from runtime.config import UserError
 from runtime.ledger import (
     BUFFER,
     PLACES,
@@ -16,11 +17,10 @@ from runtime.ledger import (
     WORKER,
     Ledger,
     audit,
-    forget_events,
-    read_log,
     table,
 )
 from runtime.messages import Group
+from runtime.runlog import append_lines, cut_logs, read_lines
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = {"kind": "checkpoint", "version": 2, "groups": [4, 5]}
@@ -214,22 +214,23 @@ def test_the_table_is_short_and_adds_up():
     assert len(head) == len(numbers) < 100 and "+ stale" in head
 
 
-def test_a_resumed_log_is_cut_behind_its_checkpoint(tmp_path):
-    path = tmp_path / "events.jsonl"
+def test_resumed_logs_are_cut_behind_their_checkpoint(tmp_path):
+    path, rows = tmp_path / "events.jsonl", [{"step": i, "t": i / 10} for i in (0, 1, 3, 2)]
+    append_lines(tmp_path / "metrics.jsonl", rows)
     older, other = {**CHECKPOINT, "version": 1}, {**CHECKPOINT, "groups": [4, 5, 6]}
     log = [older, {"kind": "publish"}, CHECKPOINT, {"kind": "publish"}, other]
-    whole = "".join(json.dumps(event) + "\n" for event in log)
-    torn = '{"kind": "checkpoint", "ver'  # by kill -9
-    path.write_text(whole + torn)
-    forget_events(path, 2, [4, 5])
-    events: list[dict] = []
-    assert read_log(path, events.append) == 3 and events == log[:3]
-    assert list(tmp_path.iterdir()) == [path]
+    append_lines(path, log)
+    with path.open("a") as file:
+        file.write('{"kind": "checkpoint", "ver')  # by kill -9
+    assert cut_logs(tmp_path, 2, [4, 5]) == 0.2
+    assert read_lines(path) == log[:3] and len(list(tmp_path.iterdir())) == 2
+    assert read_lines(tmp_path / "metrics.jsonl") == [rows[0], rows[1], rows[3]]
     twice = [CHECKPOINT, {"kind": "publish"}, CHECKPOINT]  # the last one is that of the file
-    path.write_text("".join(json.dumps(event) + "\n" for event in [*twice, {"kind": "publish"}]))
-    forget_events(path, 2, [4, 5])
-    assert read_log(path, events.append) == 3 and events[3:] == twice
-    with pytest.raises(ValueError, match="checkpoint at 3 steps"):
-        forget_events(path, 3, [4, 5])
-    with pytest.raises(ValueError, match="checkpoint at 2 steps"):
-        forget_events(path, 2, [4])
+    path.unlink()
+    append_lines(path, [*twice, {"kind": "publish"}])
+    cut_logs(tmp_path, 2, [4, 5])
+    assert read_lines(path) == twice
+    for version, groups in ((3, [4, 5]), (2, [4])):
+        with pytest.raises(UserError, match=f"checkpoint at {version} steps"):
+            cut_logs(tmp_path, version, groups)
+    assert read_lines(path) == twice
