@@ -113,12 +113,12 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> str:
             f"\nstopped at step {summary['steps']} of {config['steps']}; go on with: "
             f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
         )
-    groups = total(last, "samples") / config["group_size"]
-    if last and total(last, "dead_groups") >= groups and summary["eval_after"] < 1:
+    groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
+    if last and dead > 0.85 * groups and summary["eval_after"] <= 0.5:
         text += (
-            f"\nnothing was learned in the last {len(last)} steps: all answers to a prompt got the "
-            "same reward, in every group.\ntry partial credit (jsonl: the verifier `similar`), "
-            "fewer or shorter answers, --group-size, --temperature or --entropy larger"
+            f"\nlittle to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
+            "steps all answers got the same reward.\ntry partial credit (jsonl: the verifier "
+            "`similar`), fewer or shorter answers, --group-size, --temperature or --entropy larger"
         )
     return text
 
