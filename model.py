@@ -50,7 +50,6 @@ class ModelConfig:
     index_heads: int = 2
     index_width: int = 16
     kernels: str = "auto"  # dsa: "spec" (dsa.py), "triton", or "auto": triton on CUDA
-    dense_below: int = 0  # dsa: models with a shorter context attend densely
 
     @property
     def indexed(self) -> bool:
@@ -324,7 +323,7 @@ def dense_packed(
 
 def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None:
     """The `dsa_attention` to use on this device, None where attention is dense."""
-    if config.attention == "dense" or config.context < config.dense_below:
+    if config.attention == "dense":
         return None
     if config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda"):
         from dsa_triton import dsa_attention

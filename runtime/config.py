@@ -67,7 +67,6 @@ class Config:
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(8, "dsa: chunks that a query attends to", 1)
     kernels: str = flag("auto", "dsa: auto is triton on CUDA", choices=("auto", "spec", "triton"))
-    dense_below: int = flag(0, "dsa: models with a shorter context attend densely")
 
     slots: int = flag(128, "sequences that a worker decodes at once", 1, 4096, group="generation")
     group_size: int = flag(16, "answers to each prompt", 2, 1024)
@@ -128,17 +127,20 @@ def check(config: Config) -> Config:
         if f.type is not str and not (math.isfinite(value) and low <= value <= high):
             at_most = f" and at most {high}" if high < math.inf else ""
             raise UserError(f"{name} {value}: must be at least {low}{at_most}")
-    chunk_size = getattr(config, "chunk_size", 1)
-    if chunk_size.bit_count() != 1:
-        raise UserError(f"--chunk-size {chunk_size}: must be a power of two, 1 to 512")
+    if getattr(config, "chunk_size", 1).bit_count() != 1:
+        raise UserError(f"--chunk-size {config.chunk_size}: must be a power of two")
     if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
         least = 2 * config.reward_seconds
         raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")
     return config
 
 
-def make_parser(description: str, kind: type, everything: bool) -> argparse.ArgumentParser:
-    """A parser of the fields of `kind`; its help shows everything, or the flags in FIRST only."""
+def parse(description: str, argv: list[str], kind: type = Config) -> Config:
+    """Read the command line into a checked Config, or another dataclass of flags.
+
+    A mistake prints one line and exits with 2. --help shows the flags in FIRST, --help-all shows
+    all; of another dataclass both show all.
+    """
     parser = group = argparse.ArgumentParser(
         description=description,
         usage="%(prog)s [--flag value] ...",
@@ -147,6 +149,7 @@ def make_parser(description: str, kind: type, everything: bool) -> argparse.Argu
     )
     parser.error = fail
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
+    everything = kind is not Config or "--help-all" in argv
     for f in dataclasses.fields(kind):
         about = f.metadata
         if about["group"]:
@@ -159,14 +162,6 @@ def make_parser(description: str, kind: type, everything: bool) -> argparse.Argu
             metavar="|".join(about["choices"]) or f.type.__name__,
             help=text if everything or f.name in FIRST else argparse.SUPPRESS,
         )
-    return parser
-
-
-def parse(description: str, argv: list[str] | None = None, kind: type = Config) -> Config:
-    """Read the command line into a checked Config, or another dataclass of flags; a mistake prints
-    one line and exits with 2."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser(description, kind, kind is not Config or "--help-all" in argv)
     try:
         return check(kind(**vars(parser.parse_args(argv))))
     except UserError as error:
@@ -181,19 +176,17 @@ def fail(error: Exception | str) -> None:
 
 def capacity_of(config: Config, task) -> int:
     """Positions that an episode of a task may fill; raises UserError when it needs more."""
-    need, least = f"longest prompt ({task.max_prompt_tokens} tokens) and its answer", task.context
-    if config.context and config.context < least:
-        name = f"--context {config.context}"
-        raise UserError(f"{name}: must be at least {least} for the {need} in task {config.task}")
-    if least > LONGEST_CONTEXT:
-        most = f"{LONGEST_CONTEXT} tokens, needs {least}"
-        raise UserError(f"--task {config.task}: must fit into {most}")
-    return config.context or least
+    least, capacity = task.context, config.context or task.context
+    if not least <= capacity <= LONGEST_CONTEXT:
+        longest = f"the longest prompt of task {config.task} has {task.max_prompt_tokens} tokens"
+        limits = f"must be at least {least} ({longest}) and at most {LONGEST_CONTEXT}"
+        raise UserError(f"--context {capacity}: {limits}")
+    return capacity
 
 
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
     """Parse, train, and turn the user's mistakes into one line and exit code 2, trouble into 1."""
-    config = parse(description, kind=kind)
+    config = parse(description, sys.argv[1:], kind)
     try:
         train(config)
     except UserError as error:

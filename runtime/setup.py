@@ -84,7 +84,7 @@ def make_model(config: Config, task: reward.Task) -> GPT:
     Raises UserError.
     """
     context = capacity_of(config, task)
-    how = {"kernels": config.kernels, "dense_below": config.dense_below}
+    how = {"kernels": config.kernels}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
         raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")

@@ -154,13 +154,3 @@ def test_sparse_decode_reads_no_key_that_was_not_selected(kind):
             clean.v[layer, 1, 4 * chunk : 4 * chunk + 4] = float("nan")
             clean.k[layer, 1, 4 * chunk : 4 * chunk + 4] = float("nan")
     assert torch.equal(decode(model, clean, ids, positions, 36)[1], wanted)
-
-
-def test_a_short_context_attends_densely_when_told_so():
-    model, dense = (make("dsa mean", dense_below=n, top_k=1, chunk_size=4) for n in (0, 65))
-    sequences = sentences((33,))
-    assert make_cache(dense, 8, 40).tables is None and make_cache(model, 8, 40).tables is not None
-    assert not torch.allclose(*(hidden_of(m, sequences)[0] for m in (model, dense)), atol=1e-3)
-    twin = make("dense learned")
-    twin.flat.copy_(dense.flat)
-    assert torch.equal(hidden_of(twin, sequences)[0], hidden_of(dense, sequences)[0])
