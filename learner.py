@@ -19,7 +19,7 @@ from torch import Tensor
 
 import losses
 from model import GPT, generated_logprobs, pack_tokens
-from reward import Task, verify_group
+from reward import Task, problem_of, verify_group
 from rollout import Generator, generate, make_environment
 from runtime.config import Config, capacity_of
 from runtime.messages import Group, apply_verdicts
@@ -223,7 +223,7 @@ def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
     """The next prompts; the cursor moves, so none is used twice."""
     ids = range(learner.next_group, learner.next_group + count)
     learner.next_group += count
-    return [Group(i, learner.version, task.reset(i, "train")) for i in ids]
+    return [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
 
 
 def evaluate(learner: Learner, config: Config, task: Task) -> dict:
@@ -240,7 +240,7 @@ def evaluate(learner: Learner, config: Config, task: Task) -> dict:
         group_size=1,
         temperature=0.0,
     )
-    groups = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
+    groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     for group in generate(generator, groups):
         apply_verdicts(group, verify_group(group, task, config))
     episodes = [group.trajectories[0] for group in groups]

@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime import limits
+from runtime.config import UserError
 from runtime.tokenizer import END, PAD, decode_bytes, encode
 
 Answers = Sequence[str]  # the policy's turns so far, the newest last
@@ -51,7 +52,7 @@ class Verdict(NamedTuple):
     error: str | None
 
 
-class TaskError(ValueError):
+class TaskError(UserError):
     """A mistake in a task or in its argument, told in one line."""
 
 
@@ -200,15 +201,25 @@ def check_task(task: Task) -> None:
     if not task.stop <= set(ids):
         raise TaskError(f"stop {set(task.stop)}: must be in the alphabet, or no answer can end")
     for split in SPLITS:
-        problem = task.reset(0, split)
+        problem_of(task, 0, split)
+
+
+def problem_of(task: Task, index: int, split: str) -> dict:
+    """Problem `index` of a task; TaskError, in one line, for one that cannot be used."""
+    where = f"reset({index}, {split!r})"
+    try:
+        problem = task.reset(index, split)
         json.dumps(problem)  # it travels between processes and into checkpoints
-        prompt = problem.get("prompt") if isinstance(problem, dict) else None
-        if not prompt or not isinstance(prompt, str):
-            need = "must be a dict with a 'prompt', a str that is not empty"
-            raise TaskError(f"reset(0, {split!r}) returned {problem!r:.80}, {need}")
-        if (size := len(encode(prompt))) > task.max_prompt_tokens:
-            least = f"max_prompt_tokens must be {size}, is {task.max_prompt_tokens}"
-            raise TaskError(f"reset(0, {split!r}): {least}")
+    except Exception as error:
+        raise TaskError(f"{where}: {limits.describe(error)}") from error
+    prompt = problem.get("prompt") if isinstance(problem, dict) else None
+    if not prompt or not isinstance(prompt, str):
+        need = "must be a dict with a 'prompt', a str that is not empty"
+        raise TaskError(f"{where} returned {problem!r:.80}, {need}")
+    if (size := len(encode(prompt))) > task.max_prompt_tokens:
+        least = f"max_prompt_tokens must be {size}, is {task.max_prompt_tokens}"
+        raise TaskError(f"{where}: {least}")
+    return problem
 
 
 def alphabet_of(task: Task) -> np.ndarray:

@@ -14,11 +14,9 @@ the order of arrival.
 Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d model width
 """
 
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -143,21 +141,6 @@ def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> 
             f"observation_tokens declares {task.observation_tokens}"
         )
     return observation
-
-
-def in_thread(function: Callable, *args) -> Future:
-    """Call a function in a thread of its own. Not in a pool: calls that never return would fill it
-    up, and Python waits for a pool's threads at its exit."""
-    future: Future = Future()
-
-    def call():
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
 
 
 # -------------------------------------------------------------------------------- the generator
@@ -365,7 +348,7 @@ class Generator:
             deadline = time.monotonic() + environment.seconds
             for b, request in requests.items():
                 self.running[b] = False
-                self.replies[b] = in_thread(environment.respond, [request]), deadline
+                self.replies[b] = limits.in_thread(environment.respond, [request]), deadline
         elif requests:
             replies = environment.respond(list(requests.values()))
             for b, observation in zip(requests, replies, strict=True):

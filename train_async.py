@@ -18,6 +18,7 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 from learner import learner_step, new_groups
+from reward import problem_of
 from runtime.books import finish
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
@@ -76,7 +77,7 @@ def admit(run: AsyncRun) -> None:
     while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
         if run.interrupted:
             group_id = run.interrupted.pop(0)
-            again.append(Group(group_id, version, run.task.reset(group_id, "train")))
+            again.append(Group(group_id, version, problem_of(run.task, group_id, "train")))
         else:
             new += new_groups(run.learner, run.task, count=1)
         run.buffer.admit((new or again)[-1].group_id, version)

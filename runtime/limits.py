@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 if sys.platform == "linux":
@@ -112,3 +113,18 @@ def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple
         return None, f"{who}_timeout"
     except Exception as error:
         return None, f"{who}_error: {describe(error)}"
+
+
+def in_thread(function: Callable, *args) -> Future:
+    """Call a function in a thread of its own. Not in a pool: calls that never return would fill it
+    up, and Python waits for a pool's threads at its exit."""
+    future: Future = Future()
+
+    def call():
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import reward
-from reward import Step, make_task, verify
+from reward import Step, make_task, problem_of, verify
 from runtime.tokenizer import END, PAD, encode
 from tasks.jsonl import edit_distance, last_number
 
@@ -571,3 +571,17 @@ def test_the_command_line_refuses_in_one_line():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "reward=1.0" in done.stdout
     assert done.stderr.count("\n") == 1 and "'nonsense'" in done.stderr
+
+
+def test_the_task_in_the_readme_is_complete(tmp_path):
+    """Its twenty lines run as they stand, and a right answer is worth 1."""
+    page = (Path(__file__).parent.parent / "README.md").read_text()
+    code = page.split("## A task of your own")[1].split("```python\n")[1].split("```")[0]
+    path = tmp_path / "backwards.py"
+    path.write_text(code)
+    task = make_task(str(path))
+    for split in ("train", "eval"):
+        problem = problem_of(task, 3, split)
+        assert verify(task, problem, [problem["answer"]]).reward == 1.0
+        assert verify(task, problem, [problem["answer"] * 2]).reward == 0.5
+    assert len(code.strip().splitlines()) <= 20
