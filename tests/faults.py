@@ -36,7 +36,7 @@ import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
-from runtime import checkpoint, flow, runlog  # noqa: E402
+from runtime import checkpoint, runlog, workers  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
 from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
@@ -165,12 +165,12 @@ def poison(kind: str, message: Generated | Verified) -> None:
         episode.versions[first] = group.start - 1
 
 
-def broken(function, folder: str, role: str, line: Line, *arguments) -> None:
-    """What runs in a worker instead of `function`."""
+def broken(folder: str, role: str, line: Line, *arguments) -> None:
+    """What runs in a worker instead of its role's function."""
     plan = Plan(folder, role)
     fault = plan.due("start", 10**9)
     hurt(fault["kind"] if fault else "")
-    function(Breaking(line, plan), *arguments)
+    getattr(workers, f"{role}_worker")(Breaking(line, plan), *arguments)
 
 
 def die(*_, **__) -> None:
@@ -488,9 +488,7 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
 
 def main(folder: str, *flags: str) -> None:
     for role in ("rollout", "reward"):
-        name = f"{role}_worker"
-        function = functools.partial(broken, getattr(flow, name), folder, role)
-        setattr(flow, name, function)
+        setattr(workers, f"{role}_worker", functools.partial(broken, folder, role))
     break_learner(folder)
     note_losses(folder)
     sys.argv = ["train_async.py", *flags]

@@ -17,7 +17,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
         fail_at("learner", "checkpoint", "full disk", after=7),
         fail_at("reward", "receive", "exception", after=40),
     ]
-    flags = {"steps": 14, "silence": 20.0, "rollout_workers": 1}
+    flags = {"steps": 14, "silence": 20.0, "rollout_workers": 1, "restarts": 6}
     result = run_plan(tmp_path / "run", plan, **flags)
     assert result["faults"] == plan  # every one has struck
     assert (result["lost"], result["duplicated"]) == (0, 0)
