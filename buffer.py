@@ -50,7 +50,9 @@ class Buffer:
     def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
         assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
-        self.batch_size, self.eta, self.on_stale = groups_per_step, max_staleness, on_stale
+        self.batch_size = groups_per_step
+        self.eta = max_staleness
+        self.on_stale = on_stale
         self.outstanding: dict[int, int] = {}  # group id -> start version, in order of admission
         self.completed: dict[int, Group] = {}  # in order of completion
         self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
@@ -59,7 +61,8 @@ class Buffer:
     def starts(self, without: Iterable[int] = ()) -> list[int]:
         """Where the outstanding groups started, ascending."""
         gone = set(without)
-        return sorted([start for group, start in self.outstanding.items() if group not in gone])
+        left = [start for group, start in self.outstanding.items() if group not in gone]
+        return sorted(left)
 
     def may_admit(self, version: int, start: int | None = None) -> bool:
         """Whether one more group, started at `start` (default: now), still meets every deadline."""
@@ -84,9 +87,10 @@ class Buffer:
     def complete(self, group: Group) -> bool:
         """Take a finished group; False for one that is unknown, already here (a duplicate), or a
         copy from before a requeue: the group that counts is still being made."""
-        start, oldest = self.outstanding.get(group.group_id), group.oldest
+        start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
             return False
+        oldest = group.oldest
         assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
         self.completed[group.group_id] = group
         return True
@@ -102,7 +106,8 @@ class Buffer:
         """Take an outstanding group out without training it, counted by reason."""
         del self.outstanding[group_id]
         self.completed.pop(group_id, None)
-        self.counts["discarded"][reason] = self.counts["discarded"].get(reason, 0) + 1
+        discarded = self.counts["discarded"]
+        discarded[reason] = discarded.get(reason, 0) + 1
         self.dropped.append((group_id, reason))
 
     def next_batch(self, version: int) -> list[Group] | None:
@@ -121,9 +126,8 @@ class Buffer:
         for order in (ready, by_start):
             chosen = order[: self.batch_size]
             left = self.starts(without=chosen)
-            if self.on_stale == "drop" or may_leave_behind(
-                left, version, self.eta, self.batch_size
-            ):
+            in_time = may_leave_behind(left, version, self.eta, self.batch_size)
+            if in_time or self.on_stale == "drop":
                 return self.take(chosen, version)
         return None
 

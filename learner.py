@@ -36,9 +36,10 @@ def naive_step(model: GPT, optimizer, tokens, mask, behaviour, rewards, alphabet
     policy = torch.log_softmax(model.logits(hidden[:, :-1], alphabet), dim=-1)  # [n, T - 1, V]
     which = (tokens[:, 1:, None] == alphabet).int().argmax(-1, keepdim=True)  # in the alphabet
     logprobs = policy.gather(-1, which)[..., 0]  # [n, T - 1], of the tokens that follow
-    mask, behaviour = mask[:, 1:], behaviour[:, 1:]
-    weight = (logprobs.detach() - behaviour).exp().clamp(max=4.0)  # pi / mu, cut
-    loss = -(weight * advantages[:, None] * logprobs)[mask].sum() / mask.sum()
+    weight = (logprobs.detach() - behaviour[:, 1:]).exp().clamp(max=4.0)  # pi / mu, cut
+    gain = weight * advantages[:, None] * logprobs  # [n, T - 1]
+    generated = mask[:, 1:]
+    loss = -gain[generated].sum() / generated.sum()
     model.flat_grad.zero_()
     loss.backward()
     optimizer.step()
@@ -146,9 +147,10 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
 
 def token_logprobs(model: GPT, batch: list[tuple], learner: Learner, config: Config):
     """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories."""
-    packed = pack_tokens([t.tokens for t, _ in batch], model.flat.device)
-    mask = torch.from_numpy(np.concatenate([t.loss_mask for t, _ in batch]))
-    rows = mask.nonzero()[:, 0].to(model.flat.device)
+    device = model.flat.device
+    packed = pack_tokens([t.tokens for t, _ in batch], device)
+    mask = np.concatenate([t.loss_mask for t, _ in batch])
+    rows = torch.from_numpy(mask).nonzero()[:, 0].to(device)
     return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
 
 
@@ -190,11 +192,12 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
     gradient = learner.model.flat_grad
     norm = float(gradient.norm())
     reference_weight = config.reference_weight * losses.reference_scale(learner.damper)
-    progress = min(1.0, learner.version / max(1, config.steps))
     finite = bool(np.isfinite(loss + norm))
     if finite and "kl_reference" in metrics:
         learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
-    lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
+    progress = min(1.0, learner.version / max(1, config.steps))
+    lr = config.lr * (1 - progress * (1 - config.lr_end))
+    lr = lr * losses.lr_scale(learner.damper)
     if finite and metrics["tokens"]:
         if norm > config.grad_clip > 0:
             gradient.mul_(config.grad_clip / norm)
@@ -244,8 +247,10 @@ def evaluate(learner: Learner, config: Config, task: Task) -> dict:
     for group in generate(generator, groups):
         apply_verdicts(group, verify_group(group, task, config))
     episodes = [group.trajectories[0] for group in groups]
+    rewards = np.array([t.reward for t in episodes])
+    turns = [len(t.turns) for t in episodes]
     return {
-        "solved": float(np.mean([t.reward >= task.solved for t in episodes])),
-        "reward": float(np.mean([t.reward for t in episodes])),
-        "turns": float(np.mean([len(t.turns) for t in episodes])),
+        "solved": float(np.mean(rewards >= task.solved)),
+        "reward": float(np.mean(rewards)),
+        "turns": float(np.mean(turns)),
     }
