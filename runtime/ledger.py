@@ -76,10 +76,6 @@ class Ledger:
             if event["version"] != self.steps:
                 raise ValueError(f"step {event['version']} is trained where {self.steps} is due")
             self.steps += 1
-        here = len(self.flying)
-        there = event.get("in_flight", here)  # with every step: what the trainer counted
-        if here != there:
-            raise ValueError(f"{here} groups are in flight by the log, {there} by the trainer")
 
     def balance(self, places: dict[int, str]) -> None:
         """Compare with the trainer's own data, group id -> place; ValueError names a group."""
@@ -122,7 +118,12 @@ def audit(run: Path) -> tuple[int, Ledger]:
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            ledger.note(json.loads(line))
+            event = json.loads(line)
+            ledger.note(event)
+            here = len(ledger.flying)
+            there = event.get("in_flight", here)  # with every step: what the trainer counted
+            if here != there:
+                raise ValueError(f"{here} groups are in flight by the log, {there} by the trainer")
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path}, line {number}: {error}\n  {line}") from error
     if summary.is_file():
