@@ -53,10 +53,10 @@ class Buffer:
         self.batch_size = groups_per_step
         self.eta = max_staleness
         self.on_stale = on_stale
-        self.outstanding: dict[int, int] = {}  # group id -> start version, in order of admission
-        self.completed: dict[int, Group] = {}  # in order of completion
+        self.outstanding = {}  # group id -> start version, in order of admission
+        self.completed = {}  # group id -> Group, in order of completion
         self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
-        self.dropped: list[tuple[int, str]] = []  # group id and reason, until somebody logs them
+        self.dropped = []  # group id and reason, until somebody logs them
 
     def starts(self, without: Iterable[int] = ()) -> list[int]:
         """Where the outstanding groups started, ascending."""

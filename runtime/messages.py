@@ -214,6 +214,8 @@ def flaw(message, *, group_size: int, newest: int, vocabulary: int) -> str | Non
         found = group_flaw(message.group, group_size, newest, vocabulary)
         if found or message.judgement is None:
             return found
+    elif message.group is not None:
+        return "a verdict that brings its own group"
     return verdict_flaw(message.judgement.verdicts, group_size)
 
 

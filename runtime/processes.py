@@ -49,7 +49,7 @@ class Line:
 
     def __init__(self, connection: Connection, worker: int):
         self.connection, self.worker, self.last = connection, worker, 0.0
-        self.inbox: SimpleQueue = SimpleQueue()
+        self.inbox = SimpleQueue()
         threading.Thread(target=listen, args=(connection, self.inbox.put), daemon=True).start()
 
     def send(self, *messages) -> None:
@@ -164,14 +164,14 @@ class Pool:
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
         self.then, self.flaw = then, flaw
         self.context = get_context("spawn")
-        self.workers: dict[tuple[str, int], Worker] = {}
-        self.inbox: SimpleQueue = SimpleQueue()  # (worker, delivery) in order of arrival
-        self.news: list[tuple[Worker, object]] = []  # what `receive` will give out
+        self.workers = {}  # (role, number) -> Worker
+        self.inbox = SimpleQueue()  # (worker, delivery) in order of arrival
+        self.news = []  # (worker, message): what `receive` will give out
         # Guards news and all work: of this process only, never shared with a worker.
         self.books = threading.Condition(threading.RLock())
         self.changing = threading.Lock()  # held while a worker is replaced: `close` waits for it
         self.closing = self.closed = False
-        self.error: Exception | None = None  # what `receive` raises: there is no going on
+        self.error = None  # what `receive` raises: there is no going on
         for role, (_, arguments) in roles.items():
             for number in range(len(arguments)):
                 self.workers[role, number] = self._spawn(role, number)
@@ -256,8 +256,10 @@ class Pool:
         )
         # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         there.close()
         worker = Worker(role, number, process, here, log, restarts, spawned=time.monotonic())
 
@@ -340,7 +342,7 @@ class Pool:
     def _land(self, worker: Worker, message) -> None:
         """A sound message: a group is not out with this worker any more, and goes on."""
         worker.said = type(message).__name__
-        worker.status = getattr(message, "status", worker.status)
+        worker.status = getattr(message, "status", None) or worker.status
         if isinstance(message, Beat):
             return
         with self.books:

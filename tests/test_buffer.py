@@ -910,6 +910,7 @@ def test_messages_of_every_kind_are_looked_at():
         assert flaw(message, **SOUND) is None
     for message in (Generated(group, [], {}, poisoned), Verified(5, poisoned)):
         assert flaw(message, **SOUND) == "1 verdicts on 2 samples"
+    assert flaw(Verified(3, sound, group), **SOUND) == "a verdict that brings its own group"
     for message in (Orders([group]), End(), {"kind": "group"}, None):  # no worker says this
         assert flaw(message, **SOUND) == f"a message of kind {type(message).__name__}"
     for message in (Generated(None, [], {}), Verified(5, None), Verified(5, ([1], 0, 0))):
