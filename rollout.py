@@ -180,18 +180,18 @@ class Generator:
         self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
         self.cached, self.keys, self.turn_start, self.turn_limit = np.zeros((4, slots), np.int64)
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
-        self.episodes: list[Trajectory | None] = [None] * slots  # without arrays until the end
-        self.groups: dict[int, Group] = {}  # those that are not finished
-        self.waiting: deque[tuple[Group, int]] = deque()  # samples that have no slot yet
-        self.prompts: dict[int, list] = {}  # group id -> its prompt's keys and values
-        self.replies: dict[int, tuple] = {}  # slot -> (future, deadline): environments beside
+        self.episodes = [None] * slots  # Trajectory of a busy slot, without arrays until the end
+        self.groups = {}  # group id -> Group, those that are not finished
+        self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
+        self.prompts = {}  # group id -> its prompt's keys and values
+        self.replies = {}  # slot -> (future, deadline): environments beside
         self.version, self.new_weights = 0, None
-        self.finished: list[Group] = []
-        self.events: list[tuple] = []  # (time, kind, group or -1, version, details)
+        self.finished = []
+        self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter(dict.fromkeys(COUNTED, 0), swaps=0, busy=0.0)
         self.next_tokens = torch.inference_mode()(next_tokens)
         if graphs:
-            self.next_tokens = torch.no_grad()(captured(next_tokens, slots=slots))
+            self.next_tokens = torch.no_grad()(captured(next_tokens))
         self.fed_prompts = FED_PROMPTS if graphs else 0
 
     @property
