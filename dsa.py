@@ -24,50 +24,52 @@ Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = H
          Hs = Hkv or 1: heads that select for themselves  n, c, t: queries, chunks, tiles of a part
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 256  # so many queries are scored at once ...
 TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
-GATHER_ELEMENTS = 1 << 19  # attention gathers keys for as many queries at once as fit in this
-KEEP_ELEMENTS = 1 << 23  # a backward pass keeps so many gathered keys; more are gathered again
-DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
 
 
 # ---------------------------------------------------------------------------- the naive form
 
 
-def naive_attention(q, k, v, chunk_size: int, top_k: int, index=None) -> Tensor:
-    """Sparse attention of ONE sequence, query by query: q [T, Hq, D], k and v [T, Hkv, D] -> as q.
+def naive_attention(
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    chunk_size: int,
+    top_k: int,
+    index: tuple | None = None,  # q_index [T, J, E], k_index [T, E], weights [T, J]
+) -> Tensor:
+    """Sparse attention of ONE sequence, query by query -> [T, Hq, D].
 
-    Scores come from the indexer for `index` (q_index [T, J, E], k_index [T, E], weights [T, J]),
-    else from the summed queries of a group.
+    Chunks are scored by the indexer if there is an index, else by the summed queries of a group.
     """
 
-    def means(keys):  # of complete chunks: [T, ...] -> [T // C, ...]
-        complete = len(keys) // chunk_size * chunk_size
-        return keys[:complete].unflatten(0, (-1, chunk_size)).mean(1)
+    def means(keys, chunks):  # of the first so many chunks: [T, ...] -> [chunks, ...]
+        return keys[: chunks * chunk_size].unflatten(0, (chunks, chunk_size)).mean(1)
 
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]  # query heads that share a key head
     for t in range(len(q)):
         own = t // chunk_size  # the query's own chunk; all before it are in the past
-        for h in range(q.shape[1]):
-            g = h // group
+        for g in range(k.shape[1]):
+            heads = slice(g * group, (g + 1) * group)
             if index is None:
-                scores = means(k)[:own, g] @ q[t, g * group : (g + 1) * group].sum(0)
+                scores = means(k, own)[:, g] @ q[t, heads].sum(0)
             else:
                 q_index, k_index, weights = index
-                scores = weights[t] @ (q_index[t] @ means(k_index)[:own].T).relu()
+                hits = (q_index[t] @ means(k_index, own).T).relu()
+                scores = weights[t] @ hits
             best = scores.argsort(descending=True, stable=True)  # ties: the lowest id first
             selected = [own, *best.tolist()][:top_k]
             seen = [s for s in range(t + 1) if s // chunk_size in selected]
-            logits = k[seen, g] @ q[t, h] / q.shape[2] ** 0.5
-            out[t, h] = logits.softmax(0) @ v[seen, g]
+            logits = q[t, heads] @ k[seen, g].T / q.shape[2] ** 0.5
+            out[t, heads] = logits.softmax(-1) @ v[seen, g]
     return out
 
 
@@ -93,26 +95,32 @@ class Tables(NamedTuple):
     past: Tensor  # [N] chunks entirely in its past = local id of its own chunk; -1: empty slot
 
 
-def packed_tables(cu_seqlens, chunk_size: int, capacity=None) -> Tables:
+def packed_tables(
+    cu_seqlens: Tensor,
+    chunk_size: int,
+    capacity: int | None = None,
+) -> Tables:
     """Tables for sequences packed one after the other, where query n is key row n.
 
-    cu_seqlens: integer [sequences + 1], 0 first, never decreasing, the number of tokens last;
+    cu_seqlens: int64 [sequences + 1], 0 first, never decreasing, the number of tokens last;
     the tables lie on its device. Chunks start anew with every sequence. Shapes are made for
     sequences of `capacity` tokens, by default the longest here; with a fixed capacity a sequence's
     result is bitwise the same whatever it is packed with, as a generator's prefill wants it.
     Raises ValueError for other edges, a longer sequence, or a chunk size not a power of two <= 512.
     """
-    edges = _integers("cu_seqlens", cu_seqlens, chunk_size)
+    require_power("chunk_size", chunk_size, 512)
+    edges = cu_seqlens
     lengths = edges.diff()
     fits = edges[0] == 0 and edges[-1] > 0 and (lengths >= 0).all()
     require(fits, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}")
     longest = int(lengths.max())
-    capacity = longest if capacity is None else capacity
+    capacity = capacity or longest
     require(capacity >= longest, f"capacity must be >= {longest}, got {capacity}")
     chunks = (lengths + chunk_size - 1) // chunk_size  # [sequences]
     first = chunks.cumsum(0) - chunks  # [sequences] id of the first chunk
     owner = torch.repeat_interleave(chunks)  # [NC] sequence of a chunk
-    pos = (_range(len(owner), edges) - first[owner]) * chunk_size
+    local = _range(len(owner), edges) - first[owner]
+    pos = local * chunk_size
     sequence = torch.repeat_interleave(lengths)  # [N] sequence of a query
     q_pos = _range(len(sequence), edges) - edges[sequence]
     return Tables(
@@ -132,13 +140,11 @@ def packed_tables(cu_seqlens, chunk_size: int, capacity=None) -> Tables:
 def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
     """Tables for cached decode: one query per slot, at the slot's newest key.
 
-    lengths: integer [B], keys in each slot with the newest one, 0 for an empty slot. The cache
+    lengths: int64 [B], keys in each slot with the newest one, 0 for an empty slot. The cache
     [B, capacity, Hkv, D] is passed to attention as [B * capacity, Hkv, D]. All shapes depend on B
     and capacity alone: nothing in a slot can change the arithmetic of another.
-    Raises ValueError for lengths outside 0..capacity or a bad chunk size.
+    Raises ValueError for lengths outside 0..capacity, no slots, or a bad chunk size or capacity.
     """
-    lengths = _integers("lengths", lengths, chunk_size)
-    require(type(capacity) is int and capacity >= 1, f"capacity must be >= 1, got {capacity!r}")
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
     tables = full._replace(cached=True, first=full.first[::capacity])
@@ -146,14 +152,15 @@ def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
-    """Moves cache tables to new lengths, integer [B], without building the chunks again."""
-    lengths = _integers("lengths", lengths, tables.chunk_size)
-    capacity = tables.rows // len(tables.first)
-    fits = tables.cached and len(lengths) == len(tables.first)
-    fits = fits and lengths.clamp(0, capacity).equal(lengths)
+    """Moves cache tables to new lengths, int64 [B], without building the chunks again."""
+    slots = len(tables.first)
+    capacity = tables.rows // slots
+    inside = lengths.clamp(0, capacity).equal(lengths)
+    fits = tables.cached and inside and len(lengths) == slots
     require(fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}")
     q_pos = lengths - 1
-    return tables._replace(q_pos=q_pos, past=q_pos.div(tables.chunk_size, rounding_mode="floor"))
+    past = q_pos // tables.chunk_size  # -1 where the slot is empty
+    return tables._replace(q_pos=q_pos, past=past)
 
 
 def chunk_means(k: Tensor, tables: Tables, chunks=...) -> Tensor:
@@ -166,8 +173,10 @@ def chunk_means(k: Tensor, tables: Tables, chunks=...) -> Tensor:
     size = tables.len[chunks, None]  # [c, 1]
     offset = _range(tables.chunk_size, k)
     rows = tables.row[chunks, None] + torch.minimum(offset, size - 1)  # [c, C]
-    absent = (offset >= size)[..., None, None]
-    return _gather(k, rows).masked_fill(absent, 0).sum(1) / size[..., None]
+    absent = offset >= size
+    keys = _gather(k, rows)  # [c, C, H, D]
+    keys = keys.masked_fill(absent[..., None, None], 0)
+    return keys.sum(1) / size[..., None]
 
 
 def update_means(means: Tensor, k: Tensor, tables: Tables) -> None:
@@ -191,14 +200,14 @@ def mean_scores(q: Tensor, means: Tensor, tables: Tables) -> Tensor:
     group of query heads is NSA's (arXiv 2502.11089); the plain sum over the group, a G times
     cheaper product, is ours.
     """
+    keys, rows, cell = _tiles(means, tables)
     group = _work(q).unflatten(1, (means.shape[1], -1)).sum(2)  # [N, Hkv, D]
-
-    def score(keys, group):  # always contiguous: other strides, other rounding
-        keys = keys.transpose(1, 2).contiguous()  # [t, Hkv, K, D]
-        group = group.transpose(1, 2).contiguous()  # [t, Hkv, TILE, D]
-        return (group @ keys.mT).transpose(1, 2)
-
-    return _local_scores(score, means, tables, group)
+    group = _gather(group, rows)  # [t, n, Hkv, D]
+    # always contiguous: other strides, other rounding
+    keys = keys.transpose(1, 2).contiguous()  # [t, Hkv, K, D]
+    group = group.transpose(1, 2).contiguous()  # [t, Hkv, n, D]
+    scores = (group @ keys.mT).transpose(1, 2)  # [t, n, Hkv, K]
+    return _candidates(scores, cell, tables)
 
 
 def index_scores(
@@ -215,46 +224,47 @@ def index_scores(
     """
     want = q_index.shape[:2]
     require(weights.shape == want, f"weights must be {list(want)}, got {list(weights.shape)}")
+    keys, rows, cell = _tiles(means, tables)
+    keys = keys.squeeze(2)  # [t, K, E]
+    hits = torch.einsum("tnje,tke->tnjk", _gather(q_index, rows), keys).relu()
+    scores = torch.einsum("tnjk,tnj->tnk", hits, _gather(weights, rows))
+    return _candidates(scores[:, :, None], cell, tables)
 
-    def score(keys, q, w):
-        hits = torch.einsum("tqje,tce->tqjc", q, keys.squeeze(2)).relu()
-        return torch.einsum("tqjc,tqj->tqc", hits, w)[:, :, None]
 
-    return _local_scores(score, means, tables, _work(q_index), _work(weights))
+def _tiles(means: Tensor, tables: Tables) -> tuple:
+    """Tiles of n queries that are scored with the same K keys, those of their sequence's chunks.
 
-
-def _local_scores(score, means: Tensor, tables: Tables, *queries: Tensor) -> Tensor:
-    """Scores queries with the chunks of their own sequences -> [N, Hs, K], -inf: no candidate.
-
-    score(keys [t, K, H, D], queries [t, TILE, ...]) -> [t, TILE, Hs, K] is one product per tile.
-    The place of a query in its tile is given by its position, so that its score does not depend,
+    -> keys [t, K, H, D], rows [t, n] (the query in each place), cell [N] (the place of each query,
+    in all tiles). The place of a query is given by its position, so that its score does not depend,
     bitwise, on what else is packed. Raises ValueError for another number of means.
     """
     require(len(means) == len(tables.row), f"means must have {len(tables.row)} rows")
-    local = _range(tables.widest, means)
+    queries = _range(len(tables.q_pos), means)
     if tables.cached:  # a slot is a tile of one query, and its chunks lie together
-        keys = means.unflatten(0, (-1, tables.widest))
-        scores = score(keys, *(x[:, None] for x in queries)).squeeze(1)
-    else:
-        place = tables.q_pos % TILE
-        opens = place == 0
-        opens[0] = True  # a block of queries may begin inside a tile
-        cell = (opens.cumsum(0) - 1) * TILE + place  # [N] place in all tiles
-        chunks = tables.first[opens, None] + local  # [t, K]
-        keys = _gather(means, chunks.clamp(max=len(means) - 1))
-        rows = cell.new_zeros(len(chunks) * TILE)  # unused places compute in vain
-        rows[cell] = _range(len(cell), cell)
-        rows = rows.view(-1, TILE)
-        scores = score(keys, *(_gather(x, rows) for x in queries))
-        scores = scores.flatten(0, 1).index_select(0, cell)
+        keys = _work(means).unflatten(0, (-1, tables.widest))
+        return keys, queries[:, None], queries
+    place = tables.q_pos % TILE
+    opens = place == 0
+    opens[0] = True  # a block of queries may begin inside a tile
+    tile = opens.cumsum(0) - 1  # [N]
+    cell = tile * TILE + place
+    chunks = tables.first[opens, None] + _range(tables.widest, means)  # [t, K]
+    keys = _gather(means, chunks.clamp(max=len(means) - 1))
+    rows = cell.new_zeros(len(chunks) * TILE)  # unused places compute in vain
+    rows[cell] = queries
+    return keys, rows.view(-1, TILE), cell
+
+
+def _candidates(scores: Tensor, cell: Tensor, tables: Tables) -> Tensor:
+    """Scores of tiles [t, n, Hs, K] -> of queries [N, Hs, K], -inf where a chunk is not past."""
+    scores = scores.flatten(0, 1).index_select(0, cell)
+    local = _range(tables.widest, scores)
     return scores.masked_fill(local >= tables.past[:, None, None], -torch.inf)
 
 
-def _blocks(tables: Tables, step: int = 0):
-    """Splits the queries; by default so that scores stay small (a cache is one block)."""
-    n = len(tables.q_pos)
-    step = step or (n if tables.cached else QUERY_BLOCK)
-    for start in range(0, n, step):
+def _blocks(tables: Tables, step: int):
+    """Splits the queries: yields slices of `step` queries with their tables."""
+    for start in range(0, len(tables.q_pos), step):
         part = slice(start, start + step)
         columns = (column[part] for column in tables[-3:])
         yield part, Tables(*tables[:-3], *columns)
@@ -271,12 +281,10 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> Tensor:
     chunk first, then by score descending, ties to the lowest id, and -1 where there are no more.
     Scores are compared as float32, with 0.0 = -0.0; only candidates are looked at, whatever the
     other scores say.
-    Raises ValueError for top_k < 1 or scores of another shape.
+    Raises ValueError for top_k < 1.
     """
-    n, width = len(tables.q_pos), tables.widest
     require(type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k!r}")
-    fits = scores.dim() == 3 and scores.shape[::2] == (n, width)
-    require(fits, f"scores must be [{n}, heads, {width}], got {list(scores.shape)}")
+    width = tables.widest
     past = tables.past[:, None, None]
     local = _range(width, scores)
 
@@ -287,11 +295,12 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> Tensor:
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     key = (order << 32) + (0xFFFFFFFF - local)
     key = key.masked_fill(local > past, -(1 << 63))
-    key = key.masked_fill(local == past, (1 << 63) - 1)
+    key = key.masked_fill(local == past, (1 << 63) - 1)  # the own chunk
 
-    best = key.topk(min(top_k, width), dim=-1).indices  # [N, Hs, S]
+    count = min(top_k, width)
+    best = key.topk(count, dim=-1).indices  # [N, Hs, S]
     ids = best + tables.first[:, None, None]
-    return ids.masked_fill(local[: best.shape[2]] > past, -1)
+    return ids.masked_fill(local[:count] > past, -1)
 
 
 @torch.no_grad()
@@ -309,18 +318,21 @@ def select_chunks(
     `top_chunks` does. Selection has no gradient.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    weights = ()
-    if index is not None:
-        q, k, *weights = index
-        k = k[:, None]
-    check_tensors(q, k, tables, *weights)
-    means = chunk_means(k, tables) if means is None else means
+    if index is None:
+        check_tensors(q, k, tables)
+    else:
+        q, k, weights = index
+        k = k[:, None]  # one key head
+        check_tensors(q, k, tables, weights)
+    if means is None:
+        means = chunk_means(k, tables)
+    step = len(q) if tables.cached else QUERY_BLOCK
     picks = []
-    for part, block in _blocks(tables):
+    for part, block in _blocks(tables, step):
         if index is None:
             scores = mean_scores(q[part], means, block)
         else:
-            scores = index_scores(q[part], means, weights[0][part], block)
+            scores = index_scores(q[part], means, weights[part], block)
         picks.append(top_chunks(scores, block, top_k))
     return torch.cat(picks)
 
@@ -338,43 +350,55 @@ def sparse_attention(
     """Softmax attention of every query to the keys of its selected chunks at `pos` <= `q_pos`.
 
     -> [N, Hq, D]; a query that sees nothing gets 0. Only selected keys are read, a block of queries
-    at a time. With gradients and many keys (KEEP_ELEMENTS) the backward pass gathers again rather
-    than keep S * C keys per query: linear memory for 1.4 times the time.
+    at a time. With gradients, S * C keys and values per query are kept for the backward pass.
     Raises ValueError for a duplicate or foreign chunk id, and for inputs that do not fit.
     """
     check_tensors(q, k, tables, v)
     require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
     check_selection(sel, tables, k.shape[1])
-    gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # per query
-    attend = _attend
-    if torch.is_grad_enabled() and len(q) * gathered > KEEP_ELEMENTS:
-        attend = partial(checkpoint, _attend, use_reentrant=False)
-    blocks = _blocks(tables, max(1, GATHER_ELEMENTS // gathered))
-    return torch.cat([attend(q[part], k, v, sel[part], block) for part, block in blocks])
+    gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # elements of a query's keys
+    step = max(1, GATHER_ELEMENTS // gathered)
+    outs = []
+    for part, block in _blocks(tables, step):
+        outs.append(_attend(q[part], k, v, sel[part], block))
+    return torch.cat(outs)
 
 
-def _attend(q, k, v, sel, tables: Tables) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, sel: Tensor, tables: Tables) -> Tensor:
     heads = _range(k.shape[1], k)
-    offset = _range(tables.chunk_size, q)
+    offset = _range(tables.chunk_size, k)
     chunk = sel.clamp(min=0)[..., None]  # [n, Hs, S, 1]
-    visible = tables.pos[chunk] + offset <= tables.q_pos[:, None, None, None]  # [n, Hs, S, C]
-    visible &= (sel >= 0)[..., None]
+    q_pos = tables.q_pos[:, None, None, None]
+    visible = tables.pos[chunk] + offset <= q_pos  # [n, Hs, S, C]
+    visible &= sel[..., None] >= 0
     # What is hidden is not read: in its place stands the first key of the query's own chunk, which
     # every query may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
     own = tables.row[tables.first + tables.past.clamp(min=0)]
-    rows = torch.where(visible, tables.row[chunk] + offset, own[:, None, None, None]).flatten(2)
-    rows = rows * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
+    own = own[:, None, None, None]
+    rows = torch.where(visible, tables.row[chunk] + offset, own)
+    rows = rows.flatten(2) * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
     keys = _gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
     values = _gather(v.flatten(0, 1), rows)
     hidden = ~visible.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
-    queries = _work(q).unflatten(1, (len(heads), -1)) * q.shape[2] ** -0.5
+    queries = _work(q).unflatten(1, (len(heads), -1))  # [n, Hkv, G, D]
+    queries = queries * q.shape[2] ** -0.5
     logits = queries @ keys.mT  # [n, Hkv, G, S * C]
-    weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
-    out = (weights @ values).masked_fill(hidden.all(-1, keepdim=True), 0)
+    least = torch.finfo(logits.dtype).min
+    weights = logits.masked_fill(hidden, least).softmax(-1)
+    out = weights @ values
+    out = out.masked_fill(hidden.all(-1, keepdim=True), 0)
     return out.flatten(1, 2).to(q.dtype)
 
 
-def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None) -> Tensor:
+def dsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Tables,
+    top_k: int,
+    index: tuple | None = None,
+    means: Tensor | None = None,
+) -> Tensor:
     """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
 
     `index` and `means` as for `select_chunks`. While top_k covers all chunks this is dense
@@ -387,18 +411,21 @@ def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None) -
 # ----------------------------------------------------------------------------- the indexer
 
 
-def rotary(x: Tensor, positions: Tensor, base: float = 10000.0) -> Tensor:
+def rotary(x: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding of the first half of the channels, halves (not neighbours) paired.
 
     x [N, H, E], positions [N] -> [N, H, E]. DeepSeek-V3.2-Exp (64 of 128 channels) warns in its
     README that its indexer needs this layout, unlike its attention.
     """
-    quarter = x.shape[-1] // 4
+    quarter = x.shape[2] // 4
     left, right, still = x.tensor_split((quarter, 2 * quarter), dim=-1)
-    step = torch.arange(quarter, device=x.device, dtype=torch.float32) / quarter
-    angle = positions[:, None, None] * base**-step  # [N, 1, E / 4]
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin, still], dim=-1)
+    step = _range(quarter, x) / quarter
+    angle = positions[:, None, None] * 10_000.0**-step  # [N, 1, E / 4], float32
+    cos = angle.cos()
+    sin = angle.sin()
+    turned = left * cos - right * sin
+    other = right * cos + left * sin
+    return torch.cat([turned, other, still], dim=-1).to(x.dtype)
 
 
 class Indexer(nn.Module):
@@ -420,7 +447,7 @@ class Indexer(nn.Module):
         The weights are scaled by J^-1/2 (a sum over heads) and E^-1/2 (a product of width E).
         """
         k = self.key_norm(self.key(hidden))[:, None]  # [N, 1, E]
-        q = self.query(hidden).unflatten(-1, (-1, k.shape[2]))  # [N, J, E]
+        q = self.query(hidden).unflatten(1, (-1, k.shape[2]))  # [N, J, E]
         both = rotary(torch.cat([q, k], dim=1), positions)
         weights = self.weight(hidden) * self.query.out_features**-0.5
         return both[:, :-1], both[:, -1], weights
@@ -430,11 +457,12 @@ class Indexer(nn.Module):
 
 
 def _work(x: Tensor) -> Tensor:  # half precision is stored and gathered, never computed in
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gather(x: Tensor, rows: Tensor) -> Tensor:  # index_select: x[rows] is 2 to 9 times slower
-    return _work(x.index_select(0, rows.flatten())).unflatten(0, rows.shape)
+    x = x.index_select(0, rows.flatten())
+    return _work(x).unflatten(0, rows.shape)
 
 
 def _range(count: int, like: Tensor) -> Tensor:
@@ -453,14 +481,6 @@ def require_power(name: str, value: int, most: int) -> None:
     require(fits, f"{name} must be a power of two from 1 to {most}, got {value!r}")
 
 
-def _integers(name: str, values: Tensor, chunk_size: int) -> Tensor:
-    require_power("chunk_size", chunk_size, 512)
-    good = isinstance(values, Tensor) and values.dtype in (torch.int32, torch.int64)
-    good = good and values.dim() == 1 and len(values) > 0
-    require(good, f"{name} must be a 1-D int32 or int64 tensor that is not empty")
-    return values.long()
-
-
 def check_tensors(q: Tensor, k: Tensor, tables: Tables, *others: Tensor) -> None:
     """Queries [N, Hq, D] and keys [M, Hkv, D] must fit each other and the tables."""
     n, m = len(tables.q_pos), tables.rows
@@ -468,10 +488,11 @@ def check_tensors(q: Tensor, k: Tensor, tables: Tables, *others: Tensor) -> None
     heads, width = q.shape[1:]
     fits = k.shape in [(m, h, width) for h in range(1, heads + 1) if heads % h == 0]
     require(fits, f"k must be [{m}, divisor of {heads}, {width}], got {list(k.shape)}")
-    dtypes = {x.dtype for x in (q, k, *others)}
-    devices = {x.device for x in (q, k, *others, tables.row)}
-    require(len(dtypes) == 1 and dtypes <= DTYPES, f"dtype must be one of {DTYPES}, got {dtypes}")
-    require(len(devices) == 1, f"device must be the tables' for all tensors, got {devices}")
+    for x in (q, k, *others):
+        fits = x.dtype == q.dtype and x.is_floating_point()
+        require(fits, f"dtype must be a float, the same for all tensors, got {x.dtype}")
+        device = tables.row.device
+        require(x.device == device, f"device must be the tables', {device}, got {x.device}")
 
 
 def check_selection(sel: Tensor, tables: Tables, heads: int) -> None:

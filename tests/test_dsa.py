@@ -277,9 +277,7 @@ def test_forward_and_gradients_are_those_of_masked_dense_attention(cu, chunk_siz
                 assert (a.double() - b).norm() <= error * b.norm() + 1e-12, f"{dtype}"
 
 
-@pytest.mark.parametrize("keep", [0, 1 << 30])
-def test_gradcheck_with_and_without_gathering_again(keep, monkeypatch):
-    monkeypatch.setattr(dsa, "KEEP_ELEMENTS", keep)
+def test_gradcheck(monkeypatch):
     monkeypatch.setattr(dsa, "GATHER_ELEMENTS", 200)  # several blocks
     tables = dsa.packed_tables(edges(0, 3, 12), 4)
     q, k, v = (x.requires_grad_() for x in random_qkv(12, 12, width=3))
@@ -291,36 +289,17 @@ def test_gradcheck_with_and_without_gathering_again(keep, monkeypatch):
     assert (torch.autograd.grad(out.sum(), q)[0][5] == 0).all()
 
 
-def test_gathering_again_saves_no_gathered_key(monkeypatch):
-    tables = dsa.packed_tables(edges(0, 200), 8)
-    q, k, v = (x.requires_grad_() for x in random_qkv(200, 200, width=32, dtype=torch.float32))
-    sel = dsa.select_chunks(q, k, tables, 4)
-    saved = {}
-
-    def count(x):
-        saved[keep] = saved.get(keep, 0) + x.numel()
-        return x
-
-    for keep in (0, 1 << 30):
-        monkeypatch.setattr(dsa, "KEEP_ELEMENTS", keep)
-        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
-            dsa.sparse_attention(q, k, v, sel, tables)
-    gathered = 200 * 2 * 4 * 8 * 32
-    assert saved[1 << 30] > 2 * gathered > 10 * saved[0]
-
-
-def test_gathering_again_and_blocks_change_no_bit(monkeypatch):
+def test_blocks_change_no_bit_of_the_output(monkeypatch):
     tables = dsa.packed_tables(edges(0, 37, 100), 4)
     q, k, v = (x.requires_grad_() for x in random_qkv(100, 100, width=16, dtype=torch.float32))
     results = []
-    for keep, gather in ((1 << 30, 1 << 30), (0, 1 << 30), (1 << 30, 5000), (1 << 30, 1)):
-        monkeypatch.setattr(dsa, "KEEP_ELEMENTS", keep)
+    for gather in (1 << 30, 5000, 1):
         monkeypatch.setattr(dsa, "GATHER_ELEMENTS", gather)
         out = dsa.dsa_attention(q, k, v, tables, 3)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True))
-    assert all(torch.equal(results[0][0], other[0]) for other in results)
-    for other in results[2:]:  # sums over blocks: equal to rounding
+    for other in results[1:]:
+        assert torch.equal(results[0][0], other[0])
+        # gradients are sums over blocks: equal to rounding
         torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-5)
 
 
@@ -578,12 +557,11 @@ BAD = {
     "cu start": (lambda: dsa.packed_tables(edges(1, 4), 2), "cu_seqlens.*start at 0"),
     "cu falls": (lambda: dsa.packed_tables(edges(0, 5, 4), 2), r"cu_seqlens.*\[0, 5, 4\]"),
     "cu empty": (lambda: dsa.packed_tables(edges(0, 0), 2), "cu_seqlens.*end > 0"),
-    "cu float": (lambda: dsa.packed_tables(edges(0.0, 4.0), 2), "cu_seqlens.*int64"),
     "capacity": (lambda: dsa.packed_tables(edges(0, 4, 9), 2, 3), "capacity.*>= 5, got 3"),
     "lengths": (lambda: dsa.cache_tables(edges(2, 9), 8, 2), r"lengths.*0\.\.8.*\[2, 9\]"),
     "lengths < 0": (lambda: dsa.cache_tables(edges(-1), 8, 2), r"lengths.*0\.\.8"),
-    "no lengths": (lambda: dsa.cache_tables(edges(1)[:0], 8, 2), "lengths.*not empty"),
-    "no capacity": (lambda: dsa.cache_tables(edges(0), 0, 2), "capacity.*got 0"),
+    "no slots": (lambda: dsa.cache_tables(edges(1)[:0], 8, 2), r"cu_seqlens.*\[0\]"),
+    "no capacity": (lambda: dsa.cache_tables(edges(0), 0, 2), r"cu_seqlens.*\[0, 0\]"),
     "advance": (lambda: dsa.advance(dsa.packed_tables(edges(0, 2), 1), edges(1, 2)), "lengths"),
     "slots": (lambda: dsa.advance(dsa.cache_tables(edges(1), 8, 2), edges(1, 2)), "lengths.*slot"),
     "q rows": (lambda: attend(q=torch.randn(5, 4, 8)), r"q must be \[6, heads"),
@@ -625,14 +603,12 @@ def test_bad_input_is_named(name):
         call()
 
 
-def test_bad_scores_and_top_k_are_named():
+def test_bad_top_k_weights_and_means_are_named():
     tables = dsa.packed_tables(edges(0, 6), 2)
     q, k, v = random_qkv(6, 6)
     for top_k in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="top_k must be an integer >= 1"):
             dsa.dsa_attention(q, k, v, tables, top_k)
-    with pytest.raises(ValueError, match=r"scores must be \[6, heads, 3\], got \[6, 1, 4\]"):
-        dsa.top_chunks(torch.zeros(6, 1, 4), tables, 2)
     q_index, k_index, weights = random_index(6)
     with pytest.raises(ValueError, match=r"weights must be \[6, 3\]"):
         dsa.dsa_attention(q, k, v, tables, 2, (q_index, k_index, weights[:, :1]))
