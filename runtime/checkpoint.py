@@ -46,7 +46,8 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
             os.fsync(file.fileno())
     except OSError as error:  # the disk is full: give back what was taken
         partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        error.filename = str(path)
+        raise
     partial.replace(path)
     with contextlib.suppress(OSError):  # flush the name, too; not every system can do this
         directory = os.open(path.parent, os.O_RDONLY)

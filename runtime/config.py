@@ -83,14 +83,14 @@ class Config:
         choices=("float32", "bfloat16", "float8_e4m3fn"),
     )
 
-    max_staleness: int = flag(2, "oldest trained token, in versions", 0, 1024, group="staleness")
+    max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))
 
     objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
     advantage: str = flag("grpo", "advantage inside a group", choices=("grpo", "mean", "rloo"))
     lr: float = flag(6e-4, "learning rate of AdamW at the first step", 0, 1.0)
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0, 1.0)
-    entropy: float = flag(0.02, "weight of the entropy bonus", 0, 10.0)
+    entropy: float = flag(0.02, "weight of the entropy bonus")
     grad_clip: float = flag(1.0, "largest norm of the gradient (0: no limit)")
     token_budget: int = flag(4096, "most tokens in a micro-batch, padding included", 1)
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
@@ -99,7 +99,7 @@ class Config:
     kl_threshold: float = flag(1.0, "mean KL above which training is damped (GLM-5: 0.15)")
 
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", group="machines")
-    threads: int = flag(1, "CPU threads of each process (0: share the cores out)", 0, 1024)
+    threads: int = flag(1, "CPU threads of each process (0: share the cores out)")
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
     reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)
     learners: int = flag(1, "processes that train, each on its share of a batch", 1, 64)

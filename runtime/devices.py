@@ -19,23 +19,19 @@ def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     CPU: the learners and as many rollout workers as cores are left. One GPU: shared. Several
     GPUs: learners take the first ones, rollout workers the others. Raises UserError.
     """
-    gpus, learners = torch.cuda.device_count(), config.learners
-    name = config.device
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    name, learners = config.device, config.learners
     if name == "auto":
         name = "cuda" if gpus else "cpu"
-    match = re.fullmatch("cpu|cuda(?::([0-9]+))?", name)
-    if not match:
-        raise UserError(f"--device {name}: must be auto, cpu, cuda or cuda:N")
-    if name != "cpu" and int(match[1] or 0) >= gpus:
-        raise UserError(f"--device {name}: this machine has {gpus} CUDA devices")
+    if name not in ("cpu", "cuda", *gpus) or name == "cuda" and not gpus:
+        allowed = f"auto, cpu, cuda or cuda:N (this machine has {len(gpus)} CUDA devices)"
+        raise UserError(f"--device {name}: must be {allowed}")
     if name == "cpu":
-        training = ["cpu"]
-        generating = ["cpu"] * max(1, cores() - learners)
-    elif name == "cuda" and gpus > 1:
-        training = [f"cuda:{i}" for i in range(gpus)]
-        generating = training[min(learners, gpus - 1) :]
+        training, generating = ["cpu"], ["cpu"] * max(1, cores() - learners)
+    elif name == "cuda":
+        training, generating = gpus, gpus[min(learners, len(gpus) - 1) :]
     else:
-        training = generating = ["cuda:0" if name == "cuda" else name]
+        training = generating = [name]
     return share(training, learners), share(generating, config.rollout_workers or len(generating))
 
 

@@ -73,8 +73,7 @@ def memory_limit(mebibytes: float):
     if not (in_main_thread() and sys.platform == "linux"):
         yield
         return
-    with open("/proc/self/statm", "rb") as sizes:
-        pages = int(sizes.read().split()[0])
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + int(mebibytes * 2**20)
     if hard != resource.RLIM_INFINITY:
