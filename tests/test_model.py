@@ -13,9 +13,9 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.nn.functional as F
+from qwen3 import named_weights
 
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
-from runtime.huggingface import named_weights
 from runtime.shortcuts import share_prefixes
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from qwen3 import named_weights
 
 import learner as learner_room
 import losses
@@ -23,7 +24,6 @@ from runtime import setup as setup_room
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, run_main
-from runtime.huggingface import named_weights
 from runtime.messages import apply_verdicts
 from runtime.runlog import read_lines
 from runtime.setup import make_model, task_of

@@ -1,4 +1,4 @@
-"""runtime/huggingface.py: the model's weights under the names and shapes of Qwen3 checkpoints."""
+"""tests/qwen3.py: the model's weights under the names and shapes of Qwen3 checkpoints."""
 
 from torch import Tensor
 
