@@ -124,7 +124,7 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
     learner.model.flat.copy_(state["weights"])
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.damper = losses.Damper(**state["damper"])
-    if learner.reference is not None and state["reference"] is not None:
+    if learner.reference is not None:
         learner.reference.flat.copy_(state["reference"])
     learner.version, learner.next_group = state["version"], state["next_group"]
     learner.skipped, learner.skipped_in_row = state["skipped"]

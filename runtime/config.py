@@ -6,11 +6,10 @@ the task (setup.py) to be judged.
 """
 
 import argparse
-import dataclasses
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 LONGEST_CONTEXT = 131072
@@ -33,8 +32,8 @@ def flag(default, help, low=0, high=math.inf, choices=(), group=None):
 
     The first flag of a group names it: it is a heading of --help-all.
     """
-    about = {"help": help, "low": low, "high": high, "choices": choices, "group": group}
-    return field(default=default, metadata=about)
+    facts = {"help": help, "low": low, "high": high, "choices": choices, "group": group}
+    return field(default=default, metadata=facts)
 
 
 def flag_name(name: str) -> str:
@@ -119,7 +118,7 @@ class Config:
 
 def check(config: Config) -> Config:
     """Return config, or raise UserError for the first value that is not allowed."""
-    for f in dataclasses.fields(config):
+    for f in fields(config):
         value, name, allowed = getattr(config, f.name), flag_name(f.name), f.metadata
         choices, low, high = allowed["choices"], allowed["low"], allowed["high"]
         if choices and value not in choices:
@@ -150,7 +149,7 @@ def parse(description: str, argv: list[str], kind: type = Config) -> Config:
     parser.error = fail
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     everything = kind is not Config or "--help-all" in argv
-    for f in dataclasses.fields(kind):
+    for f in fields(kind):
         about = f.metadata
         if about["group"]:
             group = parser.add_argument_group(about["group"])

@@ -54,11 +54,9 @@ def set_threads(config: Config, processes: int, device: str = "cpu") -> None:
 
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
-    cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
-    if info.is_file():
-        named = re.search("model name.*: (.*)", info.read_text())
-        cpu = named[1] if named else cpu
+    named = info.is_file() and re.search("model name.*: (.*)", info.read_text())
+    cpu = named[1] if named else platform.processor() or platform.machine()
     return {
         "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",
         "cores": cores(),

@@ -18,7 +18,6 @@ import argparse
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
@@ -45,15 +44,15 @@ PLACES = {
 }
 
 
-@dataclass
 class Ledger:
     """What the events so far say about every group."""
 
-    states: dict = field(default_factory=dict)  # group id -> state, of every group ever admitted
-    flying: set = field(default_factory=set)  # the ids of those neither trained nor discarded
-    counts: Counter = field(default_factory=Counter)  # kind of event -> groups it happened to
-    reasons: Counter = field(default_factory=Counter)  # reason -> groups discarded for it
-    steps: int = 0
+    def __init__(self):
+        self.states = {}  # group id -> state, of every group ever admitted
+        self.flying = set()  # the ids of those neither trained nor discarded
+        self.counts = Counter()  # kind of event -> groups it happened to
+        self.reasons = Counter()  # reason -> groups discarded for it
+        self.steps = 0
 
     def note(self, event: dict) -> None:
         """Take one event; ValueError, naming the group, when it cannot follow the others."""

@@ -51,8 +51,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor,
     if temperature == 0:
         chosen, logprobs = logits.argmax(-1), torch.log_softmax(logits, -1)
     else:
-        scaled = logits if temperature == 1 else logits / temperature
-        logprobs = torch.log_softmax(scaled, -1)
+        logprobs = torch.log_softmax(logits / temperature, -1)
         cumulative = logprobs.exp().cumsum(-1)
         # the last sum is 1 up to rounding; times it, no number lies beyond the last token
         level = uniform[:, None] * cumulative[:, -1:]
