@@ -14,9 +14,8 @@ step; one should have eta = 0, and one be of train_sync.py: what does not vary c
 Left out: first spans and first steps, which warm up, and processes that share a core.
 """
 
-import json
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import ceil
 from operator import itemgetter
@@ -25,8 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from lab.pipeline import Costs, Pipeline, PipelineLog, end
+from lab.plots import column
 from runtime.config import Config
-from runtime.runlog import read_lines
+from runtime.runlog import read_json, read_lines
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
 
@@ -42,16 +42,16 @@ KEEP = 500  # groups of a task: enough to draw from
 
 def read_run(folder: Path) -> PipelineLog:
     """The log in a run folder."""
-    flags = json.loads((folder / "config.json").read_text())
+    flags = read_json(folder / "config.json")
     rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds" in row]
     events = defaultdict(list)
     for event in read_lines(folder / "events.jsonl"):
         events[event["kind"]].append(event)
     synchronous = flags["mode"] == "sync"
-    flags |= {"steps": len(rows), "rollout_workers": 1}
-    if synchronous:
-        flags["max_staleness"] = 0
-    config = Config(**{f.name: flags[f.name] for f in fields(Config) if f.name in flags})
+    known = {f.name: flags[f.name] for f in fields(Config) if f.name in flags}
+    config = Config(**known | {"steps": len(rows), "rollout_workers": 1})
+    if synchronous:  # the trainer itself verifies, too
+        config = replace(config, max_staleness=0, reward_workers=0)
     return PipelineLog(config, synchronous, events, rows)
 
 
@@ -61,18 +61,16 @@ def fit(rows: list[tuple[list, float]]) -> list[float]:
     Amounts are scaled to one size, so that what the runs cannot tell apart (slots, if all runs have
     the same number) gets equal shares. An amount whose seconds come out negative is left out.
     """
-    amounts, seconds = (np.array(column, float) for column in zip(*rows, strict=True))
+    amounts, seconds = (np.array(part, float) for part in zip(*rows, strict=True))
     scale = np.sqrt((amounts**2).mean(0))
-    found = np.zeros(len(scale))
-    used = scale > 0
-    while used.any():
-        scaled = amounts[:, used] / scale[used]
-        found[:] = 0.0
-        found[used] = np.linalg.lstsq(scaled, seconds, rcond=0.02)[0]
+    scale[scale == 0] = 1.0
+    used = amounts.any(0)
+    while True:
+        # What is not used is zero everywhere: least squares of the smallest norm give it nothing.
+        found = np.linalg.lstsq(amounts * used / scale, seconds, rcond=0.02)[0]
         if (found >= 0).all():
-            break
+            return (found / scale).tolist()
         used &= found > 0
-    return (found / np.where(scale > 0, scale, 1.0)).tolist()
 
 
 def calibrate(logs: list[PipelineLog]) -> Costs:
@@ -111,7 +109,7 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
 def token_seconds(log):
     """Seconds of generation for each token."""
     spans = log.events["generate"][1:]
-    return sum(e["seconds"] for e in spans) / sum(e["slot_steps"] for e in spans)
+    return sum(column(spans, "seconds")) / sum(column(spans, "slot_steps"))
 
 
 def groups_of(log):
@@ -125,22 +123,21 @@ def decode_rows(log):
     rows = []
     slots = log.config.slots
     for e in log.events["generate"][1:]:
-        steps = e["steps"]
-        rows.append(([steps, steps * slots, e["context"] * slots, e["slot_steps"]], e["decode"]))
+        amounts = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
+        rows.append((amounts, e["decode"]))
     return rows
 
 
 def refill_rows(log):
     """(amounts of `REFILL`, seconds) of each span but the first."""
     rows = []
-    starts = [(e["t"], e["size"]) for e in log.events["start"]]
     for e in log.events["generate"][1:]:
-        new = [start for start in starts if e["t"] <= start[0] < end(e)]
+        new = [start for start in log.events["start"] if e["t"] <= start["t"] < end(e)]
         # Groups that begin at one token boundary share a forward pass.
         step = e["seconds"] / e["steps"]
-        apart = [b[0] - a[0] > 0.5 * step for a, b in pairwise(sorted(new))]
-        passes = bool(new) + sum(apart)
-        amounts = [len(new) * log.config.group_size, passes, sum(size for _, size in new)]
+        apart = np.diff(sorted(column(new, "t"))) > 0.5 * step
+        passes = bool(new) + int(apart.sum())
+        amounts = [len(new) * log.config.group_size, passes, sum(column(new, "size"))]
         rows.append((amounts, e["seconds"] - e["decode"]))
     return rows
 
@@ -164,13 +161,13 @@ def verified(log, begin, stop):
 
 def pauses_of(log):
     """{name of a cost: seconds, each time} of what is neither generation nor an optimizer step."""
-    finish = {e["group"]: e["t"] for e in log.events["finish"]}
     scored, published = log.events["score"], log.events["publish"]
+    finish = {e["group"]: e["t"] for e in log.events["finish"]}
     ended = zip(published, log.rows, strict=True)
     return {
-        "score": [e["seconds"] for e in scored],
+        "score": column(scored, "seconds"),
         "delivery": [e["t"] - finish[e["group"]] for e in scored],
-        "publish": [e["seconds"] for e in published],
+        "publish": column(published, "seconds"),
         "after": [row["t"] - end(e) for e, row in ended if "eval" not in row],
         "handle": [handle_seconds(log)],
     }

@@ -15,21 +15,19 @@ Axes:   R responses · T tokens of a response · V vocabulary · P prefixes
         D = P V entries of the table of logits, which is `theta` [P, V]
 """
 
-import time
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.functional import jacobian
 from torch.nn.functional import one_hot
 from tqdm import tqdm
 
 import losses
 from lab.estimators import KL_ESTIMATORS, opsm_mask
 from lab.exact_pipeline import draw_pipeline, drop_part, swap_part
-from lab.plots import draw_panels, print_table, save_result
+from lab.plots import column, draw_panels, print_table, save_result
 from runtime.devices import describe_machine
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
@@ -93,23 +91,24 @@ def expected_reward(theta: Tensor, task: EnumeratedTask) -> Tensor:
 
 def true_gradient(theta: Tensor, task: EnumeratedTask) -> Tensor:
     """The gradient of J [D]; nothing is estimated."""
-    theta = theta.detach().requires_grad_()
-    return torch.autograd.grad(expected_reward(theta, task), theta)[0].flatten()
+    return torch.func.grad(expected_reward)(theta, task).flatten()
 
 
 def response_gradients(slopes: Tensor, theta: Tensor, task: EnumeratedTask) -> Tensor:
     """Gradients [R, D] of the gain of each response, from its slopes d gain / d log pi [R, T]."""
-    scores = jacobian(partial(logprobs_of, task=task), theta, vectorize=True)  # [R, T, P, V]
+    scores = torch.func.jacrev(logprobs_of)(theta, task)  # [R, T, P, V]
     return torch.einsum("rt,rtd->rd", slopes, scores.flatten(2))
 
 
 def policies(task: EnumeratedTask, seed: int) -> list[Tensor]:
     """The policy after 0, 1, ... 8 steps of exact gradient ascent: theta [P, V] each."""
     generator = torch.Generator().manual_seed(seed)
-    chain = [0.5 * torch.randn(task.shape, generator=generator, dtype=torch.float64)]
+    theta = 0.5 * torch.randn(task.shape, generator=generator, dtype=torch.float64)
+    chain = [theta]
     for _ in STALENESS[1:]:
-        slope = true_gradient(chain[-1], task).view(task.shape)
-        chain.append(chain[-1] + STEP * slope / slope.norm())
+        slope = true_gradient(theta, task).view(task.shape)
+        theta = theta + STEP * slope / slope.norm()
+        chain.append(theta)
     return chain
 
 
@@ -257,7 +256,8 @@ def advantages_part(task: EnumeratedTask, seed: int) -> Part:
     `share`: its projection on the truth; `cosine`: of the angle between them.
     """
     theta = policies(task, seed)[2]
-    curves, claims = {}, []
+    curves = {}
+    claims = []
     truth = true_gradient(theta, task)
     scores = response_gradients(torch.ones(task.tokens.shape).double(), theta, task)  # [R, D]
     projection = scores @ truth / truth.square().sum()  # [R]
@@ -265,12 +265,12 @@ def advantages_part(task: EnumeratedTask, seed: int) -> Part:
     groups = torch.cartesian_prod(*[torch.arange(len(chances))] * 3)  # [R^3, 3]
     group_chances = chances[groups].prod(1)
     for kind in losses.ADVANTAGES:
-        advantages = losses.group_advantages(task.rewards[groups], kind)[0]
+        advantages, _ = losses.group_advantages(task.rewards[groups], kind)
         values = (advantages * projection[groups]).mean(1)
         # All members are alike: the first one's mean advantage, by its response, is enough.
-        weighted = group_chances * advantages[:, 0]
-        mean = torch.zeros_like(chances).index_add(0, groups[:, 0], weighted) @ scores
-        cosine = mean @ truth / mean.norm() / truth.norm()
+        weighted = (group_chances * advantages[:, 0]).view(len(chances), -1)
+        mean = weighted.sum(1) @ scores  # the first member changes slowest
+        cosine = torch.cosine_similarity(mean, truth, dim=0)
         curves[kind] = {"share": float(group_chances @ values), "cosine": float(cosine)}
         name = f"advantage {kind}, groups of 3"
         claims.append((name, values, group_chances, 1.0, kind == "rloo"))
@@ -284,14 +284,20 @@ KL_RIGHT = {"k1": (3, 0), "k2": (0, 1), "k3": (3, 0), "unbiased_k3": (1, 1)}
 def kl_part(task: EnumeratedTask, seed: int) -> Part:
     """The KL estimators against KL(pi || pi_ref), pi_ref = step 0; claims at the last step."""
     chain = policies(task, seed)
-    curves, claims = {}, []
-    for name in KL_RIGHT:
-        curves[name] = []
+    curves = {name: [] for name in KL_RIGHT}
+    claims = []
+    for name, rows in curves.items():
         for s in STALENESS[1:]:
             facts, pair = examine_kl(name, task, chain[s], chain[max(s - 2, 0)], chain[0])
-            curves[name].append(facts)
+            rows.append(facts)
         claims += pair
     return curves, claims
+
+
+def true_kl(theta: Tensor, first: Tensor, task: EnumeratedTask) -> Tensor:
+    """KL(theta || first): a sum over all responses."""
+    logprobs = logprobs_of(theta, task)
+    return chances_of(logprobs) @ (logprobs - logprobs_of(first, task)).sum(1)
 
 
 def examine_kl(name, task: EnumeratedTask, theta: Tensor, older: Tensor, first: Tensor) -> Part:
@@ -299,26 +305,26 @@ def examine_kl(name, task: EnumeratedTask, theta: Tensor, older: Tensor, first: 
 
     k1, k2, k3 see samples of `theta`, unbiased_k3 those of `older`, a policy two steps older.
     """
-    stale = name == "unbiased_k3"
-    theta = theta.clone().requires_grad_()
-    new = logprobs_of(theta, task)
-    reference = logprobs_of(first, task)
-    old = logprobs_of(older, task) if stale else new.detach()
-    kl = chances_of(new) @ (new - reference).sum(1)
-    truth = torch.autograd.grad(kl, theta, retain_graph=True)[0].flatten()
-    values = KL_ESTIMATORS[name](new, reference, *[old] * stale).sum(1)  # [R]
+    new = logprobs_of(theta, task).requires_grad_()
+    tensors = [new, logprobs_of(first, task)]
+    chances = chances_of(new.detach())
+    if name == "unbiased_k3":
+        tensors.append(logprobs_of(older, task))
+        chances = chances_of(tensors[-1])
+    values = KL_ESTIMATORS[name](*tensors).sum(1)  # [R]
     (slopes,) = torch.autograd.grad(values.sum(), new)
-    gradients = response_gradients(slopes, theta.detach(), task)
+    gradients = response_gradients(slopes, theta, task)
+    truth = torch.func.grad(true_kl)(theta, first, task).flatten()
     values = values.detach()
-    chances = chances_of(old)
     mean = chances @ values
     facts = {
-        "kl": kl.detach(),
+        "kl": true_kl(theta, first, task),
         "value": mean,
         "deviation": (chances @ (values - mean) ** 2).sqrt(),
         "gradient_error": (chances @ gradients - truth).norm() / truth.norm(),
     }
-    facts, length = {key: float(fact) for key, fact in facts.items()}, task.tokens.shape[1]
+    facts = {key: float(fact) for key, fact in facts.items()}
+    length = task.tokens.shape[1]
     value_right, slope_right = (length <= most for most in KL_RIGHT[name])
     label = f"{name}, T = {length}"
     value = (f"value of {label}", values, chances, facts["kl"], value_right)
@@ -339,44 +345,40 @@ def draw(folder: Path, result: dict) -> None:
         curves = {name: (None, STALENESS, column(own[name], key)) for name in METHODS}
         panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
     title = "Whole-response weights (sequence_is) have no bias; their price is variance"
-    draw_panels(folder, "lab_objectives", title, panels, (7, 6))
+    draw_panels(folder / "lab_objectives.png", title, panels, (7, 6))
     panels = []
     for spelling in TASKS:
         curves = {}
         for name, facts in result[f"kl, {spelling}"].items():
-            errors = [max(error, 1e-4) for error in column(facts, "gradient_error")]
+            errors = np.maximum(column(facts, "gradient_error"), 1e-4)
             curves[name] = (None, column(facts, "kl"), errors)
-        axis = {"xlabel": "true KL to the reference (nats)", "title": f"responses of {spelling}"}
-        panels.append((curves, axis | {"xscale": "log", "yscale": "log", "ylim": (5e-5, 2)}))
+        axis = {
+            "title": f"responses of {spelling}",
+            "xlabel": "true KL to the reference (nats)",
+            "xscale": "log",
+            "yscale": "log",
+            "ylim": (5e-5, 2),
+        }
+        panels.append((curves, axis))
     panels[0][1]["ylabel"] = "bias / length of the true gradient\n(0 is drawn at 0.0001)"
     title = "k1 and k3 have the right value and a wrong gradient"
-    draw_panels(folder, "lab_kl", title, panels)
-
-
-def column(rows: list[dict], key: str) -> list[float]:
-    """One number of each row."""
-    return [row[key] for row in rows]
+    draw_panels(folder / "lab_kl.png", title, panels)
 
 
 def bench_lab(folder: Path, seed: int = 0, samples: int = 100_000) -> None:
     """Measure everything; lab.json and lab_*.png in `folder`, and the table of claims."""
     torch.set_num_threads(1)
-    begin = time.monotonic()
-    deep = TASKS["three tokens"]
     parts = [(name, objectives_part, task) for name, task in TASKS.items()]
     parts += [(f"kl, {name}", kl_part, task) for name, task in TASKS.items()]
-    parts += [("advantages", advantages_part, deep), ("lengths", drop_part)]
-    parts += [("swap", swap_part, enumerate_task(4, 4))]
-    result = {}
+    parts += [("advantages", advantages_part, TASKS["three tokens"])]
+    parts += [("lengths", drop_part), ("swap", swap_part, enumerate_task(4, 4))]
+    result = {"machine": describe_machine(), "seed": seed, "samples": samples}
     verdicts = []
     for name, part, *task in tqdm(parts, unit="part"):
         result[name], claims = part(*task, seed)
         verdicts += [verdict(claim, samples, seed) for claim in claims]
-    rewards = [expected_reward(theta, deep).item() for theta in policies(deep, seed)]
-    result["expected_reward"] = {"by_step": rewards, "optimum": float(deep.rewards.max())}
-    seconds = round(time.monotonic() - begin, 1)
-    facts = {"seed": seed, "samples": samples, "seconds": seconds, "verdicts": verdicts}
-    save_result(folder, "lab", facts | {"machine": describe_machine()} | result)
+    result["verdicts"] = verdicts
+    save_result(folder, "lab", result)
     draw(folder, result)
     draw_pipeline(folder, result)
     print_table(verdicts)

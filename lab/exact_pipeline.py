@@ -21,14 +21,14 @@ import torch
 import losses
 from cache import decode, make_cache, prefill
 from lab.pipeline import Costs, Pipeline, end
-from lab.plots import BLUE, GREY, ORANGE, draw_panels
+from lab.plots import column, draw_panels
 from model import GPT, ModelConfig, generated_logprobs, pack_tokens
 from runtime.config import Config
 
 PROMPT, ALPHABET = [5, 6, 7, 5, 6, 4], torch.arange(4)
 
 
-MODES = {"recompute": BLUE, "keep": ORANGE, "drain": GREY}
+MODES = ("recompute", "keep", "drain")
 
 
 STEPS = range(1, 9)  # optimizer steps between the old weights and the new ones
@@ -153,19 +153,26 @@ def length_facts(lengths: list[float]) -> dict:
 def draw_pipeline(folder: Path, result: dict) -> None:
     """lab_swap.png and lab_drop.png, one message each."""
     curves = {}
-    for mode, colour in MODES.items():
-        kl = [max(facts["to_b"], 1e-6) for facts in result["swap"][f"{mode}, 2"]]
-        curves[mode] = (colour, STEPS, kl)
-    axis = {"xlabel": "optimizer steps between old and new weights", "yscale": "log"}
-    axis["ylabel"] = "KL(sampled || new weights), last 2 tokens\n(nats; 0 is drawn at 0.000001)"
+    for mode in MODES:
+        kl = column(result["swap"][f"{mode}, 2"], "to_b")
+        curves[mode] = (None, STEPS, np.maximum(kl, 1e-6))
+    axis = {
+        "xlabel": "optimizer steps between old and new weights",
+        "ylabel": "KL(sampled || new weights), last 2 tokens\n(nats; 0 is drawn at 0.000001)",
+        "yscale": "log",
+    }
     title = "A kept cache costs a little, draining much more, recomputing nothing"
-    draw_panels(folder, "lab_swap", title, [(curves, axis)])
+    draw_panels(folder / "lab_swap.png", title, [(curves, axis)])
     curves = {}
     for rule, name in (("wait", "trained"), ("drop", "trained"), ("drop", "admitted")):
         facts = result["lengths"][rule][name]
         label = f"{name} ({rule}): mean {facts['mean']:.0f}"
         curves[label] = (None, facts["at_least"], SHARES)
-    axis = {"xlabel": "length of an answer (tokens)", "ylabel": "share at least as long"}
-    axis |= {"xscale": "log", "yscale": "log"}
+    axis = {
+        "xlabel": "length of an answer (tokens)",
+        "ylabel": "share at least as long",
+        "xscale": "log",
+        "yscale": "log",
+    }
     title = "Dropping stale work removes the long answers; waiting keeps them"
-    draw_panels(folder, "lab_drop", title, [(curves, axis)])
+    draw_panels(folder / "lab_drop.png", title, [(curves, axis)])

@@ -237,8 +237,8 @@ class Pipeline:
 
     def verify(self, group, now):
         """Verify a group by the reward worker that is free first."""
-        if self.synchronous:
-            return self.arrive(group, now)  # the learner verifies: see `work`
+        if not self.config.reward_workers:
+            return self.arrive(group, now)  # who trains verifies: see `work`
         score = self.costs.score
         begin = max(now + self.costs.delivery, self.verifiers[0])
         heapq.heapreplace(self.verifiers, begin + score)
@@ -258,11 +258,12 @@ class Pipeline:
         if self.busy:
             return
         config, costs = self.config, self.costs
-        enough = config.groups_per_step if self.synchronous else 1
+        # Without reward workers a synchronous learner verifies, once all groups are generated.
+        enough = 1 if config.reward_workers else config.groups_per_step
         if len(self.inbox) < enough:
             return self.train(now)
         self.busy = True
-        each = costs.score if self.synchronous else costs.handle
+        each = costs.handle if config.reward_workers else costs.score
         self.plan(now + len(self.inbox) * each, self.take_in, self.inbox)
         self.inbox = []
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.runlog import read_lines
+from runtime.runlog import read_json, read_lines
 
 # colour-blind safe (Okabe & Ito, 2008)
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
@@ -28,7 +28,7 @@ def save_result(folder: Path, name: str, result: dict) -> None:
 
 def load_result(name: str, folder: Path = RESULTS) -> dict:
     """A recorded measurement."""
-    return json.loads((folder / f"{name}.json").read_text())
+    return read_json(folder / f"{name}.json")
 
 
 def spread(values: list[float]) -> dict:
@@ -48,6 +48,11 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, ["-" * width for width in widths], *rows]
     return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+
+
+def column(rows: list[dict], key: str) -> list:
+    """One entry of each row."""
+    return [row[key] for row in rows]
 
 
 def print_table(rows: list[dict]) -> None:
@@ -86,7 +91,7 @@ def draw_run(run: Path) -> None:
 
 def name_of(run: Path) -> str:
     """The task and the trainer of a run."""
-    config = json.loads((run / "config.json").read_text())
+    config = read_json(run / "config.json")
     return f"{config['task']}, {config['mode']}"
 
 
@@ -97,37 +102,42 @@ def draw_reward(run: Path, path: Path) -> None:
     evaluated = [row for row in rows if "eval" in row]
     if not steps:
         return
-    t, solved = [row["t"] for row in steps], [row["eval"]["solved"] for row in evaluated]
-    oldest = [row["staleness_max"] for row in steps]
+    t = column(steps, "t")
+    solved = [row["eval"]["solved"] for row in evaluated]
+    oldest = column(steps, "staleness_max")
     score = {
-        "training reward (mean)": (BLUE, t, [row["reward"] for row in steps]),
-        "evaluation: solved": (ORANGE + "o-", [row["t"] for row in evaluated], solved),
+        "training reward (mean)": (BLUE, t, column(steps, "reward")),
+        "evaluation: solved": (ORANGE + "o-", column(evaluated, "t"), solved),
     }
     staleness = {
-        "mean": (GREEN, t, [row["staleness_mean"] for row in steps]),
+        "mean": (GREEN, t, column(steps, "staleness_mean")),
         "oldest token": (PURPLE, t, oldest),
     }
     seconds = {"xlim": (0, t[-1]), "xlabel": "wall-clock time (s)"}
-    above = seconds | {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
-    below = seconds | {"ylabel": "staleness (versions)", "ylim": (-0.1, 1.5 * max(1, *oldest))}
-    panels = [(score, above), (staleness, below)]
-    draw_panels(path.parent, path.stem, name_of(run), panels, (7, 5), columns=1)
+    above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
+    below = {"ylabel": "staleness (versions)", "ylim": (-0.1, 1.5 * max(1, *oldest))}
+    panels = [(score, seconds | above), (staleness, seconds | below)]
+    draw_panels(path, name_of(run), panels, (7, 5), columns=1)
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    rows, bars, width = [], [], 0.0
+    rows = []
+    bars = []  # (row, seconds from the left, event)
+    width = 0.0
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
         trained = [event for event in spans if event["kind"] == "train"]
         middle = trained[max(0, (len(trained) - steps) // 2) :][:steps]
         if not middle:
             continue
-        left, last = middle[0]["t"], middle[-1]
-        width = max(width, last["t"] + last["seconds"] - left)
+        left = middle[0]["t"]
+        width = max(width, middle[-1]["t"] + middle[-1]["seconds"] - left)
         processes = sorted({event["process"] for event in spans})
-        bars += [(len(rows) + processes.index(e["process"]), e["t"] - left, e) for e in spans]
+        for event in spans:
+            row = len(rows) + processes.index(event["process"])
+            bars.append((row, event["t"] - left, event))
         rows += [f"{name_of(run)}: {process}" for process in processes]
     if not rows:
         return
@@ -135,9 +145,12 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     for row, begin, event in bars:
         if begin < width and begin + event["seconds"] > 0:
             draw_bar(axis, row, begin, event, width)
-    axis.set(xlim=(0, 1e3 * width), ylim=(len(rows) - 0.5, -0.5))
+    axis.set(
+        xlim=(0, width),
+        ylim=(len(rows) - 0.5, -0.5),
+        xlabel="time (s); one colour a policy version, pink = verifying, blank = idle",
+    )
     axis.set_yticks(range(len(rows)), rows)
-    axis.set_xlabel("time (ms); one colour a policy version, pink = verifying, blank = idle")
     save_figure(figure, path)
 
 
@@ -145,52 +158,53 @@ def draw_bar(axis, row: int, begin: float, event: dict, width: float) -> None:
     """One span of work; what the learner trains has its version written on it."""
     shade = event.get("version", 0) % 8 / 7
     colour = canvas().get_cmap("cividis")(shade) if "version" in event else PURPLE
-    axis.barh(row, 1e3 * event["seconds"], left=1e3 * begin, color=colour, height=0.7)
+    bar = axis.barh(row, event["seconds"], left=begin, color=colour, height=0.7)
     if event["kind"] == "train" and event["seconds"] > 0.04 * width:
-        middle = 1e3 * (begin + event["seconds"] / 2)
-        style = {"ha": "center", "va": "center", "fontsize": 8, "clip_on": True}
-        colour = "white" if shade < 0.5 else "black"
-        axis.text(middle, row, f"v{event['version']}", color=colour, **style)
+        axis.bar_label(
+            bar,
+            [f"v{event['version']}"],
+            label_type="center",
+            color="white" if shade < 0.5 else "black",
+            fontsize=8,
+            clip_on=True,
+        )
 
 
 # ------------------------------------------------------------------------------------- several runs
 
 
 def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
-    """Held-out score of each task against seconds, and against episodes: the median over the seeds,
-    in a band from the lowest to the highest."""
-    tasks = list(dict.fromkeys(row["task"] for row in runs))
-    size = (4.5 * len(tasks), 6.4)
-    figure, axes = canvas().subplots(2, len(tasks), figsize=size, layout="constrained")
-    for column, clock in enumerate(("wall-clock time (s)", "episodes trained")):
-        for axis, task in zip(axes[column], tasks, strict=True):
+    """Held-out score of each task against seconds, and against episodes."""
+    tasks = list(dict.fromkeys(column(runs, "task")))
+    panels = []
+    for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
+        for task in tasks:
+            metric, goal = targets[task]
+            curves = {}
             for mode, colour in zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False):
                 own = [r["held"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
                 if own:
-                    draw_band(axis, own, column, label=mode, color=colour)
-            metric, goal = targets[task]
-            axis.axhline(goal, color="black", lw=0.8, ls=":")
-            axis.set(xlabel=clock, ylabel=f"held-out: {metric}", title=None if column else task)
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize=8, loc="lower right")
-    save_figure(figure, path)
+                    curves[mode] = (colour, *on_one_grid(own, i))
+            longest = max(x[-1] for _, x, _ in curves.values())
+            curves["to be reached"] = ("#000000:", [0, longest], [goal, goal])
+            axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
+            panels.append((curves, axis))
+    draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
 
 
-def draw_band(axis, held: list, column: int, **style) -> None:
-    """Median and extremes of several runs' scores, each (seconds, episodes, score)."""
+def on_one_grid(held: list, i: int) -> tuple:
+    """Scores of several runs, each rows of (seconds, episodes, score), as far as all of them go:
+    a grid [G] of their seconds (i = 0) or episodes (1), and scores [runs, G]."""
     curves = [np.array(rows).T for rows in held]  # [3, evaluations]
-    grid = np.linspace(0, min(curve[column, -1] for curve in curves), 100)
-    scores = [np.interp(grid, curve[column], curve[2]) for curve in curves]
-    axis.plot(grid, np.median(scores, 0), **style)
-    axis.fill_between(
-        grid, np.min(scores, 0), np.max(scores, 0), alpha=0.15, lw=0, color=style["color"]
-    )
+    grid = np.linspace(0, min(curve[i, -1] for curve in curves), 100)
+    return grid, [np.interp(grid, curve[i], curve[2]) for curve in curves]
 
 
-def draw_panels(folder: Path, name: str, title: str, panels: list, size=(7, 3.8), columns=2):
-    """NAME.png: panels of (curves {label: (style, x, y)}, settings of the axis).
+def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:
+    """Write panels of (curves {label: (style, x, y)}, settings of the axis) into one picture.
 
-    A style is a colour and dashes ("#0072B2--"), or None for the next of STYLES. Panels with the
+    A style is a colour and dashes ("#0072B2--"), or None for the next of STYLES. Where y has a row
+    for each seed, their median is drawn in a band from the lowest to the highest. Panels with the
     same labels share one legend: in the place that the last row leaves free, or in the first panel.
     """
     shape = (-(-len(panels) // columns), min(columns, len(panels)))
@@ -198,7 +212,10 @@ def draw_panels(folder: Path, name: str, title: str, panels: list, size=(7, 3.8)
     for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
         for i, (label, (style, x, y)) in enumerate(curves.items()):
             style = style or STYLES[i % len(STYLES)]
-            axis.plot(x, y, style[7:] or "-", color=style[:7], label=label, lw=1.5, ms=4)
+            colour = style[:7]
+            seeds = np.atleast_2d(y)
+            axis.plot(x, np.median(seeds, 0), style[7:] or "-", color=colour, label=label, ms=4)
+            axis.fill_between(x, seeds.min(0), seeds.max(0), color=colour, alpha=0.15, lw=0)
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
@@ -209,4 +226,4 @@ def draw_panels(folder: Path, name: str, title: str, panels: list, size=(7, 3.8)
     if len(panels) < axes.size:
         legend.axis("off")
     figure.suptitle(title)
-    save_figure(figure, folder / f"{name}.png")
+    save_figure(figure, path)

@@ -9,7 +9,6 @@ synchronous one, and how much of that is overlap, the straggler tail and swaps i
 Left out: other measurements of whole runs (campaigns.py), and of parts (speed.py).
 """
 
-import json
 import math
 import re
 import shutil
@@ -25,10 +24,10 @@ from statistics import geometric_mean
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import RESULTS, between, draw_race, draw_timeline, markdown, save_result
+from lab.plots import RESULTS, between, column, draw_race, draw_timeline, markdown, save_result
 from runtime.config import UserError, flag
 from runtime.devices import describe_machine
-from runtime.runlog import read_lines
+from runtime.runlog import read_json, read_lines
 
 ROOT = RESULTS.parent
 SYNC = {"trainer": "train_sync.py"}
@@ -45,7 +44,8 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
     "async, η = 4, drain": {"max_staleness": 4, "swap": "drain"},
     "async, η = 4, recompute": {"max_staleness": 4, "swap": "recompute"},
 }
-GPU_MODES = {"sync, one GPU": SYNC, "async, η = 2": MODES["async, η = 2"]}
+ALL_MODES = MODES | {"sync, one GPU": SYNC}
+GPU_MODES = ("sync, one GPU", "async, η = 2")
 SPLIT = {  # what each change of mode gains in episodes a second, from synchronous on
     "overlap": "one step ahead",
     "no straggler tail": "async, η = 4, drain",
@@ -53,6 +53,7 @@ SPLIT = {  # what each change of mode gains in episodes a second, from synchrono
 }
 BASELINE = "sync, two threads"  # the best synchronous mode of the full race, on both tasks
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}  # chosen before the runs, from others
+SHOWN = ["sync, one core", BASELINE, "sync, one GPU", *JUDGED.values()]  # in the picture
 # Scores to reach on held-out problems. `sum` climbs so slowly from 0.35 on that the seed decides
 # when it is at 0.4.
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
@@ -76,7 +77,6 @@ READING = (
     "where 1 is inside, it may be chance. A run that ended below the score took infinitely long."
 )
 MEASURED = ("target_s", "target_samples", "final", "samples_per_s", "staleness")
-MEASURED += ("busy_rollout", "busy_learner")
 SECONDS = 270  # `python bench.py` begins no further seed that would end later
 
 
@@ -98,7 +98,7 @@ def run_command(trainer: str, run: Path, **flags) -> dict:
     if done.returncode:
         said = f"exit code {done.returncode}\n{done.stderr[-2000:]}"
         raise RuntimeError(f"{' '.join(command)}: {said}")
-    return {**json.loads((run / "summary.json").read_text()), "command_s": round(seconds, 1)}
+    return read_json(run / "summary.json") | {"command_s": round(seconds, 1)}
 
 
 def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dict]]:
@@ -133,23 +133,28 @@ def race_plan(config: RaceConfig) -> dict[str, tuple]:
 
 def bench_race(folder: Path, config: RaceConfig) -> None:
     """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`."""
-    machine, plan, flags = describe_machine(), race_plan(config), {}
+    machine = describe_machine()
     if config.modes == "gpu" and not machine["gpus"]:
         raise UserError("--modes gpu: must be run on a machine with a CUDA device")
+    plan = race_plan(config)
+    flags = {}
     for name, (task, mode, seed) in plan.items():
-        flags[name] = {"task": task, "seed": seed, **FLAGS[task], **(MODES | GPU_MODES)[mode]}
-        flags[name] |= GPU_FLAGS if config.modes == "gpu" else {}
+        flags[name] = {"task": task, "seed": seed} | FLAGS[task] | ALL_MODES[mode]
+        if config.modes == "gpu":
+            flags[name] |= GPU_FLAGS
     file = {"best": "race", "full": "async", "gpu": "async-cuda"}[config.modes]
-    begin, rows, first = time.monotonic(), [], []
+    begin = time.monotonic()
+    rows = []
+    first = []  # the two runs of a task that the timeline shows
     for name, run, summary in run_each(flags, folder):
         task, mode, seed = plan[name]
-        rows.append({"task": task, "mode": mode, "seed": seed, **speed_of(run, summary, task)})
-        first += [run] if seed == 0 and mode in (BASELINE, JUDGED[task]) else []
+        rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
+        if seed == 0 and mode in (BASELINE, JUDGED[task]):
+            first.append(run)
         save_result(folder, file, {"machine": machine, "runs": rows})
         if config == RaceConfig() and too_late(plan, len(rows), time.monotonic() - begin):
             break
-    shown = ["sync, one core", BASELINE, "sync, one GPU", *dict.fromkeys(JUDGED.values())]
-    draw_race(rows, shown, TARGETS, folder / f"{file}.png")
+    draw_race(rows, SHOWN, TARGETS, folder / f"{file}.png")
     print(*race_table(rows), "", READING, sep="\n")
     if config.modes == "best":
         draw_timeline(first, folder / "timeline.png")
@@ -168,31 +173,24 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     """What a run says about speed. Its evaluations must be late: they take no time.
 
     The clock starts when the first episode does, and the target is reached on a straight line
-    between two evaluations. Busy is who decodes, or trains and publishes, from first to last step.
+    between two evaluations.
     """
     rows = read_lines(run / "metrics.jsonl")
-    events = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
-    generated = [event for event in events if event["kind"] == "generate"]
+    events = read_lines(run / "events.jsonl")
+    zero = next(event["t"] for event in events if event["kind"] == "generate")
     steps = [row for row in rows if "seconds" in row]
     metric, goal = TARGETS[task]
-    size, zero, begin = steps[0]["samples"], generated[0]["t"], steps[0]["t"]
-    seconds = steps[-1]["t"] - begin
+    size = steps[0]["samples"]
     held = []  # seconds, episodes, score
     for row in rows:
         if "eval" in row:
             held.append([max(0.0, row["t"] - zero), row["step"] * size, row["eval"][metric]])
-    busy = dict.fromkeys(("generate", "train", "publish"), 0.0)
-    for event in events:
-        if event["kind"] in busy and event["t"] >= begin:
-            busy[event["kind"]] += event["seconds"] / seconds
     target_s, target_samples = crossing(held, goal)
     return {
         "target_s": target_s,
         "target_samples": target_samples,
         "final": held[-1][2],
-        "samples_per_s": (len(steps) - 1) * size / seconds,
-        "busy_rollout": busy["generate"] / len({event["process"] for event in generated}),
-        "busy_learner": busy["train"] + busy["publish"],
+        "samples_per_s": (len(steps) - 1) * size / (steps[-1]["t"] - steps[0]["t"]),
         "staleness": summary["staleness"]["mean"],
         "held": held,
     }
@@ -213,29 +211,39 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     Beside the medians: `seeds`, its run of each seed; `gain`, median time to the score of the best
     synchronous mode over that of this one, and `gains`, between which it lies.
     """
-    found: dict[str, dict] = {}
-    for mode in sorted(GPU_MODES | MODES, key=lambda mode: not mode.startswith("sync")):
-        own = [row for row in runs if (row["task"], row["mode"]) == (task, mode)]
-        own = [{k: math.inf if v is None else v for k, v in row.items()} for row in own]
-        if own:
-            found[mode] = {key: float(np.median([row[key] for row in own])) for key in MEASURED}
-            found[mode]["seeds"] = {row["seed"]: row for row in own}
-    best = min((m for m in found if m.startswith("sync")), key=lambda m: found[m]["target_s"])
-    theirs = [row["target_s"] for row in found[best]["seeds"].values()]
+    modes: dict[str, dict] = {}  # mode -> seed -> run
+    for row in runs:
+        if row["task"] == task:
+            known = {key: math.inf if row[key] is None else row[key] for key in MEASURED}
+            modes.setdefault(row["mode"], {})[row["seed"]] = known
+    found = {}
+    for mode, seeds in modes.items():
+        each = list(seeds.values())
+        found[mode] = {key: float(np.median(column(each, key))) for key in MEASURED}
+        found[mode]["seeds"] = seeds
+    synchronous = [mode for mode in found if mode.startswith("sync")]
+    best = min(synchronous, key=lambda mode: found[mode]["target_s"])
+    theirs = seconds_of(found[best])
     for row in found.values():
-        ours = [seed["target_s"] for seed in row["seeds"].values()]
-        row["gain"], *row["gains"] = ratio_of_medians(theirs, ours)
+        row["gain"], *row["gains"] = ratio_of_medians(theirs, seconds_of(row))
     return best, found
+
+
+def seconds_of(row: dict) -> list[float]:
+    """Seconds to the score in each seed of a mode."""
+    return column(row["seeds"].values(), "target_s")
 
 
 def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000) -> list[float]:
     """The ratio (1 where neither has reached the score), and between which values it lies in 90% of
     the cases when as many runs are drawn from the measured ones (bootstrap; Efron 1979)."""
     random = np.random.default_rng(0)
-    drawn = [[x, *random.choice(x, (rounds, len(x)))] for x in (above, below)]
-    above, below = (np.median(rows, axis=1) for rows in drawn)
-    reached = np.isfinite(np.minimum(above, below))
-    ratios = np.divide(above, below, out=np.ones(rounds + 1), where=reached)
+    drawn = []
+    for seconds in (above, below):
+        again = random.choice(seconds, (rounds, len(seconds)))
+        drawn.append(np.median([seconds, *again], axis=1))  # the first is what was measured
+    reached = np.isfinite(drawn).any(axis=0)
+    ratios = np.divide(*drawn, out=np.ones(rounds + 1), where=reached)
     return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
 
 
@@ -251,20 +259,28 @@ def rate_gain(found: dict, mode: str, other: str) -> float:
 def race_table(runs: list[dict]) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
     lines = []
-    for task in dict.fromkeys(row["task"] for row in runs):
-        (best, found), (metric, goal) = medians(runs, task), TARGETS[task]
-        head = [f"`{task}`: to a held-out {metric} of {goal}", "seconds", "× best sync (90%)"]
-        head += ["episodes", "episodes/s", "busy: rollout, learner", "staleness", "final"]
+    for task in dict.fromkeys(column(runs, "task")):
+        best, found = medians(runs, task)
+        metric, goal = TARGETS[task]
+        head = [
+            f"`{task}`: to a held-out {metric} of {goal}",
+            "seconds",
+            "× best sync (90%)",
+            "episodes",
+            "episodes/s",
+            "staleness",
+            "final",
+        ]
         rows = []
         for mode, row in found.items():
-            seconds, finals = ([r[k] for r in row["seeds"].values()] for k in ("target_s", "final"))
+            seconds = seconds_of(row)
+            finals = column(row["seeds"].values(), "final")
             cells = [
                 f"{mode}{' (best sync)' * (mode == best)}, {len(seconds)} seeds",
                 f"{row['target_s']:.1f} ({between(seconds, '.1f')})",
                 f"{row['gain']:.2f} ({between(row['gains'], '.2f')})",
                 f"{row['target_samples']:,.0f}",
                 f"{row['samples_per_s']:,.0f}",
-                f"{row['busy_rollout']:.0%}, {row['busy_learner']:.0%}",
                 f"{row['staleness']:.2f}",
                 f"{row['final']:.2f} ({between(finals, '.2f')})",
             ]
@@ -272,8 +288,9 @@ def race_table(runs: list[dict]) -> list[str]:
         lines += ["", *markdown(head, rows)]
         if all(mode in found for mode in SPLIT.values()):
             modes = [best, *SPLIT.values()]
-            gains = [rate_gain(found, new, old) for old, new in pairwise(modes)]
-            parts = [f"{name} {gain:.2f}" for name, gain in zip(SPLIT, gains, strict=True)]
+            parts = []
+            for name, (old, new) in zip(SPLIT, pairwise(modes), strict=True):
+                parts.append(f"{name} {rate_gain(found, new, old):.2f}")
             whole = f"{modes[-1]} over {best}: {rate_gain(found, modes[-1], best):.2f}"
             lines += ["", f"Episodes a second, {whole} = {' × '.join(parts)}."]
     return lines

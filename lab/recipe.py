@@ -11,7 +11,6 @@ and after some steps of RL with the indexer frozen. All of them but the first at
 Left out: the stages themselves (pretrain.py).
 """
 
-import dataclasses
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -21,13 +20,30 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, between, draw_panels, markdown, save_result
+from lab.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    between,
+    column,
+    draw_panels,
+    markdown,
+    save_result,
+)
 from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, rl_stage, train_stage
 from runtime.config import UserError
 from runtime.devices import cores, describe_machine
 
-COLOURS = {"dense": GREY, "random indexer": PURPLE, "mean keys": GREY, "warm-up only": ORANGE}
-COLOURS |= {"full recipe": BLUE, "after RL": GREEN}  # of the variants, in order
+COLOURS = {  # of the variants, in order
+    "dense": GREY,
+    "random indexer": PURPLE,
+    "mean keys": GREY,
+    "warm-up only": ORANGE,
+    "full recipe": BLUE,
+    "after RL": GREEN,
+}
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
 
@@ -72,21 +88,19 @@ def accuracy_table(runs: list[dict], lengths: list[int], attended: int) -> list[
     head = ["held-out prompts solved (%)", *(f"{n} tokens, {n // attended}×" for n in lengths)]
     rows = []
     for variant in runs[0]["accuracy"]:
-        cells = []
-        for n in lengths:
-            cells.append(between([100 * run["accuracy"][variant][n] for run in runs], ".1f"))
-        rows.append([variant, *cells])
+        scores = column(column(runs, "accuracy"), variant)
+        solved = [between([100 * score[n] for score in scores], ".1f") for n in lengths]
+        rows.append([variant, *solved])
     return markdown(head, rows)
 
 
 def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
     """What the recipe has to show, in every seed: the order of the variants on prompts of at least
     4 times the attended keys, and at 8 times no more than one point lost against dense."""
-    orders, losses = [], []
-    for run in runs:
-        scores = run["accuracy"]
-        for n in lengths[1:]:
-            orders.append([scores[variant][n] for variant in STAGED])
+    orders = []
+    losses = []
+    for scores in column(runs, "accuracy"):
+        orders += [[scores[variant][n] for variant in STAGED] for n in lengths[1:]]
         losses.append(scores["dense"][lengths[2]] - scores["full recipe"][lengths[2]])
     strict = sum(a < b < c for a, b, c in orders)
     return {
@@ -97,32 +111,45 @@ def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
 
 
 def draw_recipe(runs: list[dict], config: RecipeConfig, folder: Path) -> None:
-    """recipe.png: accuracy against the length of the prompt, mean over the seeds."""
+    """recipe.png: accuracy against the length of the prompt, all seeds."""
     solved = {}
     for variant in runs[0]["accuracy"]:
-        scores = [list(run["accuracy"][variant].values()) for run in runs]
-        style = GREY + "o--" if variant == "dense" else COLOURS[variant] + "o-"
-        solved[variant] = (style, config.lengths, 100 * np.mean(scores, axis=0))
-    axis = {"xscale": "log", "xticks": config.lengths, "xticklabels": config.lengths}
-    axis |= {"xlabel": "tokens of the prompt", "ylabel": "held-out prompts solved (%)"}
+        rows = [list(run["accuracy"][variant].values()) for run in runs]  # [seeds, lengths]
+        dashes = "o--" if variant == "dense" else "o-"
+        solved[variant] = (COLOURS[variant] + dashes, config.lengths, 100 * np.array(rows))
+    axis = {
+        "xscale": "log",
+        "xticks": config.lengths,
+        "xticklabels": config.lengths,
+        "xlabel": "tokens of the prompt",
+        "ylabel": "held-out prompts solved (%)",
+        "ylim": (-3, 103),
+    }
     title = f"All but dense attend to {config.attended} keys"
-    draw_panels(folder, "recipe", title, [(solved, axis | {"ylim": (-3, 103)})])
+    draw_panels(folder / "recipe.png", title, [(solved, axis)])
 
 
 def bench_recipe(folder: Path, config: RecipeConfig) -> None:
     """Run the seeds, as many at a time as there are cores; save, draw and print."""
     if config.attended < 8:
         raise UserError(f"--top-k {config.top_k}: must attend to at least 8 keys")
-    begin, seeds = time.monotonic(), range(config.seed, config.seed + config.seeds)
+    begin = time.monotonic()
+    seeds = range(config.seed, config.seed + config.seeds)
     places = [folder / f"seed{seed}" for seed in seeds]
     workers = min(len(seeds), cores())
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         runs = list(pool.map(run_seed, [config] * len(seeds), seeds, places))
     table = "\n".join(accuracy_table(runs, config.lengths, config.attended))
     shown = verdict(runs, config.lengths)
-    result = {"machine": describe_machine(), "settings": dataclasses.asdict(config)}
-    result |= {"wall_s": round(time.monotonic() - begin, 1), "table": table, "shown": shown}
-    save_result(folder, "recipe", result | {"runs": runs})
+    result = {
+        "machine": describe_machine(),
+        "settings": vars(config),
+        "wall_s": round(time.monotonic() - begin, 1),
+        "table": table,
+        "shown": shown,
+        "runs": runs,
+    }
+    save_result(folder, "recipe", result)
     draw_recipe(runs, config, folder)
     print(table)
     for name, held in shown.items():

@@ -12,23 +12,28 @@ Left out: how costs are found in a log (calibrate.py), and memory: every split o
 At 512 devices the calibrated pipeline waits for its one learner that takes in every group.
 """
 
-import json
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
-from lab.pipeline import Costs, pipeline_metrics, predict
-from lab.plots import BLUE, GREEN, GREY, RESULTS, draw_panels, print_table, save_result
+from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
+from lab.plots import BLUE, GREEN, GREY, RESULTS, column, draw_panels, print_table, save_result
 from lab.races import run_each
 from runtime.config import Config
 from runtime.devices import describe_machine
+from runtime.runlog import read_json
 
 COSTS = RESULTS / "simulate-costs.json"
+COMPARED = {  # metric: (10% of what is within at least, what it is)
+    "tokens_per_s": (0.0, "tokens trained (1/s)"),
+    "idle": (1.0, "idle share of all processes"),
+    "staleness": (1.0, "mean staleness (versions)"),
+}
 
 
 # Runs as a user would start them, without the dashes: what the costs are learned from ...
@@ -62,18 +67,21 @@ def bench_simulate(folder: Path, rounds: int = 3) -> None:
 
     A machine has slow minutes, so each run is repeated, and all of its repetitions count.
     """
-    plan, logs, known = {}, defaultdict(list), {}
+    plan = {}
     for i in range(rounds):
         for command in CALIBRATION + HELD_OUT:
             trainer, *flags = command.split()
             plan[f"{command} {i}"] = {"trainer": trainer} | dict(f.split("=") for f in flags)
     alike = {"steps": 60, "eval_every": 1000, "rollout_workers": 1, "reward_workers": 1}
+    logs = defaultdict(list)
     with tempfile.TemporaryDirectory() as place:
         for name, run, _ in run_each(plan, Path(place), **alike):
             logs[name.rpartition(" ")[0]].append(read_run(run))
-    basis = [log for command in CALIBRATION for log in logs[command]]
-    for task in ("sum", "guess"):
-        known[task] = calibrate([log for log in basis if log.config.task == task])
+    basis = defaultdict(list)
+    for command in CALIBRATION:
+        for log in logs[command]:
+            basis[log.config.task].append(log)
+    known = {task: calibrate(own) for task, own in basis.items()}
     save_costs(folder, known)
     rows = [held_out_row(command, logs[command], known) for command in HELD_OUT]
     save_result(folder, "simulate", {"machine": describe_machine(), "runs": rows})
@@ -82,38 +90,36 @@ def bench_simulate(folder: Path, rounds: int = 3) -> None:
     print("*: predicted; idle: share of all processes")
 
 
-def held_out_row(command, logs, known):
+def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs]) -> dict:
     """Runs of a command beside as many simulations: the means of both, and the verdict."""
-    config, synchronous = logs[0].config, logs[0].synchronous
-    costs, seeds = known[config.task], range(len(logs))
     measured = [pipeline_metrics(log) for log in logs]
-    predicted = [predict(config, costs, seed, synchronous) for seed in seeds]
+    predicted = []
+    for seed, log in enumerate(logs):
+        costs = known[log.config.task]
+        predicted.append(predict(log.config, costs, seed, log.synchronous))
     row = {"setup": command, "runs": len(logs), "within": True}
-    smallest = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}
-    for name, least in smallest.items():
-        row[name] = round(float(np.mean([m[name] for m in measured])), 3)
-        row[f"{name}*"] = round(float(np.mean([m[name] for m in predicted])), 3)
-        row["within"] &= abs(row[f"{name}*"] - row[name]) <= 0.1 * max(least, row[name])
+    for name, (least, _) in COMPARED.items():
+        found = float(np.mean(column(measured, name)))
+        said = float(np.mean(column(predicted, name)))
+        row |= {name: round(found, 3), f"{name}*": round(said, 3)}
+        row["within"] &= abs(said - found) <= 0.1 * max(least, found)
     return row
 
 
-def draw_held_out(folder, rows):
+def draw_held_out(folder: Path, rows: list[dict]) -> None:
     """Predicted against measured; a prediction is right on the diagonal."""
-    titles = {
-        "tokens_per_s": "tokens trained (1/s)",
-        "idle": "idle share of all processes",
-        "staleness": "mean staleness (versions)",
-    }
     panels = []
-    for name, title in titles.items():
-        measured, predicted = ([row[key] for row in rows] for key in (name, f"{name}*"))
+    for name, (_, title) in COMPARED.items():
+        measured = column(rows, name)
         diagonal = [0.0, max(measured)]
-        curves = {"predicted": (BLUE + "o", measured, predicted)}
-        curves["exact"] = (GREY, diagonal, diagonal)
+        curves = {
+            "predicted": (BLUE + "o", measured, column(rows, f"{name}*")),
+            "exact": (GREY, diagonal, diagonal),
+        }
         panels.append((curves, {"title": title, "xlabel": "measured"}))
-    right = sum(row["within"] for row in rows)
+    right = sum(column(rows, "within"))
     title = f"{right} of {len(rows)} setups that were not calibrated on are within 10%"
-    draw_panels(folder, "simulate", title, panels, (7, 6))
+    draw_panels(folder / "simulate.png", title, panels, (7, 6))
 
 
 def save_costs(folder: Path, known: dict[str, Costs]) -> None:
@@ -121,17 +127,16 @@ def save_costs(folder: Path, known: dict[str, Costs]) -> None:
     stored = {}
     for task, costs in known.items():
         groups = [" ".join(map(str, record)) for record in costs.groups]
-        stored[task] = asdict(costs) | {"groups": groups}
+        stored[task] = vars(costs) | {"groups": groups}
     save_result(folder, COSTS.stem, stored)
 
 
 def load_costs(path: Path = COSTS) -> dict[str, Costs]:
     """The costs of each task."""
-    names, known = [f.name for f in fields(Costs)], {}
-    for task, stored in json.loads(path.read_text()).items():
-        groups = [[int(n) for n in record.split()] for record in stored["groups"]]
-        values = {name: stored[name] for name in names}  # a file may hold costs without any effect
-        known[task] = Costs(**values | {"groups": groups})
+    known = {}
+    for task, stored in read_json(path).items():
+        groups = [list(map(int, record.split())) for record in stored["groups"]]
+        known[task] = Costs(**stored | {"groups": groups})
     return known
 
 
@@ -202,9 +207,15 @@ def language_model(billions: float, seed: int = 0) -> Costs:
 def compare(config: Config, costs: Costs, devices: int) -> dict:
     """Asynchronous training with the best split, over synchronous training on as many devices."""
     after = best_split(config, costs, devices)
-    roles = {"rollout_workers": devices, "learners": devices, "max_staleness": 0, "steps": 7}
+    together = replace(
+        config,
+        rollout_workers=devices,
+        learners=devices,
+        max_staleness=0,
+        steps=7,
+    )
     costs = replace(costs, alone=1.0)  # several devices are several processes
-    before = predict(replace(config, **roles), costs, synchronous=True)
+    before = predict(together, costs, synchronous=True)
     return {
         "devices": devices,
         "learners": after["learners"],
@@ -217,8 +228,8 @@ def compare(config: Config, costs: Costs, devices: int) -> dict:
 def bench_scale(folder: Path, costs: Path = COSTS) -> None:
     """Predicted speed-up from 8 to 1024 devices, beside what was published; scale.json and .png."""
     task, own_costs = next(iter(load_costs(costs).items()))
-    flags = {"groups_per_step": PROMPTS, "reward_workers": 16, "reference_every": 0}
-    own, text = Config(steps=12, **flags), Config(steps=12, slots=256, **flags)
+    own = Config(steps=12, groups_per_step=PROMPTS, reward_workers=16, reference_every=0)
+    text = replace(own, slots=256)
     plan = {(devices, billions) for _, _, devices, billions, _ in PUBLISHED}
     plan |= {(devices, 7.0) for devices in DEVICES}
     found = {}
@@ -226,28 +237,29 @@ def bench_scale(folder: Path, costs: Path = COSTS) -> None:
         found[devices, billions] = compare(text, language_model(billions), devices)
     published = []
     for what, source, devices, billions, claim in PUBLISHED:
-        row = {"what": what, "source": source, "devices": devices, "billions": billions}
-        published.append(row | {"published": claim} | found[devices, billions])
-    curves = {"7B on GPUs, by arithmetic": [found[devices, 7.0] for devices in DEVICES]}
-    curves[f"{task}, as calibrated"] = [compare(own, own_costs, n) for n in tqdm(DEVICES)]
+        row = {"what": what, "source": source, "billions": billions, "published": claim}
+        published.append(row | found[devices, billions])
+    curves = {
+        "7B on GPUs, by arithmetic": [found[devices, 7.0] for devices in DEVICES],
+        f"{task}, as calibrated": [compare(own, own_costs, devices) for devices in tqdm(DEVICES)],
+    }
     save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "curves": curves})
     draw_scale(folder, published, curves)
-    print_table(published)
     print("assumed:", *ASSUMED, sep="\n")
-    for name, rows in curves.items():
+    for name, rows in {"published": published, **curves}.items():
         print(name)
         print_table(rows)
 
 
-def draw_scale(folder, published, curves):
+def draw_scale(folder: Path, published: list[dict], curves: dict[str, list]) -> None:
     """Predicted speed-up against the number of devices; published ones as points."""
     lines = {}
     for name, rows in curves.items():
-        lines[f"predicted: {name}"] = (None, DEVICES, [row["speed_up"] for row in rows])
+        lines[f"predicted: {name}"] = (None, DEVICES, column(rows, "speed_up"))
     points = [row for row in published if row["published"].endswith("x")]
-    speed = [float(row["published"].removeprefix("about ").rstrip("x")) for row in points]
+    speed = [float(claim.split()[-1].rstrip("x")) for claim in column(points, "published")]
     label = "published (AReaL, PipelineRL, ROLL Flash)"
-    lines[label] = (GREEN + "s", [row["devices"] for row in points], speed)
+    lines[label] = (GREEN + "s", column(points, "devices"), speed)
     axis = {"xscale": "log", "xlabel": "devices", "ylabel": "speed-up over synchronous (x)"}
     title = "What asynchrony gains at one batch size: 512 prompts, 16 answers each"
-    draw_panels(folder, "scale", title, [(lines, axis)], (7, 4))
+    draw_panels(folder / "scale.png", title, [(lines, axis)], (7, 4))

@@ -6,7 +6,7 @@ were not recorded is left out. Left out: measuring, and pictures (plots.py).
 
 from itertools import product
 
-from lab.plots import RESULTS, between, load_result, markdown
+from lab.plots import RESULTS, between, column, load_result, markdown
 from lab.races import JUDGED, READING, medians, race_table
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
@@ -45,52 +45,76 @@ def write_tables() -> str:
 
 def claims() -> list[tuple[str, str, str, str]]:
     """The five that matter: (claim, measured here, caveat, command), from results/."""
-    runs, bounds = load_result("async")["runs"], load_result("staleness")["runs"]
-    faults, replays = load_result("faults"), load_result("replay")["runs"]
+    runs = load_result("async")["runs"]
     gains = []
     for task, mode in JUDGED.items():
         best, found = medians(runs, task)
-        row, ours, theirs = found[mode], found[mode]["target_s"], found[best]["target_s"]
+        row = found[mode]
         interval = f"{between(row['gains'], '.2f')}; {len(row['seeds'])} seeds"
-        gains.append(f"`{task}` {row['gain']:.2f}× ({interval}, {ours:.1f} s, not {theirs:.1f} s)")
-    faster = f"over the best synchronous mode on the same two cores: {'; '.join(gains)}"
-    over = max(row["max"] - row["bound"] for row in bounds)
-    lost = sum(row["groups"]["admitted"] - row["groups"]["trained"] for row in bounds)
-    oldest = f"oldest token over the bound in {len(bounds)} runs: {over:+d} versions; "
-    oldest += f"{lost} groups lost or dropped"
-    fresh = "Nothing is trained that is too old"
-    same = f"{sum(row['same'] for row in replays)} of {len(replays)} runs replayed to the same"
-    books = f"{faults['faults']} faults on purpose: {faults['lost']} groups lost, "
-    books += f"{faults['duplicated']} trained twice; {same} weights"
-    kernels = [row["forward+backward"] for row in load_result("dsa-cuda")["rows"]]
-    gain = [f"{speed_up(kernels[i], ALONE, 'CUDNN'):.1f}×" for i in (1, -1)]
-    sparse = "forward and backward on an H100, selection included, against cuDNN: "
-    sparse += f"{gain[0]} at 8k, {gain[1]} at 128k tokens"
+        seconds = f"{row['target_s']:.1f} s, not {found[best]['target_s']:.1f} s"
+        gains.append(f"`{task}` {row['gain']:.2f}× ({interval}, {seconds})")
+    bounded = load_result("staleness")["runs"]
+    ages = column(bounded, "staleness")
+    over = max(age["max"] - age["bound"] for age in ages)
+    books = column(bounded, "ledger")
+    missing = sum(book["admitted"] - book["trained"] for book in books)
+    faults = load_result("faults")
+    same = column(load_result("replay")["runs"], "same")
+    kernels = column(load_result("dsa-cuda")["rows"], "forward+backward")
+    at_8k, at_128k = (f"{speed_up(kernels[i], ALONE, 'CUDNN'):.1f}×" for i in (1, -1))
     order = "random < warm-up only < full"
-    recipe = f"{order} {load_result('recipe')['shown'][order]}"
-    interval = "In brackets, where the ratio lies in 90% of resamplings; tiny models, short answers"
-    race, alone = "Asynchronous training is faster to the same score", "One task, tiny models"
-    kept = "Nothing is lost, and runs can be executed again"
-    limits = "Faults of processes on one machine; replay needs the same kind of CPU"
-    staged = "An indexer must be trained, in stages"
-    pays, short = "Sparse attention pays at long context", "Short contexts are slower"
     return [
-        (race, faster, interval, "python bench.py race --modes full"),
-        (fresh, oldest, alone, "python bench.py staleness"),
-        (kept, books, limits, "python bench.py faults, replay"),
-        (pays, sparse, short, "python bench.py dsa"),
-        (staged, recipe, alone, "python bench.py recipe --seeds 3"),
+        (
+            "Asynchronous training is faster to the same score",
+            f"over the best synchronous mode on the same two cores: {'; '.join(gains)}",
+            "In brackets, where the ratio lies in 90% of resamplings; tiny models, short answers",
+            "python bench.py race --modes full",
+        ),
+        (
+            "Nothing is trained that is too old",
+            f"oldest token over the bound in {len(ages)} runs: {over:+d} versions; {missing} "
+            "groups lost or dropped",
+            "One task, tiny models",
+            "python bench.py staleness",
+        ),
+        (
+            "Nothing is lost, and runs can be executed again",
+            f"{faults['faults']} faults on purpose: {faults['lost']} groups lost, "
+            f"{faults['duplicated']} trained twice; {sum(same)} of {len(same)} runs replayed to "
+            "the same weights",
+            "Faults of processes on one machine; replay needs the same kind of CPU",
+            "python bench.py faults, replay",
+        ),
+        (
+            "Sparse attention pays at long context",
+            "forward and backward on an H100, selection included, against cuDNN: "
+            f"{at_8k} at 8k, {at_128k} at 128k tokens",
+            "Short contexts are slower",
+            "python bench.py dsa",
+        ),
+        (
+            "An indexer must be trained, in stages",
+            f"{order} {load_result('recipe')['shown'][order]}",
+            "One task, tiny models",
+            "python bench.py recipe --seeds 3",
+        ),
     ]
 
 
 def task_lines(result: dict) -> list[str]:
     rows = []
-    for task, runs in result["tasks"].items():
-        before, after = ([run[when]["solved"] for run in runs] for when in ("before", "after"))
-        turns, seconds = [run["after"]["turns"] for run in runs], [run["command_s"] for run in runs]
-        name = f"`--task {task}`, {len(runs)} seeds, {runs[0]['steps']} steps"
-        cells = [between(before, ".0%"), between(after, ".1%"), between(turns, ".2f")]
-        rows.append([name, *cells, between(seconds, ".0f")])
+    for task in dict.fromkeys(column(result["runs"], "task")):
+        runs = [run for run in result["runs"] if run["task"] == task]
+        exams = column(runs, "eval")
+        after = column(exams, "after")
+        cells = [
+            f"`--task {task}`, {len(runs)} seeds, {runs[0]['steps']} steps",
+            between(column(column(exams, "before"), "solved"), ".0%"),
+            between(column(after, "solved"), ".1%"),
+            between(column(after, "turns"), ".2f"),
+            between(column(runs, "command_s"), ".0f"),
+        ]
+        rows.append(cells)
     head = ["`train_async.py`", "solved before", "solved after", "turns", "seconds"]
     text = "Solved: the number was found within 6 guesses, or an answer has no mistake (greedy)."
     return [text, "", *markdown(head, rows)]
@@ -102,9 +126,9 @@ def race_lines(result: dict) -> list[str]:
 
 def staleness_lines(result: dict) -> list[str]:
     oldest = {}
-    for run in result["runs"]:
-        oldest[run["bound"]] = max(run["max"], oldest.get(run["bound"], 0))
-    rows = [[f"{bound}", f"{age}"] for bound, age in oldest.items()]
+    for age in column(result["runs"], "staleness"):
+        oldest.setdefault(str(age["bound"]), []).append(age["max"])
+    rows = [[bound, str(max(ages))] for bound, ages in oldest.items()]
     text = f"`sum`, over all three swap modes, {len(result['runs'])} runs, in versions."
     return [text, "", *markdown(["bound", "oldest token ever trained"], rows)]
 
@@ -112,20 +136,25 @@ def staleness_lines(result: dict) -> list[str]:
 def objective_lines(result: dict) -> list[str]:
     cells, damped = {}, {}
     for run in result["runs"]:
-        eta, threshold = run["max_staleness"], run["kl_threshold"]
+        threshold, reward = run["kl_threshold"], f"{run['eval']['after']['reward']:.2f}"
         rounded = run["rollout_weights"] != "float32"
-        case = f"η = {eta}" + ", 8-bit rollouts" * rounded
+        case = f"η = {run['max_staleness']}" + ", 8-bit rollouts" * rounded
         if threshold == 1.0:
-            text = f"{run['reward']:.2f} ({run['ess']:.2f})"
-            cells.setdefault(run["objective"], {})[case] = text
-        if run["objective"] == "cispo" and eta and not rounded:
-            damped.setdefault(threshold, {})[case] = f"{run['reward']:.2f}"
-    rows = [[f"`{name}`", *row.values()] for name, row in cells.items()]
+            row = cells.setdefault(f"`{run['objective']}`", {})
+            row[case] = f"{reward} ({run['ess']:.2f})"
+        if run["objective"] == "cispo" and run["max_staleness"] and not rounded:
+            damped.setdefault(threshold, {})[case] = reward
     names = {0.0: "always", 1e9: "never"}
-    damper = [[names.get(at, f"above {at:g}"), *damped[at].values()] for at in sorted(damped)]
+    damper = {names.get(at, f"above {at:g}"): damped[at] for at in sorted(damped)}
     text = f"`reverse`, half batches, {result['steps']} steps: held-out reward (effective sample "
-    table = [f"{text}size).", "", *markdown(["objective", *cells["cispo"]], rows), ""]
-    return [*table, *markdown(["the KL damper acts (`cispo`)", *damped[1.0]], damper)]
+    table = [f"{text}size).", "", *nested_table("objective", cells), ""]
+    return table + nested_table("the KL damper acts (`cispo`)", damper)
+
+
+def nested_table(corner: str, cells: dict[str, dict[str, str]]) -> list[str]:
+    """A table of {row: {column: text}}."""
+    rows = [[name, *row.values()] for name, row in cells.items()]
+    return markdown([corner, *next(iter(cells.values()))], rows)
 
 
 def fault_lines(result: dict, replay: dict) -> list[str]:
@@ -161,16 +190,14 @@ def recipe_lines(result: dict) -> list[str]:
 
 
 def decode_lines(result: dict) -> list[str]:
-    rows = []
-    for name in result["rows"][0]["tokens_per_s"]:
-        cells = [name]
-        for row in result["rows"]:
-            rate, ratio = row["tokens_per_s"][name]["median"], row["over_dense"][name]["median"]
-            cells.append(f"{rate:,.0f} ({ratio:.1f}×)")
-        rows.append(cells)
-    head = ["tokens/s (over dense) at", *(f"{row['length']:,}" for row in result["rows"])]
+    cells = {}
+    for row in result["rows"]:
+        for name, rate in row["tokens_per_s"].items():
+            ratio = row["over_dense"][name]["median"]
+            text = f"{rate['median']:,.0f} ({ratio:.1f}×)"
+            cells.setdefault(name, {})[f"{row['length']:,}"] = text
     text = f"Model `{result['model']}`, {result['slots']} slots with full caches."
-    return [text, "", *markdown(head, rows)]
+    return [text, "", *nested_table("tokens/s (over dense) at", cells)]
 
 
 def speed_up(costs: dict, way: str, backend: str) -> float:
@@ -179,27 +206,24 @@ def speed_up(costs: dict, way: str, backend: str) -> float:
 
 
 def kernel_lines(result: dict) -> list[str]:
-    rows, own_terms, (query_heads, key_heads, width) = [], [], result["heads"]
-    for kind, way in product(("forward", "forward+backward"), (ALONE, TOGETHER)):
-        cells = [f"{kind}, {way.removeprefix('sparse, ')}"]
-        for row in result["rows"]:
-            gains = [speed_up(row[kind], way, backend) for backend in ("CUDNN", "FLASH")]
+    cells = {}
+    own_terms = []
+    for row in result["rows"]:
+        length = f"{row['length']:,}"
+        for kind, way in product(("forward", "forward+backward"), (ALONE, TOGETHER)):
             milliseconds = row[kind][way]["ms"]["median"]
-            cells.append(f"{milliseconds:.1f} ({gains[0]:.1f}×, {gains[1]:.1f}×)")
-        rows.append(cells)
-    lengths = [f"{row['length']:,}" for row in result["rows"]]
-    for row, length in zip(result["rows"], lengths, strict=True):
+            cudnn, flash = (speed_up(row[kind], way, backend) for backend in ("CUDNN", "FLASH"))
+            text = f"{milliseconds:.1f} ({cudnn:.1f}×, {flash:.1f}×)"
+            cells.setdefault(f"{kind}, {way.removeprefix('sparse, ')}", {})[length] = text
         own_terms.append(f"{speed_up(row['forward+backward'], ALONE, 'FLASH'):.2f}× at {length}")
+    query_heads, key_heads, width = result["heads"]
     shape = f"{query_heads} query heads, {key_heads} key heads of {width}, {result['dtype']}"
-    text = f"16 chunks of 64, selection included; {shape}. In brackets: how many times as fast as "
-    text += "dense attention by cuDNN (the fastest here), and by PyTorch's flash backend."
-    return [
-        text,
-        "",
-        *markdown(["milliseconds at", *lengths], rows),
-        NSA,
-        f"{', '.join(own_terms)}.",
-    ]
+    text = (
+        f"16 chunks of 64, selection included; {shape}. In brackets: how many times as fast as "
+        "dense attention by cuDNN (the fastest here), and by PyTorch's flash backend."
+    )
+    table = nested_table("milliseconds at", cells)
+    return [text, "", *table, NSA, f"{', '.join(own_terms)}."]
 
 
 def generator_lines(result: dict) -> list[str]:
@@ -215,14 +239,19 @@ def generator_lines(result: dict) -> list[str]:
 
 
 def simulator_lines(result: dict, scale: dict) -> list[str]:
-    within = sum(run["within"] for run in result["runs"])
-    text = f"Of {len(result['runs'])} setups that it was not calibrated on, {within} have tokens a "
-    text += "second and mean staleness within 10% of what it says, and idle shares within 10 "
-    text += "points. What it says of published systems, by arithmetic (`scale.json`):"
+    within = sum(column(result["runs"], "within"))
+    text = (
+        f"Of {len(result['runs'])} setups that it was not calibrated on, {within} have tokens a "
+        "second and mean staleness within 10% of what it says, and idle shares within 10 points. "
+        "What it says of published systems, by arithmetic (`scale.json`): speed-up over "
+        "synchronous training, or utilisation of the devices, synchronous -> asynchronous."
+    )
     rows = []
     for row in scale["published"]:
-        rows.append([row["what"], row["published"], f"{row['speed_up']}×", row["utilisation"]])
-    return [text, "", *markdown(["system", "published", "predicted", "utilisation"], rows)]
+        is_share = "%" in row["published"]
+        predicted = row["utilisation"] if is_share else f"{row['speed_up']:.2f}x"
+        rows.append([row["what"], row["published"], predicted])
+    return [text, "", *markdown(["system", "published", "predicted"], rows)]
 
 
 def machine_lines() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import bench
-from lab import plots, races, speed, tables
+from lab import campaigns, plots, races, speed, tables
 from lab.plots import RESULTS, draw_run, load_result, save_result
 from model import GPT, PRESETS, ModelConfig
 from runtime.devices import describe_machine
@@ -37,13 +37,11 @@ def test_every_picture_in_the_texts_exists():
 
 
 def test_measured_runs_kept_their_promises():
-    tasks = load_result("tasks")["tasks"]
-    for rows in tasks.values():
-        for row in rows:
-            assert row["staleness"]["max"] <= row["staleness"]["bound"]
-            assert row["groups"]["admitted"] == row["groups"]["trained"]
-    for row in load_result("staleness")["runs"]:
-        assert row["max"] <= row["bound"] == row["max_staleness"]
+    bounded = load_result("staleness")["runs"]
+    for row in load_result("tasks")["runs"] + bounded:
+        assert row["staleness"]["max"] <= row["staleness"]["bound"]
+        assert row["ledger"]["admitted"] == row["ledger"]["trained"]
+    assert all(row["staleness"]["bound"] == row["max_staleness"] for row in bounded)
 
 
 def test_faults_and_replays_kept_their_promises():
@@ -225,8 +223,7 @@ def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_pat
 def measured(seconds: float, rate: float) -> dict:
     """What `speed_of` says of a run."""
     row = {"target_s": seconds, "target_samples": 1000, "final": 0.99, "samples_per_s": rate}
-    row |= {"staleness": 1.0, "busy_rollout": 0.9, "busy_learner": 0.8}
-    return row | {"held": [[0.0, 0, 0.1], [9.0, 900, 0.99]]}
+    return row | {"staleness": 1.0, "held": [[0.0, 0, 0.1], [9.0, 900, 0.99]]}
 
 
 def raced(mode: str, seed: int, seconds: float, rate: float, task: str = "guess") -> dict:
@@ -245,8 +242,6 @@ def test_the_speed_of_a_run_whose_evaluations_came_late(tmp_path):
         for process in ("rollout-0", "rollout-1"):
             span = {"process": process, "kind": "generate", "t": at - 1.0, "seconds": 0.7}
             events.append(span)
-        events.append({"process": "learner", "kind": "train", "t": at, "seconds": 0.5})
-        events.append({"process": "learner", "kind": "publish", "t": at + 0.5, "seconds": 0.1})
         rows.append({**ROW, "t": at + 0.6, "step": step, "reward": 0.5})
     for step, score in ((3, 0.95), (4, 0.97)):  # at the end of the file, at the time of the step
         rows.append({"t": rows[step]["t"], "step": step, "eval": {"solved": score}})
@@ -258,8 +253,6 @@ def test_the_speed_of_a_run_whose_evaluations_came_late(tmp_path):
     assert (speed["final"], speed["staleness"]) == (0.97, 1.5)
     assert races.crossing(speed["held"], 0.99) == (None, None)
     assert speed["samples_per_s"] == pytest.approx(3 * 4 / 4.0)
-    assert speed["busy_learner"] == pytest.approx(3 * 0.6 / 4.0)
-    assert speed["busy_rollout"] == pytest.approx(2 * 2 * 0.7 / (2 * 4.0))
 
 
 def test_the_ratio_of_medians_and_between_which_it_lies():
@@ -354,6 +347,31 @@ def test_sparse_attention_is_compared_with_each_dense_backend():
     rows = load_result("dsa-cuda")["rows"]
     page = tables.PAGE.read_text()
     assert rows[1]["length"] == 8192 and "1.23× at 8,192" in page and "21.11× at 131,072" in page
+
+
+def test_a_system_whose_utilisation_was_published_has_its_utilisation_predicted():
+    row = {"what": "a system", "speed_up": 1.9, "utilisation": "73% -> 86%"}
+    scale = {"published": [row | {"published": claim} for claim in ("about 2x", "52% -> 87%")]}
+    *_, speed_line, share_line = tables.simulator_lines({"runs": []}, scale)
+    assert [cell.strip() for cell in speed_line.split("|")[2:4]] == ["about 2x", "1.90x"]
+    assert [cell.strip() for cell in share_line.split("|")[2:4]] == ["52% -> 87%", "73% -> 86%"]
+
+
+def test_a_campaign_keeps_the_flags_and_the_summary_of_each_run(monkeypatch, tmp_path):
+    summary = {key: key for key in campaigns.SUMMARY}
+    seen = []
+
+    def run_each(plan, folder, **alike):
+        for name, flags in plan.items():
+            seen.append(flags | alike)
+            yield name, folder, summary | {"more": 1}
+
+    monkeypatch.setattr(campaigns, "run_each", run_each)
+    campaigns.bench_staleness(tmp_path)
+    rows = load_result("staleness", tmp_path)["runs"]
+    assert len(rows) == len(seen) == 15
+    assert rows[4] == {"max_staleness": 1, "swap": "recompute"} | summary
+    assert seen[4]["task"] == load_result("staleness", tmp_path)["task"] == "sum"
 
 
 def test_columns_of_a_table_are_aligned():

@@ -40,7 +40,8 @@ KNOWN = Costs(
 # about three micro-batches a step
 TOY = Config(task="toy", steps=24, slots=32, group_size=8, groups_per_step=8, token_budget=700)
 TOY = dataclasses.replace(TOY, rollout_workers=1, reference_every=0)
-SYNCHRONOUS = {"synchronous": True, "max_staleness": 0}
+# train_sync.py: who trains verifies
+SYNCHRONOUS = {"synchronous": True, "max_staleness": 0, "reward_workers": 0}
 
 
 def run(seed: int = 0, synchronous: bool = False, **changes) -> PipelineLog:
@@ -51,6 +52,7 @@ def write(log: PipelineLog, folder) -> Path:
     """A simulated log as a run folder."""
     folder.mkdir()
     flags = dataclasses.asdict(log.config) | {"mode": "sync" if log.synchronous else "async"}
+    flags["reward_workers"] = 1  # train_sync.py records the flag, too, but starts none
     (folder / "config.json").write_text(json.dumps(flags))
     events = sorted((e for kind in log.events.values() for e in kind), key=lambda e: e["t"])
     rows = [row | {"seconds": 1.0} for row in log.rows]
@@ -133,6 +135,15 @@ def test_verdicts_take_the_time_of_the_reward_workers():
         assert found["tokens_per_s"] == pytest.approx(12 / seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("workers, begin", [(0, 28), (1, 28), (2, 16), (4, 10), (8, 7)])
+def test_a_synchronous_run_verifies_with_as_many_workers_as_it_has(workers, begin):
+    costs = Costs(step=1.0, score=3.0, train=2.0, groups=[[0, 2, 6, 6]])
+    config = dataclasses.replace(ONE, steps=2, slots=16, group_size=2, groups_per_step=8)
+    config = dataclasses.replace(config, reward_workers=workers)  # 0: who trains verifies
+    events = Pipeline(config, costs, synchronous=True).run().events
+    assert events["train"][0]["t"] == begin  # 8 groups take 4 s, and then 3 s for each verdict
+
+
 def test_weights_arrive_in_the_middle_of_episodes_unless_they_are_drained():
     assert max(e["size"] for e in run(swap="keep").events["swap"]) > 0
     assert max(e["size"] for e in run(swap="drain").events["swap"]) == 0
@@ -208,7 +219,9 @@ BASIS = (
 def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path):
     logs = [run(7, **changes, steps=40) for changes in BASIS]
     folders = [write(log, tmp_path / f"basis{i}") for i, log in enumerate(logs)]
-    costs = calibrate([read_run(folder) for folder in folders])
+    basis = [read_run(folder) for folder in folders]
+    assert [log.config.reward_workers for log in basis] == [1, 1, 0]
+    costs = calibrate(basis)
     names = ("step", "step_running", "refill", "handle", "listen", "train", "score", "alone")
     for name in (*names, "micro_batch", "train_token"):
         assert getattr(costs, name) == pytest.approx(getattr(KNOWN, name), rel=0.05), name
