@@ -1,7 +1,8 @@
 """cache.py: generation with the GPT: a cache of keys and values, prefill, one token per step.
 
 A cache is a static batch of slots, one running sequence each. `prefill` writes whole sequences
-into slots; `decode` feeds every slot one token: `decode_dense`, or `decode_sparse` (dsa.py).
+into slots; `decode` feeds every slot one token. It reads the cache by `dense_reader`, or by
+`sparse_reader` (dsa.py).
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
@@ -12,7 +13,7 @@ Axes: B slots · T positions of a slot · L layers · K chunks of a slot · Hq, 
       D head width · E indexer width
 """
 
-import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,8 @@ class Cache(NamedTuple):
 
     k: Tensor  # [L, B, T, Hkv, D]
     v: Tensor  # [L, B, T, Hkv, D]
-    index: Tensor | None  # [L, B, T, E], the indexer's keys (dsa with scoring="indexer")
-    means: Tensor | None  # [L, B, K, Hkv, D] or [L, B, K, 1, E], mean keys (dsa with chunks)
+    scored: Tensor | None  # keys that selection scores (dsa): k, or the indexer's [L, B, T, 1, E]
+    means: Tensor | None  # mean keys of chunks (dsa): [L, B, K, Hkv, D] or [L, B, K, 1, E]
     tables: dsa.Tables | None  # where the chunks lie (dsa)
 
 
@@ -48,34 +49,39 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
         k, v = like.new_zeros(2, c.layers, slots, c.kv_heads, T, c.head_width).transpose(3, 4)
         return Cache(k, v, None, None, None)
     k, v = like.new_zeros(2, c.layers, slots, T, c.kv_heads, c.head_width)
-    index = like.new_zeros(c.layers, slots, T, c.index_width) if c.indexed else None
-    empty = torch.zeros(slots, dtype=torch.int64, device=like.device)
+    scored = k
+    if c.indexed:
+        scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
+    empty = torch.zeros(slots, device=like.device).long()
     tables = dsa.cache_tables(empty, T, c.chunk_size)
-    cache = Cache(k, v, index, None, tables)
-    if c.chunk_size == 1:  # single keys are their own means
-        return cache
-    like = scored_keys(cache)[:, :, : tables.widest]
-    return cache._replace(means=torch.zeros_like(like))
+    means = scored  # single keys are their own means
+    if c.chunk_size > 1:
+        means = torch.zeros_like(scored[:, :, : tables.widest])
+    return Cache(k, v, scored, means, tables)
 
 
-def scored_keys(cache: Cache) -> Tensor:
-    """The keys that selection scores: attention's [L, B, T, Hkv, D] or the indexer's [.., 1, E]."""
-    return cache.k if cache.index is None else cache.index[..., None, :]
+def write_keys(
+    cache: Cache,
+    layer: int,
+    place: tuple,  # slots [N], positions [N]
+    k: Tensor,  # [N or more, Hkv, D]
+    v: Tensor,
+    index: tuple | None,  # the indexer's queries, keys [N or more, E], weights
+) -> None:
+    """Put the keys and values of N tokens in their places; rows behind the first N are filler."""
+    N = len(place[0])
+    cache.k[layer][place] = k[:N]
+    cache.v[layer][place] = v[:N]
+    if index is not None:
+        cache.scored[layer][place] = index[1][:N, None]
 
 
 # ------------------------------------------------------------------------- whole sequences
 
 
-def read_prefix(cache: Cache, slot: int, keys: int) -> list[Tensor]:
-    """Copies of what a slot holds of its first `keys` tokens (means: at least of their chunks)."""
-    return [x[:, slot, :keys].clone() for x in cache[:4] if x is not None]
-
-
-def write_prefix(cache: Cache, slot: int, parts: list[Tensor]) -> None:
-    """Give a slot what `read_prefix` has read from another."""
-    tensors = [x for x in cache[:4] if x is not None]
-    for x, part in zip(tensors, parts, strict=True):
-        x[:, slot, : part.shape[1]] = part
+def prefix(cache: Cache, slot: int, keys: int) -> list[Tensor]:
+    """Views of what a slot holds of its first `keys` tokens (means: at least of their chunks)."""
+    return [x[:, slot, :keys] for x in cache[:4] if x is not None]
 
 
 def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None:
@@ -83,18 +89,19 @@ def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None
 
     prompts: slot -> (group id, tokens); known: group id -> its prompt's keys and values so far.
     """
-    first = {}  # group id -> the slot that computes its prompt
+    first = {}  # group id -> the first of its slots, which computes the prompt
     for slot, (group, _) in prompts.items():
         if group not in known:
             first.setdefault(group, slot)
-    if first:
-        slots = torch.tensor(list(first.values()), device=cache.k.device)
-        prefill(model, cache, slots, [prompts[slot][1] for slot in first.values()])
-    for group, slot in first.items():
-        known[group] = read_prefix(cache, slot, len(prompts[slot][1]))
-    for slot, (group, _) in prompts.items():
-        if slot != first.get(group):
-            write_prefix(cache, slot, known[group])
+    slots = torch.tensor([*first.values()], device=cache.k.device)
+    sequences = [prompts[slot][1] for slot in first.values()]
+    prefill(model, cache, slots, sequences)
+    for slot, (group, tokens) in prompts.items():
+        parts = prefix(cache, slot, len(tokens))
+        if group not in known:
+            known[group] = [x.clone() for x in parts]
+        for part, ready in zip(parts, known[group], strict=True):
+            part.copy_(ready)
 
 
 @torch.inference_mode()
@@ -109,42 +116,43 @@ def prefill(
     Only sequences whose grids have the same width go together: SDPA's order of summation changes
     with the width (from 200 tokens on, torch 2.13, CPU).
     """
-    widths: dict[int, list[int]] = {}
+    places = {}  # width of the grid -> places in `sequences`
     for i, sequence in enumerate(sequences):
-        widths.setdefault(padded(len(sequence)), []).append(i)
-    for same in widths.values():
+        places.setdefault(padded(len(sequence)), []).append(i)
+    for same in places.values():
         _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
 
 
 def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
-    lengths = torch.tensor([len(s) for s in sequences])
-    N = int(lengths.sum())
+    lengths = [len(s) for s in sequences]
+    N = sum(lengths)
     filler = [[0]] * (MIN_ROWS - N)  # too few rows change the rounding
     packed = pack_tokens([*sequences, *filler], model.flat.device)
-    row_slots = torch.repeat_interleave(slots, lengths.to(slots.device))  # [N]
+    counts = torch.tensor(lengths, device=slots.device)
+    row_slots = torch.repeat_interleave(slots, counts)  # [N]
     place = (row_slots, packed.positions[:N])
     attend_all = attend_packed(model.config, packed, cache.k.shape[2])
-    last = model.config.layers - 1
 
     def attend(layer, q, k, v, index):
-        cache.k[layer][place] = k[:N]
-        cache.v[layer][place] = v[:N]
-        if index is not None:
-            cache.index[layer][place] = index[1][:N]
-        if cache.means is not None:
-            store_means(cache, layer, slots, int(lengths.max()))
-        # no row of the last layer is read, beyond its keys and values
-        return q if layer == last else attend_all(layer, q, k, v, index)
+        write_keys(cache, layer, place, k, v, index)
+        if cache.tables is not None:
+            store_means(cache, layer, slots, max(lengths))
+        if layer == model.config.layers - 1:  # nothing but its keys and values is read
+            return q
+        return attend_all(layer, q, k, v, index)
 
     model.body(packed.tokens, packed.positions, attend, rows=slots[:0])
 
 
 def store_means(cache: Cache, layer: int, slots: Tensor, longest: int) -> None:
     """Mean keys of the chunks of these slots [B], as far as the longest sequence fills them."""
-    chunks = torch.arange(-(-longest // cache.tables.chunk_size), device=slots.device)
-    chunks = (slots[:, None] * cache.tables.widest + chunks).flatten()
-    keys = scored_keys(cache)[layer].flatten(0, 1)
-    cache.means[layer].flatten(0, 1)[chunks] = dsa.chunk_means(keys, cache.tables, chunks)
+    tables = cache.tables
+    count = -(-longest // tables.chunk_size)
+    local = torch.arange(count, device=slots.device)
+    chunks = (tables.first[slots, None] + local).flatten()
+    keys = cache.scored[layer].flatten(0, 1)
+    means = cache.means[layer].flatten(0, 1)
+    means[chunks] = dsa.chunk_means(keys, tables, chunks)
 
 
 # ------------------------------------------------------------------------ one token a slot
@@ -163,61 +171,56 @@ def decode(
     Dense attention reads no key behind `longest`. Row b depends on slot b only, bitwise: shapes are
     static and masked keys add exact zeros.
     """
-    if cache.tables is None:
-        return decode_dense(model, cache, tokens, positions, longest)
-    return decode_sparse(model, cache, tokens, positions)
-
-
-def decode_dense(
-    model: GPT,
-    cache: Cache,
-    tokens: Tensor,  # [B]
-    positions: Tensor,  # [B]
-    longest: int,
-) -> Tensor:
-    """Every query attends to the keys of its slot at positions up to its own."""
     place = (torch.arange(len(tokens), device=tokens.device), positions)
+    if cache.tables is None:
+        read = dense_reader(model, cache, positions, longest)
+    else:
+        read = sparse_reader(model, cache, positions)
+
+    def attend(layer, q, k, v, index):
+        write_keys(cache, layer, place, k, v, index)
+        return read(layer, q, index)
+
+    return model.body(tokens, positions, attend)
+
+
+def dense_reader(model: GPT, cache: Cache, positions: Tensor, longest: int) -> Callable:
+    """Every query attends to the keys of its slot at positions up to its own."""
     T = keys_to_read(model, cache, longest)
-    future = torch.arange(T, device=tokens.device) > positions[:, None]  # [B, T]
+    future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
     mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
 
-    def attend(layer, q, k, v, index):
-        keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
-        keys[place] = k
-        values[place] = v
-        return attend_slots(q, keys[:, :T], values[:, :T], mask)
+    def read(layer, q, index):
+        keys = cache.k[layer, :, :T]  # [B, T, Hkv, D]
+        values = cache.v[layer, :, :T]
+        return attend_slots(q, keys, values, mask)
 
-    return model.body(tokens, positions, attend)
+    return read
 
 
-def decode_sparse(
-    model: GPT,
-    cache: Cache,
-    tokens: Tensor,  # [B]
-    positions: Tensor,  # [B]
-) -> Tensor:
+def sparse_reader(model: GPT, cache: Cache, positions: Tensor) -> Callable:
     """Every query selects chunks of its slot by their mean keys, and attends to those."""
-    place = (torch.arange(len(tokens), device=tokens.device), positions)
-    dsa_attention = sparse_kernels(model.config, tokens.device)
+    dsa_attention = sparse_kernels(model.config, positions.device)
     tables = dsa.advance(cache.tables, positions + 1)
 
-    def attend(layer, q, k, v, index):
-        keys, values = cache.k[layer], cache.v[layer]  # [B, T, Hkv, D]
-        keys[place] = k
-        values[place] = v
+    def read(layer, q, index):
+        scored = cache.scored[layer].flatten(0, 1)
+        means = cache.means[layer].flatten(0, 1)
+        dsa.update_means(means, scored, tables)
         if index is not None:
-            q_index, k_index, weights = index
-            cache.index[layer][place] = k_index
-            index = (q_index.contiguous(), cache.index[layer].flatten(0, 1), weights)
-        means = scored = scored_keys(cache)[layer].flatten(0, 1)
-        if cache.means is not None:
-            means = cache.means[layer].flatten(0, 1)
-            dsa.update_means(means, scored, tables)
-        k = keys.flatten(0, 1)  # [B * T, Hkv, D]
-        v = values.flatten(0, 1)
-        return dsa_attention(q.contiguous(), k, v, tables, model.config.top_k, index, means)
+            q_index, _, weights = index
+            index = (q_index.contiguous(), scored[:, 0], weights)
+        return dsa_attention(
+            q.contiguous(),
+            cache.k[layer].flatten(0, 1),  # [B * T, Hkv, D]
+            cache.v[layer].flatten(0, 1),
+            tables,
+            model.config.top_k,
+            index,
+            means,
+        )
 
-    return model.body(tokens, positions, attend)
+    return read
 
 
 def attend_slots(
@@ -240,9 +243,10 @@ def attend_slots(
 def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
     """How many keys of each slot a dense step reads, so that every slot's result is bitwise what
     the whole cache gives (on a GPU: as many as there are, rounded up)."""
-    c, capacity = model.config, cache.k.shape[2]
+    c = model.config
+    capacity = cache.k.shape[2]
     if cache.k.is_cuda:
         return min(padded(longest + 1), capacity)
     heads = (c.heads, c.kv_heads)
     lengths = key_lengths(attend_slots, heads, c.head_width, capacity, cache.k.dtype)
-    return lengths[bisect.bisect_left(lengths, longest + 1)]
+    return next(n for n in lengths if n > longest)

@@ -5,7 +5,7 @@ import torch
 from test_model import KINDS, hidden_of, kinds, make, sentences
 
 import dsa
-from cache import decode, make_cache, prefill, read_prefix, scored_keys, write_prefix
+from cache import decode, make_cache, prefill, prefill_groups
 
 
 @pytest.mark.parametrize("kind", ["dense learned", "dense rope", *[k for k in KINDS if "dsa" in k]])
@@ -113,8 +113,10 @@ def test_kept_means_are_those_of_the_keys(kind):
     """After prefill, decode and a copied prefix: every complete chunk, whoever wrote it."""
     model, (tokens, other) = make(kind, chunk_size=4), sentences((23, 30))
     cache, ids = make_cache(model, 8, 40), torch.zeros(8, dtype=torch.int64)
-    prefill(model, cache, torch.tensor([2, 5]), [tokens[:10], other])
-    write_prefix(cache, 3, read_prefix(cache, 2, 10))
+    prefill(model, cache, torch.tensor([5]), [other])
+    known = {}
+    prefill_groups(model, cache, {2: (7, tokens[:10])}, known)
+    prefill_groups(model, cache, {3: (7, tokens[:10])}, known)  # a copy of slot 2
     positions = ids.clone()
     for at in range(10, 23):
         for slot in (2, 3):
@@ -122,7 +124,7 @@ def test_kept_means_are_those_of_the_keys(kind):
         hidden = decode(model, cache, ids, positions, 23)
         assert torch.equal(hidden[2], hidden[3]), f"the copied slot differs at {at}"
     for layer in range(model.config.layers):
-        wanted = dsa.chunk_means(scored_keys(cache)[layer].flatten(0, 1), cache.tables)
+        wanted = dsa.chunk_means(cache.scored[layer].flatten(0, 1), cache.tables)
         wanted = wanted.view_as(cache.means[layer])
         for slot, keys in ((2, 23), (3, 23), (5, 30)):
             complete = keys // 4
