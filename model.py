@@ -70,19 +70,17 @@ def naive_forward(model: "GPT", tokens: Tensor) -> Tensor:
     """Hidden states [T, d] of ONE sequence of token ids [T], with dense attention."""
     c = model.config
     T = len(tokens)
-    future = torch.ones(T, T).triu(1).bool()
+    mask = torch.ones(T, T).tril().log()  # 0 up to the query's own position, then -inf
     shared = torch.arange(c.heads) // (c.heads // c.kv_heads)  # key head of each query head
     x, rope = model.embed(tokens, torch.arange(T))  # [T, d]
     for layer in model.layers:
         h = rms_norm(x, layer.attention_norm, c)
         q, k, v = layer.heads(h, rope)  # [T, H, D] each
         scores = torch.einsum("qhd,khd->hqk", q, k[:, shared]) / c.head_width**0.5
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        weights = (scores + mask).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, v[:, shared])
         x = x + out.flatten(1) @ layer.attention_out
-        h = rms_norm(x, layer.mlp_norm, c)
-        gate, up = (h @ layer.gate_up).chunk(2, dim=-1)  # [T, F] each
-        x = x + (F.silu(gate) * up) @ layer.mlp_out
+        x = layer.mlp(x)
     return model.norm(x)
 
 
@@ -153,9 +151,9 @@ class Layer(nn.Module):
         self,
         x: Tensor,  # [N, d]
         positions: Tensor,  # [N]
-        rope: tuple | None,  # cos and sin, [N, 1, D] each
+        rope,  # None, or cos and sin, [N, 1, D] each
         attend: Callable,  # (q, k, v, index) -> [N, Hq, D]
-        rows: Tensor | None = None,  # [M]
+        rows=None,  # [M]
     ) -> Tensor:
         """What the layer makes of x -> [N, d]; with `rows`, of these only -> [M, d]."""
         c = self.config
@@ -168,7 +166,11 @@ class Layer(nn.Module):
             x = x.index_select(0, rows)
             out = out.index_select(0, rows)
         x = torch.addmm(x, out, self.attention_out)  # x + out @ attention_out
-        h = rms_norm(x, self.mlp_norm, c)
+        return self.mlp(x)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """x + SwiGLU(norm x), [N, d]."""
+        h = rms_norm(x, self.mlp_norm, self.config)
         gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
         return torch.addmm(x, F.silu(gate) * up, self.mlp_out)
 
@@ -200,8 +202,10 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                shrink = (2 * self.config.layers) ** -0.5 if name.endswith("_out") else 1.0
-                nn.init.normal_(p, std=self.config.init_std * shrink, generator=generator)
+                std = self.config.init_std
+                if name.endswith("_out"):
+                    std *= (2 * self.config.layers) ** -0.5
+                nn.init.normal_(p, std=std, generator=generator)
 
     def flatten(self) -> None:
         """Move every parameter into one flat tensor and its gradient into another."""
@@ -210,10 +214,10 @@ class GPT(nn.Module):
         self.flat_grad = torch.zeros_like(self.flat)
         start = 0
         for p in parameters:
-            part = slice(start, start + p.numel())
-            p.data = self.flat[part].view_as(p)
-            p.grad = self.flat_grad[part].view_as(p)
-            start += p.numel()
+            stop = start + p.numel()
+            p.data = self.flat[start:stop].view_as(p)
+            p.grad = self.flat_grad[start:stop].view_as(p)
+            start = stop
 
     def __deepcopy__(self, memo: dict) -> "GPT":
         """A copy with flat tensors of its own; plain copies of parameters would be no views."""
@@ -240,7 +244,7 @@ class GPT(nn.Module):
         tokens: Tensor,  # [N]
         positions: Tensor,  # [N]
         attend: Callable,  # (layer, q, k, v, index) -> [N, Hq, D]
-        rows: Tensor | None = None,  # [M]
+        rows=None,  # [M]
     ) -> Tensor:
         """All layers -> [N, d]; with `rows`, only their hidden states -> [M, d]: of the other
         tokens the last layer computes keys and values only, because nothing else is read."""
@@ -278,7 +282,7 @@ class Packed(NamedTuple):
     row_of_token: Tensor  # [N] int64, the first row in which each token stands
     cell_of_row: Tensor  # [K] int64, the row's cell in the flattened grid
     cu_seqlens: Tensor  # [B + 1] int64, the row where each sequence starts
-    shape: tuple[int, int]  # (B, T) of the grid
+    shape: tuple  # (B, T) of the grid
 
 
 def pack_tokens(sequences: list, device="cpu") -> Packed:
@@ -312,11 +316,16 @@ def dense_packed(
     cells = packed.tokens.new_zeros(packed.shape).flatten()  # [B * T] the token in each
     cells[packed.cell_of_row] = packed.token_of_row
 
-    def grid(x: Tensor) -> Tensor:  # [N, H, D] -> [B, H, T, D]
+    def grid(x):  # [N, H, D] -> [B, H, T, D]
         return x.index_select(0, cells).unflatten(0, packed.shape).transpose(1, 2)
 
-    q, k, v = grid(q), grid(k), grid(v)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        grid(q),
+        grid(k),
+        grid(v),
+        is_causal=True,
+        enable_gqa=True,
+    )
     cell_of_token = packed.cell_of_row[packed.row_of_token]
     return out.transpose(1, 2).flatten(0, 1).index_select(0, cell_of_token)
 
@@ -348,7 +357,8 @@ def attend_packed(
 
     def attend(layer, q, k, v, index):
         tensors = (q, k, v, *(index or ()))
-        q, k, v, *index = (x.index_select(0, packed.token_of_row) for x in tensors)  # [K, ...]
+        tensors = [x.index_select(0, packed.token_of_row) for x in tensors]  # [K, ...]
+        q, k, v, *index = tensors
         out = sparse(q, k, v, tables, config.top_k, index or None)
         return out.index_select(0, packed.row_of_token)
 
@@ -361,7 +371,7 @@ def generated_logprobs(
     rows: Tensor,  # [M] tokens of the batch
     alphabet: Tensor,  # [V'] token ids, the generator's
     temperature: float,  # the generator's
-) -> tuple[Tensor, Tensor]:
+) -> tuple:
     """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient.
 
     Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
@@ -369,9 +379,7 @@ def generated_logprobs(
     """
     shared, wanted, copies = share_prefixes(packed, rows - 1)
     hidden = model(shared, wanted).index_select(0, copies)  # [M, d]
-    column = torch.full((model.config.vocab_size,), -1, device=alphabet.device)
-    column[alphabet] = torch.arange(len(alphabet), device=alphabet.device)
-    targets = column[packed.tokens[rows]]  # [M]
+    targets = (packed.tokens[rows, None] == alphabet).int().argmax(-1)  # [M], in the alphabet
     logprobs = torch.log_softmax(model.logits(hidden, alphabet) / temperature, -1)  # [M, V']
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
