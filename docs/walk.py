@@ -2,9 +2,10 @@
 
     python docs/walk.py
 
-A training run of six steps, made of the trainers' own functions in one process. While "the learner
-computes" the generator goes on for a counted number of tokens, and not by a clock, so every walk
-is the same. Left out: real processes, which have a clock; the page and its experiments (tour.py).
+The run is `train_async.train` itself, for six steps, with one thing replaced: the workers. They are
+one generator and one verifier in this process, which move by a count and not by a clock, so every
+walk is the same. While "the learner computes a step" the generator makes four tokens a slot.
+Left out: real processes (runtime/processes.py); the page and its experiments (tour.py).
 """
 
 import contextlib
@@ -25,19 +26,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dsa
 import losses
 import train_async
-from buffer import Buffer, staleness
-from learner import learner_step, pack, token_logprobs
-from model import pack_tokens
-from reward import split_answers, verify_group
-from rollout import uniforms
-from runtime.checkpoint import sha256_of
+from buffer import staleness
+from learner import learner_step, micro_batch_loss, naive_step, pack, token_logprobs
+from model import naive_forward
+from reward import split_answers
+from rollout import make_environment, naive_generate
+from runtime import flow
 from runtime.config import Config, TrainingStopped
-from runtime.ledger import Ledger, audit, table
-from runtime.mailbox import Mailbox
-from runtime.messages import Group, from_bytes, group_to_parts, to_bytes
+from runtime.ledger import audit, table
+from runtime.messages import Generated, Verified, pack_messages, unpack_messages
 from runtime.runlog import read_lines
-from runtime.setup import make_generator, make_model, open_training
+from runtime.sampling import uniforms
+from runtime.setup import make_generator, make_model
 from runtime.tokenizer import decode_bytes, encode
+from runtime.workers import judge
 
 FLAGS = dict(groups_per_step=4, group_size=4, slots=24, steps=6, max_staleness=2, seed=0)
 FLAGS |= dict(eval_every=1000, reference_every=2, lr=0.003, entropy=0.0, kl_threshold=0.15)
@@ -49,81 +51,75 @@ PATIENCE = 200  # tokens after which a batch should be there
 # ------------------------------------------------------------------------------------- the run
 
 
-def one_worker(generator) -> SimpleNamespace:
-    """What the trainer's functions need of a Pool: one generator behind it, and no process."""
-    worker = SimpleNamespace(name="rollout-0", role="rollout", number=0)
+def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespace:
+    """What the trainer needs of a Pool, without a process; notes what the stations look at."""
+    rollout = SimpleNamespace(name="rollout-0", role="rollout")
+    reward = SimpleNamespace(name="reward-0", role="reward")
+    generator = make_generator(run.config, run.task, make_model(run.config, run.task))
+    generator.version = -1  # the first weights come from the mailbox, too
+    work, news = {}, []
+    seen.run, seen.weights, seen.waited = run, [run.learner.model.flat.clone()], 0
 
-    def send(worker, kind: str, header: dict) -> None:
-        for order in header["orders"]:
-            generator.submit(Group(*order))
+    def issue(role: str, groups: list) -> list[str]:
+        version, order = run.learner.version, list(run.buffer.outstanding)
+        for group in groups:
+            generator.submit(group)
+            work[group.group_id] = rollout.name
+            place = order.index(group.group_id) + 1
+            seen.admitted[group.group_id] = version, place, run.buffer.may_admit(version)
+        return [rollout.name] * len(groups)
 
-    return SimpleNamespace(relayed=set(), of=lambda role: [worker], send=send)
+    def boundary() -> None:
+        """One token for every slot; a finished group travels to its verifier."""
+        if run.mailbox.version > generator.newest:
+            seen.stamps[run.mailbox.version] = run.mailbox.stamps.tolist()
+            generator.set_weights(*run.mailbox.read())
+        generator.step()
+        for group in generator.take_finished():
+            events, generator.events = generator.events, []
+            delivery = pack_messages([Generated(group, events, dict(generator.counts))])
+            (message,) = unpack_messages(delivery)
+            judgement = judge(message.group, run.task, run.config, alive=lambda: None)
+            verified = Verified(group.group_id, judgement, message.group)
+            news.extend([(rollout, message), (reward, verified)])
+            seen.deliveries[group.group_id] = delivery
+
+    def receive(seconds: float) -> list[tuple]:
+        seen.waited += 1
+        assert seen.waited < PATIENCE, "the learner waits for ever: no batch may be trained"
+        if seconds:  # the learner has nothing to do: time goes by
+            boundary()
+        arrived = list(news)
+        news.clear()
+        for _, message in arrived:
+            work.pop(message.group_id, None)
+        return arrived
+
+    def learn(learner, batch, config) -> dict:
+        """The step of the learner, and what the others do meanwhile."""
+        for _ in range(MEANWHILE):
+            boundary()
+        metrics = learner_step(learner, batch, config)
+        seen.waited = 0
+        seen.weights.append(learner.model.flat.clone())
+        seen.steps.append((batch, metrics, run.buffer.starts()))
+        return metrics
+
+    seen.learn = learn
+    pool = SimpleNamespace(issue=issue, receive=receive, out=work.copy, workers={})
+    return SimpleNamespace(**vars(pool), of=lambda role: [], close=lambda: None)
 
 
 def run_by_count(folder: Path) -> SimpleNamespace:
-    """Train six steps with the parts of train_async.py; returns what the stations look at."""
+    """Train six steps; returns what the stations look at."""
     config = dataclasses.replace(Config(), out=str(folder), **FLAGS)
-    config, task, run, learner, watch, _ = open_training(config, "async", "cpu")
-    generator = make_generator(config, task, make_model(config, task))
-    generator.version = -1  # the first weights come from the mailbox, too
-    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    flights, ledger = train_async.Flights(one_worker(generator)), Ledger()
-    totals = {"tokens": 0, "status": {}, "lost": [], "begin": None}
-    seen = SimpleNamespace(config=config, task=task, run=run, weights=[], stamps=[])
-    seen.admitted, seen.messages, seen.steps = {}, {}, []
-
-    def publish(mailbox: Mailbox) -> None:
-        mailbox.publish(learner.version, learner.model.flat)
-        watch.event("learner", "publish", version=learner.version)
-        seen.stamps.append(mailbox.stamps.tolist())
-        seen.weights.append(learner.model.flat.clone())
-
-    def admit() -> None:
-        train_async.admit(learner, buffer, flights, [], config, task, watch)
-        more = buffer.may_admit(learner.version)
-        for place, group_id in enumerate(buffer.outstanding, start=1):
-            seen.admitted.setdefault(group_id, (learner.version, place, more))
-
-    def tell(kind: str, header: dict, original: tuple | None = None) -> None:
-        message = kind, flights.pool.of("rollout")[0], header, original
-        train_async.handle(message, buffer, flights, learner.version, watch, totals)
-
-    def boundary(mailbox: Mailbox) -> None:
-        """One token for every slot of the rollout worker, then what it has to say."""
-        if mailbox.version > generator.newest:
-            generator.set_weights(*mailbox.read())
-        generator.step()
-        tell("group", {"events": generator.events, "status": generator.counts})
-        generator.events = []
-        for group in generator.take_finished():
-            seen.messages[group.group_id] = message = to_bytes(*group_to_parts(group))
-            answer = {"group_id": group.group_id, "verdicts": verify_group(group, task, config)}
-            tell("scores", answer | {"began": watch.start, "seconds": 0.0}, from_bytes(message))
-
-    def step(batch: list[Group]) -> None:
-        details = {"version": learner.version, "groups": [group.group_id for group in batch]}
-        metrics = learner_step(learner, batch, config)
-        details |= {"of": config.steps} | {name: metrics[name] for name in ("loss", "grad_norm")}
-        watch.event("learner", "train", in_flight=len(buffer.outstanding), **details)
-        seen.steps.append((batch, metrics, sorted(buffer.outstanding.values())))
-
-    with contextlib.closing(Mailbox(learner.model.flat.numel())) as mailbox:
-        publish(mailbox)
-        while learner.version < config.steps:
-            admit()
-            waited = 0
-            while (batch := buffer.next_batch(learner.version)) is None:
-                assert waited < PATIENCE, "the learner waits for ever: no batch may be trained"
-                boundary(mailbox)
-                waited += 1
-            for _ in range(MEANWHILE):
-                boundary(mailbox)
-            step(batch)
-            publish(mailbox)
-            train_async.settle(ledger, watch, buffer, flights, [])
-    watch.close()
-    summary = {"steps": config.steps, "weights_sha256": sha256_of(learner.model.flat)}
-    (run / "summary.json").write_text(json.dumps(summary | {"ledger": ledger.totals()}))
+    seen = SimpleNamespace(admitted={}, stamps={}, deliveries={}, steps=[])
+    start = mock.patch.object(flow, "start_workers", lambda run: workers_by_count(run, seen))
+    learn = mock.patch.object(train_async, "learner_step", lambda *a: seen.learn(*a))
+    with start, learn, contextlib.redirect_stdout(io.StringIO()):
+        train_async.train(config)
+    seen.config, seen.task = seen.run.config, seen.run.task
+    seen.alphabet = seen.run.learner.alphabet
     return seen
 
 
@@ -134,7 +130,6 @@ def follow(seen: SimpleNamespace) -> SimpleNamespace:
     seen.batch, seen.metrics, seen.left = seen.steps[seen.step]
     seen.group = seen.batch[batches[seen.step].index(GROUP)]
     seen.t = seen.group.trajectories[SAMPLE]
-    seen.alphabet = torch.tensor(seen.task.alphabet)
     return seen
 
 
@@ -162,13 +157,13 @@ def model_of(seen, version: int, **changes):
 def distribution(seen, at: int, version: int) -> torch.Tensor:
     """Log-probs [V] of all that could be said at a position, with one policy for the whole past."""
     model = model_of(seen, version)
-    hidden = model(pack_tokens([seen.t.tokens[:at]]))[-1:]
+    hidden = naive_forward(model, torch.from_numpy(seen.t.tokens[:at]))[-1:]
     return model.logits(hidden, seen.alphabet).log_softmax(-1)[0]
 
 
 def logprobs_of(seen, model) -> torch.Tensor:
     """Log-probs of the episode's own tokens, as the learner computes them, with gradient."""
-    return token_logprobs(model, [seen.t], seen.alphabet, seen.config.temperature)[0]
+    return token_logprobs(model, [(seen.t, 0.0)], seen.run.learner, seen.config)[0]
 
 
 def advantages_of(seen) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,7 +200,7 @@ def admission(seen) -> list[str]:
 
 def noise(t) -> np.ndarray:
     """The uniform number of every position."""
-    return uniforms(np.full(len(t.tokens), t.seed), np.arange(len(t.tokens)))
+    return uniforms(np.full(len(t.tokens), t.noise_key), np.arange(len(t.tokens)))
 
 
 def slot(seen) -> list[str]:
@@ -214,7 +209,10 @@ def slot(seen) -> list[str]:
         by = "prompt" if not i else "policy" if t.loss_mask[i] else "environment"
         drawn = f"{uniform:8.4f}{t.logprobs[i]:10.3f}{t.versions[i]:9}" if t.loss_mask[i] else ""
         lines.append(f"{i:8}  {say([token]):9}{by:12}{drawn}".rstrip())
-    return lines
+    environment, version = make_environment(seen.config, seen.task), int(t.versions[1])
+    prompt = encode(seen.group.problem["prompt"])
+    tokens, found = naive_generate(model_of(seen, version), prompt, environment, t.noise_key)
+    return [*lines, f"naive_generate, version {version}: {say(tokens)}, log-prob {found[0]:.3f}"]
 
 
 def choice(seen) -> list[str]:
@@ -268,20 +266,23 @@ def swap(seen) -> list[str]:
 
 
 def record(seen) -> list[str]:
-    t, message = seen.t, bytearray(seen.messages[GROUP])
-    _, arrays = from_bytes(bytes(message))
-    message[-1] ^= 1  # one bit of the last version
+    t, delivery = seen.t, bytearray(seen.deliveries[GROUP])
+    (message,) = unpack_messages(bytes(delivery))
+    arrays = message.group.arrays
+    versions = arrays["versions"].tobytes()
+    delivery[delivery.rindex(versions) + len(versions) - 1] ^= 1  # one bit of the last version
     try:
-        answer = f"accepted, last version now {from_bytes(bytes(message))[1]['versions'][-1]}"
+        (message,) = unpack_messages(bytes(delivery))
+        answer = f"accepted, last version now {message.group.arrays['versions'][-1]}"
     except ValueError as error:
-        answer = f"refused, {str(error).partition(' is ')[2]}"
+        answer = f"refused, {str(error).partition('that are ')[2]}"
     return [
         f"tokens     {t.tokens.tolist()}",
         f"loss_mask  {t.loss_mask.astype(int).tolist()}",
         f"logprobs   {numbers(t.logprobs, 2)}",
         f"versions   {t.versions.tolist()}",
         f"turns      {t.turns}",
-        f"arrays of the group: {', '.join(f'{k} {list(a.shape)}' for k, a in arrays.items())}",
+        f"arrays of the group: {', '.join(f'{k} [{len(a)}]' for k, a in arrays.items())}",
         f"one bit flipped: {answer}",
     ]
 
@@ -316,43 +317,56 @@ def advantages(seen) -> list[str]:
     ]
 
 
-def own_loss(seen, model, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The episode's share of the step's loss, its log-probs, and its importance ratios."""
-    now, behaviour = logprobs_of(seen, model), torch.from_numpy(seen.t.logprobs[seen.t.loss_mask])
-    mask, sequence = torch.ones_like(now, dtype=torch.bool), torch.zeros(len(now)).long()
-    advantage = advantages_of(seen)[1][SAMPLE].expand(len(now))
-    loss, _ = losses.OBJECTIVES[seen.config.objective](
-        now, now.detach(), behaviour, advantage, mask, sequence, count, losses.Constants()
-    )
-    return loss, now.detach(), losses.log_ratio(now.detach(), behaviour, mask).exp()
+def loss_of(seen, model, samples, count: int) -> torch.Tensor:
+    """What these samples of the group add to the loss of a step with `count` generated tokens."""
+    learner, advantages = dataclasses.replace(seen.run.learner, model=model), advantages_of(seen)[1]
+    batch = [(seen.group.trajectories[i], float(advantages[i])) for i in samples]
+    return micro_batch_loss(learner, batch, None, count, seen.config)[0]
+
+
+def naive_loss(seen) -> torch.Tensor:
+    """The loss that `naive_step` finds for the group alone."""
+    episodes, columns = seen.group.trajectories, []
+    for name in ("tokens", "loss_mask", "logprobs"):
+        rows = [torch.from_numpy(getattr(t, name)) for t in episodes]
+        columns.append(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+    tokens, mask, behaviour = columns
+    model, optimizer = model_of(seen, seen.step), SimpleNamespace(step=lambda: None)
+    found = tokens.long(), mask, behaviour, advantages_of(seen)[0]
+    return naive_step(model, optimizer, *found, seen.alphabet)
 
 
 def loss(seen) -> list[str]:
     t, samples = seen.t, [sample for group in seen.batch for sample in group.trajectories]
     count, lengths = sum(s.generated for s in samples), [len(s.tokens) for s in samples]
-    share, now, ratio = own_loss(seen, model_of(seen, seen.step), count)
-    packed = pack(lengths, seen.config.token_budget)
+    model = model_of(seen, seen.step)
+    now, sampled = logprobs_of(seen, model).detach(), torch.from_numpy(t.logprobs[t.loss_mask])
+    own = sum(s.generated for s in seen.group.trajectories)
+    real = loss_of(seen, model, range(seen.config.group_size), own)
     return [
         f"its tokens                 {say(t.tokens[t.loss_mask])}",
-        f"log-probs as sampled       {numbers(t.logprobs[t.loss_mask])}",
+        f"log-probs as sampled       {numbers(sampled)}",
         f"log-probs at version {seen.step}     {numbers(now)}",
-        f"importance ratio           {numbers(ratio)}",
-        f"generated tokens in this step: {count}, in {len(packed)} micro-batches",
-        f"its {len(now)} add {share.item():.4f} to a loss of {seen.metrics['loss']:.4f}",
+        f"importance ratio           {numbers((now - sampled).exp())}",
+        f"loss of its group alone: {naive_loss(seen):.4f} by naive_step, "
+        f"{real:.4f} by micro_batch_loss",
+        f"generated tokens in this step: {count}, "
+        f"in {len(pack(lengths, seen.config.token_budget))} micro-batches",
+        f"its {len(now)} add {loss_of(seen, model, [SAMPLE], count):.4f} "
+        f"to a loss of {seen.metrics['loss']:.4f}",
     ]
 
 
 def gradient(seen) -> list[str]:
     model, after, v = model_of(seen, seen.step), model_of(seen, seen.step + 1), seen.step
     count = sum(sample.generated for group in seen.batch for sample in group.trajectories)
-    share, now, _ = own_loss(seen, model, count)
-    share.backward()
+    loss_of(seen, model, [SAMPLE], count).backward()
     moved = (after.flat - model.flat).abs().max()
     return [
         f"norm of its own gradient {float(model.flat_grad.norm()):.3f}, of the step's "
         f"{seen.metrics['grad_norm']:.3f}, clipped to {seen.config.grad_clip}",
         f"learning rate {seen.metrics['lr']:.5f}, largest change of a weight {moved:.5f}",
-        f"log-probs at version {v}     {numbers(now)}",
+        f"log-probs at version {v}     {numbers(logprobs_of(seen, model).detach())}",
         f"log-probs at version {v + 1}     {numbers(logprobs_of(seen, after).detach())}",
     ]
 
@@ -367,7 +381,7 @@ def steps(seen) -> list[str]:
 
 def log(seen) -> list[str]:
     lines, keep = [], ("kind", "group", "groups", "version", "worker", "digest", "swaps")
-    for number, event in enumerate(read_lines(seen.run / "events.jsonl"), start=1):
+    for number, event in enumerate(read_lines(seen.run.folder / "events.jsonl"), start=1):
         if GROUP in (event.get("group"), *event.get("groups", ())):
             if "digest" in event:  # it depends on every bit, so on the processor
                 event |= {"digest": hex(event["digest"]), "swaps": event["swaps"][SAMPLE]}
@@ -377,7 +391,7 @@ def log(seen) -> list[str]:
 
 
 def ledger(seen) -> list[str]:
-    events, books = audit(seen.run)
+    events, books = audit(seen.run.folder)
     return [f"{events} events", *table(books.totals()).splitlines()]
 
 
@@ -385,7 +399,7 @@ def replay(seen) -> list[str]:
     told = io.StringIO()
     try:
         with contextlib.redirect_stdout(told):
-            train_async.train(dataclasses.replace(Config(), replay=str(seen.run)))
+            train_async.train(dataclasses.replace(Config(), replay=str(seen.run.folder)))
     except TrainingStopped as error:
         return [str(error)]
     return told.getvalue().replace("weights ", "weights 0x").splitlines()

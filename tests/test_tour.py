@@ -1,4 +1,4 @@
-"""The guided tour is true: its values are walked again, and its experiments still fit the code.
+"""The guided tour is true: its values are walked again, its code and experiments are the files'.
 
 The experiments themselves take minutes: `python docs/tour.py` does them and writes the page.
 """
@@ -50,8 +50,10 @@ def test_the_followed_episode_is_worth_following(stations):
     [
         ("staleness 4 - 2 = 2", "staleness 4 - 2 = 1", "batch: page: oldest token"),
         (" 2.190 ", " 2.290 ", "steps: page:"),
-        ('-        watch.event("learner"', '-        watch.event("nobody"', "train_async.py has 0"),
-        ("](../replay.py)", "]", "replay.py is nowhere linked"),
+        ('event("learner", kind', 'event("nobody", kind', "train_async.py has 0"),
+        ("        due = bisect_right", "        late = bisect_right", "may_admit is not what"),
+        ("](../runtime/replay.py)", "]", "runtime/replay.py is nowhere linked"),
+        ("](../bench.py)", "](../bunch.py)", "bunch.py is linked, but is not there"),
     ],
 )
 def test_what_is_not_true_is_named(page, stations, old, new, complaint):
