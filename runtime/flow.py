@@ -106,9 +106,9 @@ def start_workers(run: AsyncRun) -> Pool:
     for rank, device in enumerate(learners[1:], start=1):
         roles["learner"][1].append((config, rank, device, str(folder), cores))
 
-    def found(message) -> str | None:
+    def found(message, work: dict) -> str | None:
         allowed = {"newest": run.mailbox.version, "vocabulary": VOCAB_SIZE}
-        return flaw(message, group_size=config.group_size, **allowed)
+        return flaw(message, work, group_size=config.group_size, **allowed)
 
     then = {"rollout": "reward"} if config.reward_workers else {}
     limits = {"restarts": config.restarts, "silence": config.silence}

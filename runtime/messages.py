@@ -199,24 +199,35 @@ def unpack_messages(delivery: bytes) -> Sequence:
 # -------------------------------------------------------------------------------- the validator
 
 
-def flaw(message, *, group_size: int, newest: int, vocabulary: int) -> str | None:
+def flaw(message, work: dict, *, group_size: int, newest: int, vocabulary: int) -> str | None:
     """What is wrong with a worker's message, in words; None if it is sound.
 
-    A worker that has gone wrong must not poison what is trained. `newest` is the newest version
-    that was published. May raise AttributeError, KeyError, TypeError or ValueError where a field is
-    missing or of another kind.
+    A worker that has gone wrong must not poison what is trained. `work`: the groups that it was
+    asked for, by id; `newest`: the newest version that was published. May raise AttributeError,
+    KeyError, TypeError or ValueError where a field is missing or of another kind.
     """
     if not isinstance(message, Generated | Verified | Beat):
         return f"a message of kind {type(message).__name__}"
     if isinstance(message, Beat):
         return None
+    found = stray(message, work)
     if isinstance(message, Generated):
-        found = group_flaw(message.group, group_size, newest, vocabulary)
-        if found or message.judgement is None:
-            return found
-    elif message.group is not None:
-        return "a verdict that brings its own group"
+        found = found or group_flaw(message.group, group_size, newest, vocabulary)
+    if found or message.judgement is None and isinstance(message, Generated):
+        return found
     return verdict_flaw(message.judgement.verdicts, group_size)
+
+
+def stray(message: Generated | Verified, work: dict) -> str | None:
+    """Why a message is no answer to what the worker was asked; None if it is one."""
+    if message.group_id not in work:
+        return f"group {message.group_id}, which it does not have: a duplicate?"
+    start = work[message.group_id].start
+    if isinstance(message, Verified) and message.group:
+        return "a verdict that brings its own group"
+    if isinstance(message, Generated) and message.group.start != start:
+        return f"start {message.group.start}, must be {start}"
+    return None
 
 
 def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | None:

@@ -157,7 +157,8 @@ class Pool:
 
     roles: name -> (function(line, *arguments), [arguments of each worker]).
     then: role -> the role to which its groups go next, at once, without waiting for the learner.
-    flaw(message): what is wrong with it, or None; a worker that sends nonsense is replaced.
+    flaw(message, work): what is wrong with a message of a worker that has this work, or None; a
+    worker that sends nonsense is replaced.
     """
 
     def __init__(self, roles: dict, *, logs: Path, restarts: int, silence: float, then, flaw):
@@ -182,7 +183,7 @@ class Pool:
 
     def of(self, role: str) -> list[Worker]:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
-        return [w for (r, _), w in sorted(list(self.workers.items())) if r == role]
+        return [worker for worker in list(self.workers.values()) if worker.role == role]
 
     def send(self, worker: Worker, message) -> None:
         """Queue a message; it never blocks."""
@@ -191,18 +192,16 @@ class Pool:
     def issue(self, role: str, groups: list[Group]) -> list[str]:
         """Give each group to the least busy worker of a role, in one message a worker; returns the
         name of the worker of each."""
+        names, orders = [], {}  # orders: worker -> its groups
         with self.books:
-            workers = self.of(role)
-            orders: list[list[Group]] = [[] for _ in workers]
-            chosen = []
             for group in groups:
-                chosen.append(min(range(len(workers)), key=lambda i: len(workers[i].work)))
-                workers[chosen[-1]].work[group.group_id] = group
-                orders[chosen[-1]].append(group)
-            for worker, own in zip(workers, orders, strict=True):
-                if own:
-                    self.send(worker, Orders(own))
-            return [workers[i].name for i in chosen]
+                worker = min(self.of(role), key=lambda worker: len(worker.work))
+                worker.work[group.group_id] = group
+                orders.setdefault(worker, []).append(group)
+                names.append(worker.name)
+            for worker, own in orders.items():
+                self.send(worker, Orders(own))
+        return names
 
     def out(self) -> dict[int, str]:
         """Every group that is out, or in a message that `receive` has not given out yet, with the
@@ -319,7 +318,7 @@ class Pool:
             messages, flaw = [], f"{type(error).__name__}: {error}"
         for message in messages:
             try:
-                flaw = self.flaw(message) or self._stray(worker, message)
+                flaw = self.flaw(message, worker.work)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 flaw = f"{type(error).__name__}: {error}"
             if flaw:
@@ -327,17 +326,6 @@ class Pool:
             self._land(worker, message)
         if flaw:
             self._replace(worker, f"sent a damaged message ({flaw})")
-
-    def _stray(self, worker: Worker, message) -> str | None:
-        """Why a group is none that this worker was asked for; None if it is one."""
-        if isinstance(message, Beat):
-            return None
-        if message.group_id not in worker.work:
-            return f"group {message.group_id}, which it does not have: a duplicate?"
-        start = worker.work[message.group_id].start
-        if message.group and message.group.start != start:
-            return f"start {message.group.start}, must be {start}"
-        return None
 
     def _land(self, worker: Worker, message) -> None:
         """A sound message: a group is not out with this worker any more, and goes on."""

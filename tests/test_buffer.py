@@ -817,6 +817,7 @@ def sound_group() -> Group:
 
 
 SOUND = {"group_size": 2, "newest": 6, "vocabulary": 512}
+ASKED = {5: Group(5, 3, {})}  # what the worker was asked for
 
 
 def put(name: str, place: int, value):
@@ -864,7 +865,7 @@ def test_a_poisoned_group_is_named(change, words):
     assert group_flaw(group, 2, 6, 512) is None
     change(group)
     for message in (Generated(group, [], {}), Generated(group, [], {}, Judgement([], 0.0, 0.0))):
-        assert words in flaw(message, **SOUND)
+        assert words in flaw(message, ASKED, **SOUND)
     assert words in group_flaw(group, 2, 6, 512)
 
 
@@ -907,15 +908,15 @@ def test_messages_of_every_kind_are_looked_at():
         Generated(group, [], {}, sound),
         Verified(5, sound),
     ):
-        assert flaw(message, **SOUND) is None
+        assert flaw(message, ASKED, **SOUND) is None
     for message in (Generated(group, [], {}, poisoned), Verified(5, poisoned)):
-        assert flaw(message, **SOUND) == "1 verdicts on 2 samples"
-    assert flaw(Verified(3, sound, group), **SOUND) == "a verdict that brings its own group"
+        assert flaw(message, ASKED, **SOUND) == "1 verdicts on 2 samples"
+    assert flaw(Verified(5, sound, group), ASKED, **SOUND) == "a verdict that brings its own group"
     for message in (Orders([group]), End(), {"kind": "group"}, None):  # no worker says this
-        assert flaw(message, **SOUND) == f"a message of kind {type(message).__name__}"
+        assert flaw(message, ASKED, **SOUND) == f"a message of kind {type(message).__name__}"
     for message in (Generated(None, [], {}), Verified(5, None), Verified(5, ([1], 0, 0))):
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
-            assert flaw(message, **SOUND)
+            assert flaw(message, ASKED, **SOUND)
 
 
 @pytest.mark.parametrize(

@@ -192,8 +192,8 @@ def test_groups_go_to_the_least_busy_worker_in_one_message_each(pool, monkeypatc
     first, second = pool.of("maker")
     assert [(worker, orders.groups) for worker, orders in sent] == [
         (first, groups[:1]),
-        (first, groups[2:3]),
         (second, [groups[1], groups[3]]),
+        (first, groups[2:3]),
     ]
     assert pool.out() == {0: "maker-0", 2: "maker-0", 1: "maker-1", 3: "maker-1"}
     assert pool.issue("maker", []) == [] and len(sent) == 3

@@ -13,7 +13,7 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from runtime import processes
-from runtime.messages import Generated, Group, Judgement, Verified, pack_messages
+from runtime.messages import Beat, Generated, Group, Judgement, Verified, pack_messages, stray
 from runtime.processes import Line, Pool
 
 
@@ -98,7 +98,9 @@ def light_children():
 def pool_of(roles: dict, logs: Path, restarts: int = 2, silence: float = 60.0, then=None) -> Pool:
     """A pool to whose workers a group is sound unless its problem has a flaw."""
 
-    def flaw(message) -> str | None:
+    def flaw(message, work: dict) -> str | None:
+        if not isinstance(message, Beat) and (found := stray(message, work)):
+            return found
         problem = getattr(getattr(message, "group", None), "problem", {})
         return problem.get("flaw", {}).get(1)  # AttributeError where the flaw is a text
 
