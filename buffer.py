@@ -18,7 +18,13 @@ from collections.abc import Iterable
 from runtime.messages import Group, Trajectory
 
 
-def may_admit(starts: list[int], start: int, version: int, eta: int, B: int) -> bool:
+def may_admit(
+    starts: list[int],
+    start: int,
+    version: int,
+    eta: int,
+    B: int,
+) -> bool:
     """Whether one more group fits; `starts` of those that are outstanding, ascending."""
     for s in range(start, version + 1):
         due = bisect_right(starts, s) + 1  # must be trained at version s + eta, or before
@@ -27,7 +33,12 @@ def may_admit(starts: list[int], start: int, version: int, eta: int, B: int) -> 
     return True
 
 
-def may_leave_behind(starts: list[int], version: int, eta: int, B: int) -> bool:
+def may_leave_behind(
+    starts: list[int],
+    version: int,
+    eta: int,
+    B: int,
+) -> bool:
     """Whether groups with these starts, ascending, may wait while a batch is trained."""
     for s in range(version - eta, version + 1):
         if bisect_right(starts, s) > (s + eta - version) * B:

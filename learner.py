@@ -25,7 +25,15 @@ from runtime.config import Config, capacity_of
 from runtime.messages import Group, apply_verdicts
 
 
-def naive_step(model: GPT, optimizer, tokens, mask, behaviour, rewards, alphabet) -> Tensor:
+def naive_step(
+    model: GPT,
+    optimizer,
+    tokens,
+    mask,
+    behaviour,
+    rewards,
+    alphabet,
+) -> Tensor:
     """The idea: one step on one group, with GRPO's advantages and CISPO's weight; returns the loss.
 
     tokens int64 [n, T], padded at the end; mask bool [n, T], True where the policy generated;
@@ -64,7 +72,12 @@ class Learner:
 # ----------------------------------------------------------------------------------------- a step
 
 
-def learner_step(learner: Learner, groups: list[Group], config: Config, rank: int = 0) -> dict:
+def learner_step(
+    learner: Learner,
+    groups: list[Group],
+    config: Config,
+    rank: int = 0,
+) -> dict:
     """One optimizer step on a batch of groups; returns the step's metrics.
 
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
@@ -145,7 +158,12 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
     return batches
 
 
-def token_logprobs(model: GPT, batch: list[tuple], learner: Learner, config: Config):
+def token_logprobs(
+    model: GPT,
+    batch: list[tuple],
+    learner: Learner,
+    config: Config,
+):
     """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories."""
     device = model.flat.device
     packed = pack_tokens([t.tokens for t, _ in batch], device)
@@ -154,7 +172,13 @@ def token_logprobs(model: GPT, batch: list[tuple], learner: Learner, config: Con
     return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
 
 
-def micro_batch_loss(learner: Learner, batch: list[tuple], reference, count: int, config: Config):
+def micro_batch_loss(
+    learner: Learner,
+    batch: list[tuple],
+    reference,
+    count: int,
+    config: Config,
+):
     """This micro-batch's share of the step's loss, and of its diagnostics.
 
     batch: trajectories with their advantages; reference [M]: log-probs of the reference, or None.
@@ -187,7 +211,12 @@ def micro_batch_loss(learner: Learner, batch: list[tuple], reference, count: int
     return loss, part
 
 
-def update_weights(learner: Learner, config: Config, loss: float, metrics: dict) -> dict:
+def update_weights(
+    learner: Learner,
+    config: Config,
+    loss: float,
+    metrics: dict,
+) -> dict:
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
     gradient = learner.model.flat_grad
     norm = float(gradient.norm())

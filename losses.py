@@ -78,7 +78,12 @@ def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _clip(ratio, advantages, low, high):
+def _clip(
+    ratio,
+    advantages,
+    low,
+    high,
+):
     """PPO's pessimistic gain min(ratio A, clip(ratio) A), and where no gradient is left; [N] each.
 
     Schulman et al. 2017 (arXiv 1707.06347) equation 7, with two sides as in DAPO.

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsa
-from runtime.shortcuts import padded, share_prefixes
+from runtime.prefixes import padded, share_prefixes
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Packed(NamedTuple):
 
     Dense attention uses the grid: its padding costs little there, while matrix products, which
     dominate at short lengths, never see it. Padding stands behind the real tokens, so the causal
-    mask hides it. A token may stand in several rows: see runtime/shortcuts.py, `share_prefixes`.
+    mask hides it. A token may stand in several rows: see runtime/prefixes.py, `share_prefixes`.
     """
 
     tokens: Tensor  # [N] int64
@@ -355,7 +355,13 @@ def attend_packed(
         return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
     tables = dsa.packed_tables(packed.cu_seqlens, config.chunk_size, capacity)
 
-    def attend(layer, q, k, v, index):
+    def attend(
+        layer,
+        q,
+        k,
+        v,
+        index,
+    ):
         tensors = (q, k, v, *(index or ()))
         tensors = [x.index_select(0, packed.token_of_row) for x in tensors]  # [K, ...]
         q, k, v, *index = tensors

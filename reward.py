@@ -88,7 +88,12 @@ class Task:
 SPLITS = ("train", "eval")
 
 
-def random_of(name: str, seed: int, index: int, split: str) -> np.random.Generator:
+def random_of(
+    name: str,
+    seed: int,
+    index: int,
+    split: str,
+) -> np.random.Generator:
     """The random numbers of one problem. The seed moves training only: all runs share one exam."""
     seed = seed if split == "train" else 0
     return np.random.default_rng((zlib.crc32(name.encode()), SPLITS.index(split), index, seed))
@@ -109,11 +114,23 @@ def draw_problem(propose: Callable, random: np.random.Generator, split: str) -> 
 
 
 @lru_cache(64)
-def _shuffled(name, seed, epoch, split, size):
+def _shuffled(
+    name,
+    seed,
+    epoch,
+    split,
+    size,
+):
     return random_of(name, seed, epoch, split).permutation(size).tolist()
 
 
-def in_turn(name: str, seed: int, index: int, split: str, size: int) -> int:
+def in_turn(
+    name: str,
+    seed: int,
+    index: int,
+    split: str,
+    size: int,
+) -> int:
     """Which of `size` problems: each once an epoch, shuffled in training, in order otherwise."""
     epoch, place = divmod(index, size)
     return place if split == "eval" else _shuffled(name, seed, epoch, split, size)[place]
@@ -245,7 +262,12 @@ def _replay(task, problem, answers):
     return tuple(rewards)
 
 
-def verify(task: Task, problem: dict, answers: Answers, seconds: float | None = 1.0) -> Verdict:
+def verify(
+    task: Task,
+    problem: dict,
+    answers: Answers,
+    seconds: float | None = 1.0,
+) -> Verdict:
     """Play an episode again from its text and judge it; nothing in the answers can raise.
 
     An episode that was cut off before its end keeps the rewards of the turns it had.
@@ -256,7 +278,12 @@ def verify(task: Task, problem: dict, answers: Answers, seconds: float | None = 
     return Verdict(sum(rewards), rewards, None)
 
 
-def verify_group(group, task: Task, config, alive: Callable = lambda: None) -> list[Verdict]:
+def verify_group(
+    group,
+    task: Task,
+    config,
+    alive: Callable = lambda: None,
+) -> list[Verdict]:
     """Verify every episode of a group (runtime/messages.py), each within the limits of `config`.
 
     Equal answers are verified once: `step` is a pure function. `alive` is called before each.

@@ -25,14 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import Cache, decode, make_cache, prefill, prefill_groups
+from cache import Cache, captured, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
 from reward import Task, alphabet_of, split_answers
 from runtime import limits
 from runtime.config import Config
 from runtime.messages import ARRAYS, Group, Trajectory
 from runtime.sampling import noise_keys, sample, uniforms
-from runtime.shortcuts import captured
 from runtime.tokenizer import encode
 
 FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill

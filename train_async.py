@@ -23,7 +23,6 @@ from runtime.books import finish
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
     AsyncRun,
-    check_progress,
     close_async_step,
     facts_of_flow,
     log_discards,
@@ -68,6 +67,20 @@ def train(config: Config) -> None:
         save(run)
         finish(run, facts_of_flow(run))  # before anything is torn down
     print(table(run.ledger.totals()))
+
+
+def check_progress(run: AsyncRun) -> None:
+    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
+    out, now = run.pool.out(), time.monotonic()
+    tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
+    signs, (before, since) = (run.learner.version, out, tokens), run.progress
+    if signs != before:
+        run.progress = signs, now
+    elif now - since > run.config.stall:
+        raise TrainingStopped(
+            f"no step, no verdict and no token for {run.config.stall:.0f} s (--stall); "
+            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
+        )
 
 
 def admit(run: AsyncRun) -> None:
@@ -125,7 +138,12 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
                 verify_again(run, worker, reason, groups)
 
 
-def land(run: AsyncRun, group: Group, judgement: Judgement, judged_by: str) -> None:
+def land(
+    run: AsyncRun,
+    group: Group,
+    judgement: Judgement,
+    judged_by: str,
+) -> None:
     """A group is generated and verified: it may be trained."""
     apply_verdicts(group, judgement.verdicts)
     if not run.buffer.complete(group):
@@ -144,7 +162,12 @@ def bury(run: AsyncRun, worker: Worker, reason: str) -> None:
     run.lost.append(f"{worker.name} {reason}")
 
 
-def generate_again(run: AsyncRun, worker: Worker, reason: str, groups: list[Group]) -> None:
+def generate_again(
+    run: AsyncRun,
+    worker: Worker,
+    reason: str,
+    groups: list[Group],
+) -> None:
     """Groups that a rollout worker had not finished begin anew, with today's weights."""
     for group in groups:
         run.log.event(worker.name, "lost", group=group.group_id, reason=reason)
@@ -153,7 +176,12 @@ def generate_again(run: AsyncRun, worker: Worker, reason: str, groups: list[Grou
     issue(run, "requeue", groups)
 
 
-def verify_again(run: AsyncRun, worker: Worker, reason: str, groups: list[Group]) -> None:
+def verify_again(
+    run: AsyncRun,
+    worker: Worker,
+    reason: str,
+    groups: list[Group],
+) -> None:
     """Groups that a reward worker had go to another; one of which two have died has failed."""
     run.deaths.update(group.group_id for group in groups[:1])  # it was working on the first
     for group in groups:

@@ -132,20 +132,6 @@ def settle(run: AsyncRun) -> None:
     run.ledger.balance(places | dict.fromkeys(run.interrupted, TO_REISSUE))
 
 
-def check_progress(run: AsyncRun) -> None:
-    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
-    out, now = run.pool.out(), time.monotonic()
-    tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
-    signs, (before, since) = (run.learner.version, out, tokens), run.progress
-    if signs != before:
-        run.progress = signs, now
-    elif now - since > run.config.stall:
-        raise TrainingStopped(
-            f"no step, no verdict and no token for {run.config.stall:.0f} s (--stall); "
-            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
-        )
-
-
 def log_discards(run: AsyncRun) -> None:
     """Groups that were too old, with --on-stale drop."""
     for group, reason in run.buffer.dropped:

@@ -35,7 +35,7 @@ def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgemen
     """Verify a group, and say how long that took."""
     began = time.monotonic()
     verdicts = verify_group(group, task, config, alive)
-    return Judgement([tuple(v) for v in verdicts], began, time.monotonic() - began)
+    return Judgement(verdicts, began, time.monotonic() - began)
 
 
 def generated(span: tuple, end: float, counts: Counter) -> tuple:

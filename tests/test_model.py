@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from qwen3 import named_weights
 
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
-from runtime.shortcuts import share_prefixes
+from runtime.prefixes import share_prefixes
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns

@@ -428,7 +428,7 @@ def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     def after(seconds: float, version: int = 0, tokens: int = 0) -> None:
         now[0] += seconds
         worker.status, run.learner.version = {"tokens": tokens}, version
-        flow.check_progress(run)
+        train_async.check_progress(run)
 
     after(0)
     after(59)
