@@ -4,6 +4,7 @@ device or a compiler is missing.
 With IMPL set (exercises/README.md), a learner's file is judged: only the exercises are collected.
 """
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -28,6 +29,9 @@ def pytest_cmdline_main(config):
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        quick = importlib.import_module("quick_interpreter")
+        quick.install()
 
 
 def pytest_ignore_collect(collection_path):
