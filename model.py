@@ -385,7 +385,9 @@ def generated_logprobs(
     """
     shared, wanted, copies = share_prefixes(packed, rows - 1)
     hidden = model(shared, wanted).index_select(0, copies)  # [M, d]
-    targets = (packed.tokens[rows, None] == alphabet).int().argmax(-1)  # [M], in the alphabet
+    same = packed.tokens[rows, None] == alphabet  # [M, V']
+    assert same.any(-1).all(), f"generated tokens must be in the alphabet {alphabet.tolist()}"
+    targets = same.int().argmax(-1)  # [M], places in the alphabet
     logprobs = torch.log_softmax(model.logits(hidden, alphabet) / temperature, -1)  # [M, V']
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
