@@ -33,7 +33,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
         "race.json .png, timeline.png",
         "sync against async (--modes full: 60 minutes)",
     ),
-    "tasks": ("campaigns", 7, "tasks.json, guess_*.png", "three tasks with default flags"),
+    "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
@@ -41,9 +41,9 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "generator": ("speed", 2, "generator.json", "generation beside transformers"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
-    "recipe": ("recipe", 5, "recipe.json .png", "how a model becomes sparse (--seeds 3: 11)"),
+    "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
-    "simulate": ("simulate", 15, "simulate*.json, .png", "the simulator against real runs"),
+    "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
     "scale": ("simulate", 10, "scale.json .png", "the simulator on up to 1,024 devices"),
 }
 FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their flags

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lab.plots import draw_reward, draw_timeline, save_result
+from lab.plots import draw_timeline, save_result
 from lab.races import ROOT, run_each
 from runtime.config import OBJECTIVES
 from runtime.devices import describe_machine
@@ -45,8 +45,7 @@ def bench_tasks(folder: Path) -> None:
     for task, count in {"guess": 5, "reverse": 3, "sort": 3}.items():
         plan += [{"task": task, "seed": seed} for seed in range(count)]
     for row, run in campaign_runs(folder, "tasks", plan):
-        if row["task"] == "guess" and row["seed"] == 0:
-            draw_reward(run, folder / "guess_reward.png")
+        if (row["task"], row["seed"]) == ("guess", 0):
             draw_timeline([run], folder / "guess_timeline.png")
 
 
@@ -67,12 +66,7 @@ def bench_objectives(folder: Path, steps: int = 150) -> None:
     arms += product(["cispo"], (4, 16), (0.0, 0.15, 1e9), ["float32"])
     fields = ("objective", "max_staleness", "kl_threshold", "rollout_weights")
     plan = [dict(zip(fields, arm, strict=True)) for arm in arms]
-    alike = {
-        "task": "reverse",
-        "steps": steps,
-        "groups_per_step": 16,
-        "eval_every": steps,
-    }
+    alike = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
     for row, run in campaign_runs(folder, "objectives", plan, **alike):
         metrics = read_lines(run / "metrics.jsonl")
         row["ess"] = float(np.mean([step["ess"] for step in metrics if "ess" in step]))
@@ -83,13 +77,8 @@ def bench_replay(folder: Path) -> None:
     event log alone."""
     plan = []
     for eta, swap, workers in product((0, 1, 4), SWAPS, (1, 2, 3)):
-        flags = {
-            "max_staleness": eta,
-            "swap": swap,
-            "rollout_workers": workers,
-            "seed": len(plan),
-        }
-        plan.append(flags)
+        flags = {"max_staleness": eta, "swap": swap, "rollout_workers": workers}
+        plan.append(flags | {"seed": len(plan)})
     alike = {"steps": 50, "groups_per_step": 8, "eval_every": 50}
     for row, run in campaign_runs(folder, "replay", plan, **alike):
         command = [sys.executable, "train_async.py", f"--replay={run.resolve()}"]

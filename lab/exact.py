@@ -27,7 +27,7 @@ from tqdm import tqdm
 import losses
 from lab.estimators import KL_ESTIMATORS, opsm_mask
 from lab.exact_pipeline import draw_pipeline, drop_part, swap_part
-from lab.plots import column, draw_panels, print_table, save_result
+from lab.plots import LOGARITHMIC, column, draw_panels, print_table, save_result
 from runtime.devices import describe_machine
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
@@ -115,8 +115,9 @@ def policies(task: EnumeratedTask, seed: int) -> list[Tensor]:
 def prefix_values(theta: Tensor, task: EnumeratedTask) -> Tensor:
     """Expected reward [R, T] before each token is drawn: what a perfect critic says."""
     chances = chances_of(logprobs_of(theta, task))
-    visits = one_hot(task.prefix, task.shape[0]).sum(1).double()  # [R, P]
-    return (((chances * task.rewards) @ visits) / (chances @ visits))[task.prefix]
+    visits = one_hot(task.prefix).sum(1).double()  # [R, P]
+    values = ((chances * task.rewards) @ visits) / (chances @ visits)
+    return values[task.prefix]
 
 
 def vtrace(log_ratio, values, rewards, cap=1.0):
@@ -144,23 +145,25 @@ def loss_of(method, new, old, rewards, values):
     proximal policy is the one of this forward pass. The mean is over R responses, as in J.
     """
     drift = (new - old).detach()
-    advantages = (rewards - values[:, 0])[:, None].expand(new.shape)
-    weights = torch.ones_like(drift)
-    touched = 0.0
+    ratio = drift.exp()
+    advantages = (rewards - values[:, 0])[:, None]
+    weights = torch.ones_like(ratio)
+    capped = torch.zeros_like(ratio)
     if method == "sequence_is":  # the ratio of the whole response: unbiased at every staleness
-        weights = drift.sum(1, keepdim=True).exp().expand(new.shape)
+        weights = ratio.prod(1, keepdim=True).expand(ratio.shape)
     elif method == "vtrace":
         _, weights, advantages = vtrace(drift, values, rewards)
-        touched = float((weights < drift.exp()).double().mean())
-    tensors = [x.reshape(-1) for x in (new, new.detach(), old, weights * advantages)]
+        capped = weights < ratio
+    now, then, weighted = new.flatten(), old.flatten(), (weights * advantages).flatten()
     sequence = torch.arange(len(new)).repeat_interleave(new.shape[1])
-    mask = torch.ones(len(sequence), dtype=torch.bool)
+    mask = torch.ones_like(sequence, dtype=torch.bool)
     if method == "opsm":
-        mask = opsm_mask(tensors[2], tensors[0], tensors[3], mask, sequence)
+        mask = opsm_mask(then, now, weighted, mask, sequence)
     objective = losses.OBJECTIVES[CORRECTIONS.get(method, method)]
-    loss, sums = objective(*tensors, mask, sequence, len(new), losses.Constants())
-    touched += float(sum(sums.values()) + (~mask).sum()) / len(mask)
-    return loss, advantages, touched
+    constants = losses.Constants()
+    loss, sums = objective(now, now.detach(), then, weighted, mask, sequence, len(new), constants)
+    touched = sum(sums.values()) + (~mask).sum() + capped.sum()
+    return loss, advantages, float(touched) / len(mask)
 
 
 def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor):
@@ -226,9 +229,17 @@ def verdict(claim: tuple, samples: int, seed: int) -> dict:
     error = max(float(draws.std()) / samples**0.5, 1e-12)
     within = abs(estimate - truth) <= 3 * error
     hidden = not unbiased and abs(predicted - truth) < 6 * error
-    ok = abs(estimate - predicted) <= 3 * error and (hidden or within == unbiased)
-    row = {"name": name, "estimate": estimate, "truth": truth, "se": error, "predicted": predicted}
-    return row | {"within": within, "expected": "unbiased" if unbiased else "biased", "ok": ok}
+    agrees = abs(estimate - predicted) <= 3 * error
+    return {
+        "name": name,
+        "estimate": estimate,
+        "truth": truth,
+        "se": error,
+        "predicted": predicted,
+        "within": within,
+        "expected": "unbiased" if unbiased else "biased",
+        "ok": agrees and (hidden or within == unbiased),
+    }
 
 
 def objectives_part(task: EnumeratedTask, seed: int) -> Part:
@@ -236,12 +247,12 @@ def objectives_part(task: EnumeratedTask, seed: int) -> Part:
     length = task.tokens.shape[1]
     chain = policies(task, seed)
     chances = chances_of(logprobs_of(chain[0], task))
-    curves, claims = {}, []
-    for method in METHODS:
-        curves[method] = []
+    curves = {method: [] for method in METHODS}
+    claims = []
+    for method, rows in curves.items():
         for s, theta in enumerate(chain):
             gradients, facts = examine(method, task, theta, chain[0])
-            curves[method].append(facts)
+            rows.append(facts)
             if s in CHECKED:
                 name = f"{method}, T = {length}, staleness {s}"
                 truth = true_gradient(theta, task)
@@ -318,12 +329,11 @@ def examine_kl(name, task: EnumeratedTask, theta: Tensor, older: Tensor, first: 
     values = values.detach()
     mean = chances @ values
     facts = {
-        "kl": true_kl(theta, first, task),
-        "value": mean,
-        "deviation": (chances @ (values - mean) ** 2).sqrt(),
-        "gradient_error": (chances @ gradients - truth).norm() / truth.norm(),
+        "kl": float(true_kl(theta, first, task)),
+        "value": float(mean),
+        "deviation": float((chances @ (values - mean) ** 2).sqrt()),
+        "gradient_error": float((chances @ gradients - truth).norm() / truth.norm()),
     }
-    facts = {key: float(fact) for key, fact in facts.items()}
     length = task.tokens.shape[1]
     value_right, slope_right = (length <= most for most in KL_RIGHT[name])
     label = f"{name}, T = {length}"
@@ -343,7 +353,8 @@ def draw(folder: Path, result: dict) -> None:
     panels = []
     for key, label in labels.items():
         curves = {name: (None, STALENESS, column(own[name], key)) for name in METHODS}
-        panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
+        axis = {"xlabel": "staleness (optimizer steps)", "ylabel": label}
+        panels.append((curves, axis))
     title = "Whole-response weights (sequence_is) have no bias; their price is variance"
     draw_panels(folder / "lab_objectives.png", title, panels, (7, 6))
     panels = []
@@ -352,15 +363,9 @@ def draw(folder: Path, result: dict) -> None:
         for name, facts in result[f"kl, {spelling}"].items():
             errors = np.maximum(column(facts, "gradient_error"), 1e-4)
             curves[name] = (None, column(facts, "kl"), errors)
-        axis = {
-            "title": f"responses of {spelling}",
-            "xlabel": "true KL to the reference (nats)",
-            "xscale": "log",
-            "yscale": "log",
-            "ylim": (5e-5, 2),
-        }
-        panels.append((curves, axis))
-    panels[0][1]["ylabel"] = "bias / length of the true gradient\n(0 is drawn at 0.0001)"
+        axis = {"xlabel": f"true KL to the reference (nats), responses of {spelling}"}
+        axis |= {"ylabel": "bias / length of the true gradient\n(0 is drawn at 0.0001)"}
+        panels.append((curves, axis | LOGARITHMIC))
     title = "k1 and k3 have the right value and a wrong gradient"
     draw_panels(folder / "lab_kl.png", title, panels)
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from buffer import Buffer, staleness
+from lab.plots import column
 from learner import pack
 from runtime.config import Config
 from runtime.messages import Group
@@ -95,8 +96,9 @@ class Pipeline:
         self.config, self.costs, self.synchronous = config, costs, synchronous
         self.random = np.random.default_rng(seed)
         self.buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-        names = [f"rollout-{i}" for i in range(config.rollout_workers)]
-        self.workers = [SimulatedWorker(name, config.slots) for name in names]
+        self.workers = []
+        for i in range(config.rollout_workers):
+            self.workers.append(SimulatedWorker(f"rollout-{i}", config.slots))
         self.verifiers = [0.0] * config.reward_workers  # heap: when each reward worker is free
         self.agenda = []  # heap of (time, order, what happens)
         self.order = count()
@@ -143,11 +145,12 @@ class Pipeline:
 
     def draw_group(self):
         """Tokens of a prompt and of its episodes: a recorded group of about this version."""
-        records, total = self.costs.groups, len(self.costs.groups)
+        total = len(self.starts)
         width = max(8, total // 20)
         near = np.searchsorted(self.starts, [self.version, self.version + 1]).mean()
         low = max(0, min(int(near) - width, total - 2 * width))
-        _, prompt, *lengths = records[self.random.integers(low, min(low + 2 * width, total))]
+        drawn = self.random.integers(low, min(low + 2 * width, total))
+        _, prompt, *lengths = self.costs.groups[drawn]
         assert len(lengths) == self.config.group_size, (lengths, self.config.group_size)
         return prompt, lengths
 
@@ -191,8 +194,8 @@ class Pipeline:
         running, steps = worker.left > 0, worker.steps
         amounts = {"steps": steps, "slot_steps": steps * int(running.sum())}
         amounts |= {"context": steps * worker.context(), "decode": steps * worker.pace}
-        seconds = now - worker.woken
-        self.note(worker.name, "generate", worker.woken, seconds=seconds, **amounts)
+        amounts["seconds"] = now - worker.woken
+        self.note(worker.name, "generate", worker.woken, **amounts)
         worker.left[running] -= steps
         worker.cached[running] += steps
         for slot in np.flatnonzero(running & (worker.left == 0)):
@@ -221,17 +224,15 @@ class Pipeline:
     def start_sample(self, worker, slot, now):
         """Give a slot to the next sample; returns the prompt tokens to compute: once a group."""
         group, length = worker.waiting.popleft()
-        prompt = group.problem["prompt"]
-        sample = SimpleNamespace(oldest=worker.version, tokens=length)
-        worker.samples[slot] = (group, sample)
+        prompt, number, version = group.problem["prompt"], group.group_id, worker.version
+        worker.samples[slot] = (group, SimpleNamespace(oldest=version, tokens=length))
         worker.left[slot] = max(1, length - prompt)
         worker.cached[slot] = prompt
-        number, version = group.group_id, worker.version
-        if number not in worker.prompts:
-            self.note(worker.name, "start", now, group=number, version=version, size=prompt)
-        computed = worker.prompts.get(number) == version
+        computed = worker.prompts.get(number)
         worker.prompts[number] = version
-        return 0 if computed else prompt
+        if computed is None:
+            self.note(worker.name, "start", now, group=number, version=version, size=prompt)
+        return 0 if computed == version else prompt
 
     # ------------------------------------------------------- verification and learning
 
@@ -239,13 +240,13 @@ class Pipeline:
         """Verify a group by the reward worker that is free first."""
         if not self.config.reward_workers:
             return self.arrive(group, now)  # who trains verifies: see `work`
-        score = self.costs.score
         begin = max(now + self.costs.delivery, self.verifiers[0])
-        heapq.heapreplace(self.verifiers, begin + score)
+        stop = begin + self.costs.score
+        heapq.heapreplace(self.verifiers, stop)
         lengths = [t.tokens for t in group.trajectories]
-        number = group.group_id
-        self.note("reward-0", "score", begin, group=number, lengths=lengths, seconds=score)
-        self.plan(begin + score, self.arrive, group)
+        facts = {"group": group.group_id, "lengths": lengths, "seconds": stop - begin}
+        self.note("reward-0", "score", begin, **facts)
+        self.plan(stop, self.arrive, group)
 
     def arrive(self, group, now):
         """A verified group reaches the learner."""
@@ -288,17 +289,17 @@ class Pipeline:
         config, costs, step = self.config, self.costs, self.version + 1
         samples = [t for group in batch for t in group.trajectories]
         lengths = [t.tokens for t in samples]
+        tokens = sum(lengths)
         micro_batches = len(pack(lengths, config.token_budget, config.learners))
-        token = costs.train_token
+        seconds = micro_batches * costs.micro_batch + tokens * costs.train_token
         if config.reference_every and step % config.reference_every == 0:
-            token += costs.reference_token
-        shared = micro_batches * costs.micro_batch + sum(lengths) * token
-        seconds = costs.train + shared / config.learners
+            seconds += tokens * costs.reference_token
+        seconds = costs.train + seconds / config.learners
         if config.learners > 1:
             seconds += costs.all_reduce
-        oldest = [staleness(t, self.version) for t in samples]
-        row = {"step": step, "sequence_tokens": sum(lengths), "micro_batches": micro_batches}
-        self.rows.append(row | {"staleness_mean": float(np.mean(oldest))})
+        age = float(np.mean([staleness(t, self.version) for t in samples]))
+        row = {"step": step, "sequence_tokens": tokens, "micro_batches": micro_batches}
+        self.rows.append(row | {"staleness_mean": age})
         trained = [group.group_id for group in batch]
         self.note("learner", "train", now, version=self.version, groups=trained)
         self.plan(now + seconds, self.publish)
@@ -354,16 +355,16 @@ def pipeline_metrics(log: PipelineLog) -> dict[str, float]:
     first, last = 1 + config.max_staleness, config.steps - 1 - config.max_staleness
     begin, stop = end(trained[first - 1]), end(trained[last - 1])
 
-    def busy(kind: str) -> float:
-        """Seconds in which events of a kind went on."""
-        return sum(max(0.0, min(end(e), stop) - max(e["t"], begin)) for e in log.events[kind])
-
     seconds, rows = stop - begin, log.rows[first:last]
-    work = busy("generate") + busy("train") * config.learners
+    work = 0.0
+    for kind, devices in (("generate", 1), ("train", config.learners)):
+        for event in log.events[kind]:
+            inside = min(end(event), stop) - max(event["t"], begin)
+            work += max(0.0, inside) * devices
     # In a synchronous run the devices that train are those that generate.
     devices = config.rollout_workers + config.learners * (not log.synchronous)
     return {
-        "tokens_per_s": sum(row["sequence_tokens"] for row in rows) / seconds,
+        "tokens_per_s": sum(column(rows, "sequence_tokens")) / seconds,
         "idle": 1 - work / (seconds * devices),
-        "staleness": float(np.mean([row["staleness_mean"] for row in rows])),
+        "staleness": float(np.mean(column(rows, "staleness_mean"))),
     }

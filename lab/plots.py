@@ -5,6 +5,7 @@ Left out: the pictures of the laboratory, the recipe and the simulator, which st
 """
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +18,20 @@ BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", 
 # of curves: a colour, and dashes
 STYLES = [c + dashes for dashes in ("-", "--", ":") for c in (BLUE, ORANGE, GREEN, PURPLE, GREY)]
 
+# of eight policy versions, dark to light (the map cividis of matplotlib)
+SHADES = "#00224e #213b6e #4c556c #6c6e72 #8e8978 #b1a570 #d9c55c #fee838".split()
+
+LOGARITHMIC = {"xscale": "log", "yscale": "log"}  # settings of an axis
+
 RESULTS = Path(__file__).parent.parent / "results"
 
 
 def save_result(folder: Path, name: str, result: dict) -> None:
     """Write a measurement; called after every run, so that Ctrl-C loses only the run under way."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = json.dumps(result, indent=1) + "\n"
+    text = re.sub(r"\[[-+.,\de\s]+\]", lambda row: " ".join(row[0].split()), text)  # numbers
+    (folder / f"{name}.json").write_text(text)
 
 
 def load_result(name: str, folder: Path = RESULTS) -> dict:
@@ -33,19 +41,19 @@ def load_result(name: str, folder: Path = RESULTS) -> dict:
 
 def spread(values: list[float]) -> dict:
     """Median and extremes of repeated measurements."""
-    found = {"median": np.median(values), "min": min(values), "max": max(values)}
-    return {name: round(float(value), 3) for name, value in found.items()}
+    median, low, high = np.quantile(values, [0.5, 0, 1]).round(3).tolist()
+    return {"median": median, "min": low, "max": high}
 
 
 def between(values: list[float], form: str) -> str:
     """Smallest to largest of some numbers, as text."""
-    low, high = format(min(values), form), format(max(values), form)
-    return low if low == high else f"{low} to {high}"
+    ends = [format(value, form) for value in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     """A table as lines of Markdown, its columns aligned for a screen."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
     lines = [head, ["-" * width for width in widths], *rows]
     return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
 
@@ -59,25 +67,21 @@ def print_table(rows: list[dict]) -> None:
     """Print rows with the same keys as a table."""
     cells = []
     for row in rows:
-        cells.append([f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()])
+        cells.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()])
     print(*markdown(list(rows[0]), cells), sep="\n")
 
 
-def canvas():
-    """matplotlib.pyplot without a screen; imported late, because a worker never draws."""
-    import matplotlib
+def new_figure(size: tuple):
+    """An empty picture; matplotlib is imported late, because a worker never draws."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    return Figure(figsize=size, dpi=120, layout="constrained")
 
 
 def save_figure(figure, path: Path) -> None:
-    """Write a picture and free its memory."""
+    """Write a picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    canvas().close(figure)
+    figure.savefig(path)
 
 
 # ------------------------------------------------------------------------------------ one run
@@ -103,28 +107,22 @@ def draw_reward(run: Path, path: Path) -> None:
     if not steps:
         return
     t = column(steps, "t")
-    solved = [row["eval"]["solved"] for row in evaluated]
+    solved = column(column(evaluated, "eval"), "solved")
     oldest = column(steps, "staleness_max")
-    score = {
-        "training reward (mean)": (BLUE, t, column(steps, "reward")),
-        "evaluation: solved": (ORANGE + "o-", column(evaluated, "t"), solved),
-    }
-    staleness = {
-        "mean": (GREEN, t, column(steps, "staleness_mean")),
-        "oldest token": (PURPLE, t, oldest),
-    }
-    seconds = {"xlim": (0, t[-1]), "xlabel": "wall-clock time (s)"}
+    score = {"training reward (mean)": (BLUE, t, column(steps, "reward"))}
+    score["evaluation: solved"] = (ORANGE + "o-", column(evaluated, "t"), solved)
+    staleness = {"mean": (GREEN, t, column(steps, "staleness_mean"))}
+    staleness["oldest token"] = (PURPLE, t, oldest)
     above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
-    below = {"ylabel": "staleness (versions)", "ylim": (-0.1, 1.5 * max(1, *oldest))}
-    panels = [(score, seconds | above), (staleness, seconds | below)]
-    draw_panels(path, name_of(run), panels, (7, 5), columns=1)
+    below = {"xlabel": "wall-clock time (s)", "ylabel": "staleness (versions)"}
+    below["ylim"] = (-0.1, 1.5 * max(1, *oldest))
+    draw_panels(path, name_of(run), [(score, above), (staleness, below)], (7, 5), columns=1)
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    rows = []
-    bars = []  # (row, seconds from the left, event)
+    rows, bars = [], []  # a bar: (row, seconds from the left, event)
     width = 0.0
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
@@ -132,49 +130,32 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         middle = trained[max(0, (len(trained) - steps) // 2) :][:steps]
         if not middle:
             continue
-        left = middle[0]["t"]
-        width = max(width, middle[-1]["t"] + middle[-1]["seconds"] - left)
-        processes = sorted({event["process"] for event in spans})
+        left, last = middle[0]["t"], middle[-1]
+        width = max(width, last["t"] + last["seconds"] - left)
+        processes = sorted(set(column(spans, "process")))
         for event in spans:
             row = len(rows) + processes.index(event["process"])
             bars.append((row, event["t"] - left, event))
         rows += [f"{name_of(run)}: {process}" for process in processes]
     if not rows:
         return
-    figure, axis = canvas().subplots(figsize=(9, 0.9 + 0.36 * len(rows)), layout="constrained")
+    figure = new_figure((9, 0.9 + 0.36 * len(rows)))
+    axis = figure.subplots()
     for row, begin, event in bars:
         if begin < width and begin + event["seconds"] > 0:
-            draw_bar(axis, row, begin, event, width)
-    axis.set(
-        xlim=(0, width),
-        ylim=(len(rows) - 0.5, -0.5),
-        xlabel="time (s); one colour a policy version, pink = verifying, blank = idle",
-    )
+            colour = SHADES[event["version"] % 8] if "version" in event else PURPLE
+            axis.barh(row, event["seconds"], left=begin, color=colour, height=0.7)
+    axis.set(xlim=(0, width), ylim=(len(rows) - 0.5, -0.5))
+    axis.set_xlabel("time (s); one colour a policy version, pink = verifying, blank = idle")
     axis.set_yticks(range(len(rows)), rows)
     save_figure(figure, path)
-
-
-def draw_bar(axis, row: int, begin: float, event: dict, width: float) -> None:
-    """One span of work; what the learner trains has its version written on it."""
-    shade = event.get("version", 0) % 8 / 7
-    colour = canvas().get_cmap("cividis")(shade) if "version" in event else PURPLE
-    bar = axis.barh(row, event["seconds"], left=begin, color=colour, height=0.7)
-    if event["kind"] == "train" and event["seconds"] > 0.04 * width:
-        axis.bar_label(
-            bar,
-            [f"v{event['version']}"],
-            label_type="center",
-            color="white" if shade < 0.5 else "black",
-            fontsize=8,
-            clip_on=True,
-        )
 
 
 # ------------------------------------------------------------------------------------- several runs
 
 
 def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
-    """Held-out score of each task against seconds, and against episodes."""
+    """Held-out score of each task against seconds (median at each evaluation), and episodes."""
     tasks = list(dict.fromkeys(column(runs, "task")))
     panels = []
     for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
@@ -184,20 +165,13 @@ def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> 
             for mode, colour in zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False):
                 own = [r["held"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
                 if own:
-                    curves[mode] = (colour, *on_one_grid(own, i))
+                    held = np.array(own)  # [seeds, evaluations, 3]
+                    curves[mode] = (colour, np.median(held[:, :, i], 0), held[:, :, 2])
             longest = max(x[-1] for _, x, _ in curves.values())
             curves["to be reached"] = ("#000000:", [0, longest], [goal, goal])
             axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
             panels.append((curves, axis))
     draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
-
-
-def on_one_grid(held: list, i: int) -> tuple:
-    """Scores of several runs, each rows of (seconds, episodes, score), as far as all of them go:
-    a grid [G] of their seconds (i = 0) or episodes (1), and scores [runs, G]."""
-    curves = [np.array(rows).T for rows in held]  # [3, evaluations]
-    grid = np.linspace(0, min(curve[i, -1] for curve in curves), 100)
-    return grid, [np.interp(grid, curve[i], curve[2]) for curve in curves]
 
 
 def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:
@@ -208,7 +182,8 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
     same labels share one legend: in the place that the last row leaves free, or in the first panel.
     """
     shape = (-(-len(panels) // columns), min(columns, len(panels)))
-    figure, axes = canvas().subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    figure = new_figure(size)
+    axes = figure.subplots(*shape, squeeze=False)
     for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
         for i, (label, (style, x, y)) in enumerate(curves.items()):
             style = style or STYLES[i % len(STYLES)]

@@ -5,7 +5,8 @@
     python bench.py race --modes gpu      # a larger model on one GPU that both roles share
 
 Every run is started as a user would start it. The table says what a mode gains over the best
-synchronous one, and how much of that is overlap, the straggler tail and swaps in flight.
+synchronous one: `one step ahead` adds overlap, `async, η = 4, drain` has no straggler tail, and
+`async, η = 4` takes new weights in flight.
 Left out: other measurements of whole runs (campaigns.py), and of parts (speed.py).
 """
 
@@ -19,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import geometric_mean
 
 import numpy as np
 from tqdm import tqdm
@@ -46,11 +46,6 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
 }
 ALL_MODES = MODES | {"sync, one GPU": SYNC}
 GPU_MODES = ("sync, one GPU", "async, η = 2")
-SPLIT = {  # what each change of mode gains in episodes a second, from synchronous on
-    "overlap": "one step ahead",
-    "no straggler tail": "async, η = 4, drain",
-    "swaps in flight": "async, η = 4",
-}
 BASELINE = "sync, two threads"  # the best synchronous mode of the full race, on both tasks
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}  # chosen before the runs, from others
 SHOWN = ["sync, one core", BASELINE, "sync, one GPU", *JUDGED.values()]  # in the picture
@@ -68,8 +63,8 @@ FLAGS = {
 }
 # On a GPU, a larger model; Adam's learning rate goes down as the width goes up (Yang et al. 2021,
 # arXiv 2203.03466).
-GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "steps": 60}
-GPU_FLAGS |= {"slots": 256, "reward_workers": 1}
+GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536}
+GPU_FLAGS |= {"steps": 60, "slots": 256, "reward_workers": 1}
 SEEDS = {"guess": 24, "sum": 5}  # of the modes that decide, in the full race
 READING = (
     "Medians over the seeds, and from lowest to highest. × best sync is the ratio of two median "
@@ -77,7 +72,7 @@ READING = (
     "where 1 is inside, it may be chance. A run that ended below the score took infinitely long."
 )
 MEASURED = ("target_s", "target_samples", "final", "samples_per_s", "staleness")
-SECONDS = 270  # `python bench.py` begins no further seed that would end later
+SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5 minutes at most
 
 
 @dataclass(frozen=True)
@@ -94,11 +89,10 @@ def run_command(trainer: str, run: Path, **flags) -> dict:
     command = [sys.executable, trainer, f"--out={run.resolve()}", *options]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    seconds = time.perf_counter() - begin
+    seconds = round(time.perf_counter() - begin, 1)
     if done.returncode:
-        said = f"exit code {done.returncode}\n{done.stderr[-2000:]}"
-        raise RuntimeError(f"{' '.join(command)}: {said}")
-    return read_json(run / "summary.json") | {"command_s": round(seconds, 1)}
+        raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    return read_json(run / "summary.json") | {"command_s": seconds}
 
 
 def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dict]]:
@@ -121,8 +115,7 @@ def race_plan(config: RaceConfig) -> dict[str, tuple]:
     plan = {}
     for seed in range(config.seeds or max(SEEDS.values())):
         for task in TARGETS:
-            best = [BASELINE, JUDGED[task]]
-            best += [] if seed else ["sync, one core"]  # on a busy machine it may be the best
+            best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
             for mode in {"best": best, "full": MODES, "gpu": GPU_MODES}[config.modes]:
                 decides = mode.startswith("sync") or mode in JUDGED.values()
                 count = SEEDS[task] if decides and config.modes == "full" else 3
@@ -162,11 +155,9 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
 
 
 def too_late(plan: dict[str, tuple], done: int, seconds: float) -> bool:
-    """Whether all runs of a seed are done, and those of the next would end after SECONDS."""
+    """Whether a further seed would begin now, after SECONDS."""
     seeds = [seed for _, _, seed in plan.values()]
-    if done == len(seeds) or seeds[done] == seeds[done - 1]:
-        return False
-    return seconds * (1 + seeds.count(seeds[done]) / done) > SECONDS
+    return seconds >= SECONDS and len(set(seeds[done - 1 : done + 1])) == 2
 
 
 def speed_of(run: Path, summary: dict, task: str) -> dict:
@@ -208,30 +199,24 @@ def crossing(held: list, goal: float) -> tuple:
 def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
     """(the best synchronous mode, {mode: medians over its seeds}); inf: the score was not reached.
 
-    Beside the medians: `seeds`, its run of each seed; `gain`, median time to the score of the best
-    synchronous mode over that of this one, and `gains`, between which it lies.
+    Beside the medians: `seconds` to the score and `finals` of all seeds; `gain`, median time to the
+    score of the best synchronous mode over that of this one, and `gains`, between which it lies.
     """
-    modes: dict[str, dict] = {}  # mode -> seed -> run
+    modes: dict[str, list] = {}
     for row in runs:
         if row["task"] == task:
             known = {key: math.inf if row[key] is None else row[key] for key in MEASURED}
-            modes.setdefault(row["mode"], {})[row["seed"]] = known
+            modes.setdefault(row["mode"], []).append(known)
     found = {}
-    for mode, seeds in modes.items():
-        each = list(seeds.values())
+    for mode, each in modes.items():
         found[mode] = {key: float(np.median(column(each, key))) for key in MEASURED}
-        found[mode]["seeds"] = seeds
+        found[mode]["seconds"] = column(each, "target_s")
+        found[mode]["finals"] = column(each, "final")
     synchronous = [mode for mode in found if mode.startswith("sync")]
     best = min(synchronous, key=lambda mode: found[mode]["target_s"])
-    theirs = seconds_of(found[best])
     for row in found.values():
-        row["gain"], *row["gains"] = ratio_of_medians(theirs, seconds_of(row))
+        row["gain"], *row["gains"] = ratio_of_medians(found[best]["seconds"], row["seconds"])
     return best, found
-
-
-def seconds_of(row: dict) -> list[float]:
-    """Seconds to the score in each seed of a mode."""
-    return column(row["seeds"].values(), "target_s")
 
 
 def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000) -> list[float]:
@@ -247,50 +232,25 @@ def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000)
     return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
 
 
-def rate_gain(found: dict, mode: str, other: str) -> float:
-    """Episodes a second over those of another mode: the geometric mean over the seeds, so that
-    gains of several changes multiply to that of all. Runs of a seed follow each other, and a
-    machine that is slower for a while is slower for both."""
-    ours, theirs = found[mode]["seeds"], found[other]["seeds"]
-    both = [seed for seed in ours if seed in theirs]
-    return geometric_mean(ours[i]["samples_per_s"] / theirs[i]["samples_per_s"] for i in both)
-
-
 def race_table(runs: list[dict]) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
     lines = []
     for task in dict.fromkeys(column(runs, "task")):
         best, found = medians(runs, task)
         metric, goal = TARGETS[task]
-        head = [
-            f"`{task}`: to a held-out {metric} of {goal}",
-            "seconds",
-            "× best sync (90%)",
-            "episodes",
-            "episodes/s",
-            "staleness",
-            "final",
-        ]
+        head = [f"`{task}`: to a held-out {metric} of {goal}", "seconds", "× best sync (90%)"]
+        head += ["episodes", "episodes/s", "staleness", "final"]
         rows = []
         for mode, row in found.items():
-            seconds = seconds_of(row)
-            finals = column(row["seeds"].values(), "final")
             cells = [
-                f"{mode}{' (best sync)' * (mode == best)}, {len(seconds)} seeds",
-                f"{row['target_s']:.1f} ({between(seconds, '.1f')})",
+                f"{mode}{' (best sync)' * (mode == best)}, {len(row['seconds'])} seeds",
+                f"{row['target_s']:.1f} ({between(row['seconds'], '.1f')})",
                 f"{row['gain']:.2f} ({between(row['gains'], '.2f')})",
                 f"{row['target_samples']:,.0f}",
                 f"{row['samples_per_s']:,.0f}",
                 f"{row['staleness']:.2f}",
-                f"{row['final']:.2f} ({between(finals, '.2f')})",
+                f"{row['final']:.2f} ({between(row['finals'], '.2f')})",
             ]
             rows.append(cells)
         lines += ["", *markdown(head, rows)]
-        if all(mode in found for mode in SPLIT.values()):
-            modes = [best, *SPLIT.values()]
-            parts = []
-            for name, (old, new) in zip(SPLIT, pairwise(modes), strict=True):
-                parts.append(f"{name} {rate_gain(found, new, old):.2f}")
-            whole = f"{modes[-1]} over {best}: {rate_gain(found, modes[-1], best):.2f}"
-            lines += ["", f"Episodes a second, {whole} = {' × '.join(parts)}."]
     return lines

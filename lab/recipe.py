@@ -1,6 +1,6 @@
 """recipe.py: what the training stages of sparse attention are worth, measured on `recall`.
 
-    python bench.py recipe              # one seed, 5 minutes: a table, a picture, the weights
+    python bench.py recipe              # one seed, 5 minutes: a table, and the weights
     python bench.py recipe --seeds 3    # three seeds, as many at a time as there are cores
 
 A prompt is a long table of "key=51;" and a question about one key, so that a model must find one
@@ -16,34 +16,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    between,
-    column,
-    draw_panels,
-    markdown,
-    save_result,
-)
+from lab.plots import between, column, markdown, save_result
 from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, rl_stage, train_stage
 from runtime.config import UserError
 from runtime.devices import cores, describe_machine
 
-COLOURS = {  # of the variants, in order
-    "dense": GREY,
-    "random indexer": PURPLE,
-    "mean keys": GREY,
-    "warm-up only": ORANGE,
-    "full recipe": BLUE,
-    "after RL": GREEN,
-}
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
 
@@ -110,27 +90,8 @@ def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
     }
 
 
-def draw_recipe(runs: list[dict], config: RecipeConfig, folder: Path) -> None:
-    """recipe.png: accuracy against the length of the prompt, all seeds."""
-    solved = {}
-    for variant in runs[0]["accuracy"]:
-        rows = [list(run["accuracy"][variant].values()) for run in runs]  # [seeds, lengths]
-        dashes = "o--" if variant == "dense" else "o-"
-        solved[variant] = (COLOURS[variant] + dashes, config.lengths, 100 * np.array(rows))
-    axis = {
-        "xscale": "log",
-        "xticks": config.lengths,
-        "xticklabels": config.lengths,
-        "xlabel": "tokens of the prompt",
-        "ylabel": "held-out prompts solved (%)",
-        "ylim": (-3, 103),
-    }
-    title = f"All but dense attend to {config.attended} keys"
-    draw_panels(folder / "recipe.png", title, [(solved, axis)])
-
-
 def bench_recipe(folder: Path, config: RecipeConfig) -> None:
-    """Run the seeds, as many at a time as there are cores; save, draw and print."""
+    """Run the seeds, as many at a time as there are cores; save and print."""
     if config.attended < 8:
         raise UserError(f"--top-k {config.top_k}: must attend to at least 8 keys")
     begin = time.monotonic()
@@ -150,7 +111,6 @@ def bench_recipe(folder: Path, config: RecipeConfig) -> None:
         "runs": runs,
     }
     save_result(folder, "recipe", result)
-    draw_recipe(runs, config, folder)
     print(table)
     for name, held in shown.items():
         print(f"{name}: {held}")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cache as caches
@@ -38,11 +39,6 @@ def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list
     return found
 
 
-def ratios(above: list[float], below: list[float]) -> dict:
-    """Median and extremes of the ratio, round by round."""
-    return spread([a / b for a, b in zip(above, below, strict=True)])
-
-
 # ------------------------------------------------------------------------------------ the generator
 
 
@@ -56,11 +52,11 @@ def our_speed(model: GPT, prompts: list[list[int]], lengths: list[int], slots: i
         turn_tokens=model.config.context,
         max_turns=1,
     )
-    sizes = {"slots": slots, "capacity": model.config.context, "group_size": 1}
-    generator, groups = Generator(model, environment, **sizes), []
+    capacity = model.config.context
+    generator = Generator(model, environment, slots=slots, capacity=capacity, group_size=1)
+    groups = []
     for prompt, length in zip(prompts, lengths, strict=True):
-        problem = {"tokens": prompt, "turn_tokens": length}
-        groups.append(Group(len(groups), 0, problem))
+        groups.append(Group(len(groups), 0, {"tokens": prompt, "turn_tokens": length}))
     begin = time.perf_counter()
     episodes = generate(generator, groups)
     seconds = time.perf_counter() - begin
@@ -74,13 +70,13 @@ def their_speed(model, prompts: list[list[int]], lengths: list[int], slots: int)
     token); tokens behind a row's own end do not count."""
     begin = time.perf_counter()
     for i in range(0, len(prompts), slots):
-        rows, longest = prompts[i : i + slots], max(lengths[i : i + slots])
-        width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        rows = [torch.tensor(prompt) for prompt in prompts[i : i + slots]]
+        longest = max(lengths[i : i + slots])
+        ones = [torch.ones_like(row) for row in rows]
+        ids, mask = (pad_sequence(x, True, padding_side="left") for x in (rows, ones))
         options = {"do_sample": True, "min_new_tokens": longest, "max_new_tokens": longest}
         out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
-        assert out.shape[1] == width + longest
+        assert out.shape[1] == ids.shape[1] + longest
     return sum(lengths) / (time.perf_counter() - begin)
 
 
@@ -90,8 +86,8 @@ def make_twins() -> tuple:
         import transformers
     except ImportError:
         raise UserError("generator: must have the package transformers (pip install it)") from None
-    options = {"context": 512, "positions": "rope", "qk_norm": True, "init_std": 0.02}
-    shape = ModelConfig(**PRESETS["small"], **options)
+    options = {"positions": "rope", "qk_norm": True, "init_std": 0.02}
+    shape = ModelConfig(**PRESETS["small"], **options, context=512)
     ours = GPT(shape)
     same_shape = transformers.Qwen3Config(
         vocab_size=shape.vocab_size,
@@ -129,7 +125,7 @@ def bench_generator(folder: Path, rounds: int = 5, slots: int = 64) -> None:
         ways["transformers"] = partial(their_speed, theirs, *work, slots)
         speeds = in_turn(ways, rounds)
         row = {"tokens_per_s": {who: spread(values) for who, values in speeds.items()}}
-        row["ratio"] = ratios(*speeds.values())
+        row["ratio"] = spread(np.divide(*speeds.values()))
         result["workloads"][name] = row
         print(f"{name}: {row}", flush=True)
         save_result(folder, "generator", result)
@@ -145,9 +141,8 @@ def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
     torch.set_num_threads(1)
     result = {"machine": describe_machine(), "model": "small", "slots": slots, "rows": []}
     kinds = {"dense": {}}
-    for chunk_size, top_k in ((64, 16), (64, 8), (16, 16)):
-        sparse = {"attention": "dsa", "chunk_size": chunk_size, "top_k": top_k}
-        kinds[f"{top_k} chunks of {chunk_size}"] = sparse
+    for size, k in ((64, 16), (64, 8), (16, 16)):
+        kinds[f"{k} chunks of {size}"] = {"attention": "dsa", "chunk_size": size, "top_k": k}
     for length in tqdm([2**i for i in range(12, 18 if device == "cuda" else 15)], unit="length"):
         ways = {}
         for name, how in kinds.items():
@@ -156,8 +151,8 @@ def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
         seconds = in_turn(ways, rounds)
         row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
         for name, times in seconds.items():
-            row["tokens_per_s"][name] = spread([slots / t for t in times])
-            row["over_dense"][name] = ratios(seconds["dense"], times)
+            row["tokens_per_s"][name] = spread(np.divide(slots, times))
+            row["over_dense"][name] = spread(np.divide(seconds["dense"], times))
         result["rows"].append(row)
         tqdm.write(str(row))
         save_result(folder, f"decode-{device}", result)
@@ -187,8 +182,8 @@ def token_seconds(model: GPT, cache: caches.Cache, slots: int, repeat: int = 5) 
 # --------------------------------------------------------------------------------- sparse attention
 
 HEADS = (32, 2, 128)  # query heads, key heads, head width
-BACKENDS = {"dense FLASH_ATTENTION": SDPBackend.FLASH_ATTENTION}
-BACKENDS["dense CUDNN_ATTENTION"] = SDPBackend.CUDNN_ATTENTION
+GPU = {"device": "cuda", "dtype": torch.bfloat16}
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
 def dense_attention(backend: SDPBackend, q, k, v) -> torch.Tensor:
@@ -210,10 +205,9 @@ def bench_dsa(folder: Path, rounds: int = 3) -> None:
     for length in tqdm([2**i for i in range(12, 18)], unit="length"):
         tensors = []
         for heads in (query_heads, key_heads, key_heads):
-            x = torch.randn(length, heads, width, device="cuda")
-            tensors.append(x.bfloat16())
+            tensors.append(torch.randn(length, heads, width, **GPU))
         tables = dsa.packed_tables(torch.tensor([0, length], device="cuda"), 64)
-        ways = {name: partial(dense_attention, backend) for name, backend in BACKENDS.items()}
+        ways = {f"dense {backend.name}": partial(dense_attention, backend) for backend in BACKENDS}
         for block in (1, 8, 16):
             how = {"tables": tables, "top_k": 16, "query_block": block}
             ways[f"sparse, query block {block}"] = partial(dsa_attention, **how)

@@ -268,7 +268,7 @@ def test_the_ratio_of_medians_and_between_which_it_lies():
 
 def test_the_table_compares_with_the_best_synchronous_mode():
     modes = {"sync, one core": 30, "sync, two threads": 20}
-    modes |= dict.fromkeys(races.SPLIT.values(), 10)
+    modes["async, η = 4"] = 10
     runs = [raced(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
     runs[-1]["target_s"] = None  # never got there
     lines = races.race_table(runs)
@@ -278,8 +278,6 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     assert found["sync, two threads (best sync), 3 seeds"] == best
     assert found["async, η = 4, 3 seeds"] == ["11.0 (10.0 to inf)", "1.91 (0.00 to 2.20)"]
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1  # whole rows
-    gains = "2.00 = overlap 2.00 × no straggler tail 1.00 × swaps in flight 1.00."
-    assert lines[-1].endswith(gains)
 
 
 # ---------------------------------------------------------------------------------- speed of parts
@@ -322,21 +320,11 @@ def test_claims_quote_the_results(monkeypatch):
             runs += [raced(mode, i, 1000 / rate + i, rate, task) for i in range(3)]
     made_up = {"async": {"runs": runs}}
     monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or load_result(name))
-    claims = tables.claims()
-    assert len(claims) == 5 and {len(claim) for claim in claims} == {4}
-    faster = claims[0][1]
+    lines = tables.claims().splitlines()
+    faster = lines[2]
+    assert len(lines) == 2 + 5 and {line.count("|") for line in lines} == {5}
     assert "`guess` 1.45× (1.21 to 1.74; 3 seeds, 9.3 s, not 13.5 s)" in faster
     assert "`sum` 1.45× (" in faster
-
-
-def test_what_was_not_recorded_is_left_out(monkeypatch, tmp_path):
-    for file in RESULTS.glob("*.json"):
-        if file.stem != "tasks":
-            (tmp_path / file.name).symlink_to(file)
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert "## Default flags" in tables.PAGE.read_text()
-    page = tables.measured_page()
-    assert "## Default flags" not in page and "## Staleness" in page
 
 
 def test_sparse_attention_is_compared_with_each_dense_backend():
