@@ -13,7 +13,17 @@ import pytest
 import torch
 
 IMPL = os.environ.get("IMPL")
-FIRST = ("test_interpreter", "test_a_run_survives_what_befalls_it")
+LONG = (  # more than 5 seconds: they begin first, two of them in each process
+    "test_interpreter",
+    "test_every_child_may_be_killed",
+    "test_a_run_survives_what_befalls_it",
+    "test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end",
+    "test_staleness_zero_is_bitwise_the_synchronous_algorithm",
+    "test_staleness_is_bounded_and_nothing_is_lost",
+    "test_late_evaluations_say_the_same_about_the_same_moments",
+    "test_the_whole_recipe_leaves_its_files",
+    "test_the_laboratory_still_gives_the_recorded_numbers",
+)
 if IMPL and not torch.cuda.is_available():  # a learner's kernels, seen directly and not in a child
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -25,6 +35,7 @@ def pytest_cmdline_main(config):
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         if not (config.option.usepdb or config.option.collectonly):
             config.option.numprocesses = 2
+            config.option.maxschedchunk = 2  # tests are handed out two at a time, long ones, too
 
 
 def pytest_configure(config):
@@ -40,7 +51,8 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.name not in FIRST)  # what takes long begins first
+    rank = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.originalname, len(LONG)))
     needs = {  # marker -> (whether it is there, what it is)
         "gpu": (torch.cuda.is_available(), "a CUDA device"),
         "compiles": (shutil.which(os.environ.get("CXX", "g++")), "a C++ compiler"),
