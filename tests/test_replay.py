@@ -36,7 +36,7 @@ from runtime.processes import Lost
 from runtime.runlog import read_lines
 from runtime.setup import make_generator, make_model, open_training
 
-FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 12, "max_staleness": 4}
+FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}
 
 
@@ -167,7 +167,7 @@ def differs(folder: Path, message: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("swap", ["keep", "recompute", "drain"])
 def test_a_run_ends_at_the_same_weights_again(tmp_path, capsys, swap, workers):
-    summary = wander(tmp_path / "run", 10 * workers, workers, swap=swap)
+    summary = wander(tmp_path / "run", 10 * workers, workers, swap=swap, steps=12)
     capsys.readouterr()
     replay(tmp_path / "run")
     said = (
