@@ -30,12 +30,9 @@ from runtime.runlog import read_json, read_lines
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
 
-
 REFILL = ("episode", "refill", "prefill")
 
-
 TRAIN = ("train", "micro_batch", "train_token", "reference_token", "listen")
-
 
 KEEP = 500  # groups of a task: enough to draw from
 
@@ -79,7 +76,6 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
     Logs of synchronous runs tell how long a step is when nothing arrives, and how much quicker (or
     slower) generation is in the learner's process; everything else is read from the others.
     """
-    alone = [log for log in logs if log.synchronous]
     groups = []
     seconds = defaultdict(list)
     rows = defaultdict(list)
@@ -99,9 +95,10 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
     groups.sort(key=itemgetter(0))
     costs = Costs(groups=groups[:: ceil(len(groups) / KEEP)], **found)
     ratios = []
-    for log in alone:
-        simulated = Pipeline(log.config, costs, synchronous=True).run()
-        ratios.append(token_seconds(log) / token_seconds(simulated))
+    for log in logs:
+        if log.synchronous:
+            simulated = Pipeline(log.config, costs, synchronous=True).run()
+            ratios.append(token_seconds(log) / token_seconds(simulated))
     costs.alone = float(np.mean(ratios))
     return costs
 

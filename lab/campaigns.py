@@ -22,9 +22,7 @@ SWAPS = ("keep", "recompute", "drain")
 SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "weights_sha256", "command_s")
 
 
-def campaign_runs(
-    folder: Path, name: str, plan: list[dict], **alike
-) -> Iterator[tuple[dict, Path]]:
+def campaign_runs(folder: Path, name: str, plan: list[dict], **alike) -> Iterator[tuple]:
     """Run trainers with these flags, one after the other; each becomes a row of NAME.json.
 
     Yields the row, which is the run's flags and what its summary says, and the run folder. What the
@@ -54,7 +52,8 @@ def bench_staleness(folder: Path) -> None:
     that nothing was lost."""
     pairs = product((0, 1, 2, 4, 8), SWAPS)
     plan = [{"max_staleness": eta, "swap": swap} for eta, swap in pairs]
-    for _ in campaign_runs(folder, "staleness", plan, task="sum", steps=25, groups_per_step=8):
+    alike = {"task": "sum", "steps": 25, "groups_per_step": 8}
+    for _ in campaign_runs(folder, "staleness", plan, **alike):
         pass  # a summary says it all
 
 
@@ -64,8 +63,15 @@ def bench_objectives(folder: Path, steps: int = 150) -> None:
     arms = [*product(OBJECTIVES, (0, 4, 16), [1.0], ["float32"])]
     arms += product(OBJECTIVES, [4], [1.0], ["float8_e4m3fn"])
     arms += product(["cispo"], (4, 16), (0.0, 0.15, 1e9), ["float32"])
-    fields = ("objective", "max_staleness", "kl_threshold", "rollout_weights")
-    plan = [dict(zip(fields, arm, strict=True)) for arm in arms]
+    plan = []
+    for objective, eta, threshold, weights in arms:
+        flags = {
+            "objective": objective,
+            "max_staleness": eta,
+            "kl_threshold": threshold,
+            "rollout_weights": weights,
+        }
+        plan.append(flags)
     alike = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
     for row, run in campaign_runs(folder, "objectives", plan, **alike):
         metrics = read_lines(run / "metrics.jsonl")

@@ -32,13 +32,10 @@ from runtime.devices import describe_machine
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
 
-
 CHECKED = (0, 2, 8)  # staleness at which a sampled trace is held against theory
-
 
 # Corrections that are not objectives of their own: they go before one.
 CORRECTIONS = {"opsm": "decoupled_ppo", "vtrace": "reinforce", "sequence_is": "reinforce"}
-
 
 METHODS = (*losses.OBJECTIVES, *CORRECTIONS)
 
@@ -353,8 +350,7 @@ def draw(folder: Path, result: dict) -> None:
     panels = []
     for key, label in labels.items():
         curves = {name: (None, STALENESS, column(own[name], key)) for name in METHODS}
-        axis = {"xlabel": "staleness (optimizer steps)", "ylabel": label}
-        panels.append((curves, axis))
+        panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
     title = "Whole-response weights (sequence_is) have no bias; their price is variance"
     draw_panels(folder / "lab_objectives.png", title, panels, (7, 6))
     panels = []
@@ -363,8 +359,12 @@ def draw(folder: Path, result: dict) -> None:
         for name, facts in result[f"kl, {spelling}"].items():
             errors = np.maximum(column(facts, "gradient_error"), 1e-4)
             curves[name] = (None, column(facts, "kl"), errors)
-        axis = {"xlabel": f"true KL to the reference (nats), responses of {spelling}"}
-        axis |= {"ylabel": "bias / length of the true gradient\n(0 is drawn at 0.0001)"}
+        axis = {
+            "title": f"responses of {spelling}",
+            "xlabel": "true KL to the reference (nats)",
+            "ylabel": "bias / length of the true gradient\n(0 is drawn at 0.0001)",
+            "ylim": (5e-5, 2),
+        }
         panels.append((curves, axis | LOGARITHMIC))
     title = "k1 and k3 have the right value and a wrong gradient"
     draw_panels(folder / "lab_kl.png", title, panels)
@@ -379,7 +379,7 @@ def bench_lab(folder: Path, seed: int = 0, samples: int = 100_000) -> None:
     parts += [("lengths", drop_part), ("swap", swap_part, enumerate_task(4, 4))]
     result = {"machine": describe_machine(), "seed": seed, "samples": samples}
     verdicts = []
-    for name, part, *task in tqdm(parts, unit="part"):
+    for name, part, *task in tqdm(parts):
         result[name], claims = part(*task, seed)
         verdicts += [verdict(claim, samples, seed) for claim in claims]
     result["verdicts"] = verdicts

@@ -27,12 +27,9 @@ from runtime.config import Config
 
 PROMPT, ALPHABET = [5, 6, 7, 5, 6, 4], torch.arange(4)
 
-
 MODES = ("recompute", "keep", "drain")
 
-
 STEPS = range(1, 9)  # optimizer steps between the old weights and the new ones
-
 
 SHARES = np.geomspace(1, 0.001, 100)  # of answers that are at least as long
 
@@ -124,7 +121,13 @@ def drop_part(seed, steps=375):
     starts = np.linspace(0, steps, len(lengths))  # the simulation draws them by version
     groups = np.stack([starts, 0 * lengths, lengths], 1).astype(int).tolist()
     costs = Costs(step=1.0, train=100.0, groups=groups)
-    config = Config(steps=steps, slots=64, rollout_workers=1, group_size=1, groups_per_step=8)
+    config = Config(
+        steps=steps,
+        slots=64,
+        rollout_workers=1,
+        group_size=1,
+        groups_per_step=8,
+    )
     curves, claims = {}, []
     for rule in ("wait", "drop"):
         events = Pipeline(replace(config, on_stale=rule), costs, seed).run().events
@@ -145,10 +148,12 @@ def drop_part(seed, steps=375):
 
 def length_facts(lengths: list[float]) -> dict:
     """How many answers and tokens, their mean length, and the lengths at `SHARES`."""
-    count = len(lengths)
-    tokens = sum(lengths)
-    at_least = np.quantile(lengths, 1 - SHARES).tolist()
-    return {"answers": count, "tokens": tokens, "mean": tokens / count, "at_least": at_least}
+    return {
+        "answers": len(lengths),
+        "tokens": sum(lengths),
+        "mean": float(np.mean(lengths)),
+        "at_least": np.quantile(lengths, 1 - SHARES).tolist(),
+    }
 
 
 def draw_pipeline(folder: Path, result: dict) -> None:

@@ -334,9 +334,7 @@ class Pipeline:
         self.work(now)
 
 
-def predict(
-    config: Config, costs: Costs, seed: int = 0, synchronous: bool = False
-) -> dict[str, float]:
+def predict(config: Config, costs: Costs, seed=0, synchronous=False) -> dict[str, float]:
     """`pipeline_metrics` of a simulated run."""
     return pipeline_metrics(Pipeline(config, costs, seed, synchronous).run())
 

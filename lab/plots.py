@@ -13,7 +13,11 @@ import numpy as np
 from runtime.runlog import read_json, read_lines
 
 # colour-blind safe (Okabe & Ito, 2008)
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+GREY = "#999999"
 
 # of curves: a colour, and dashes
 STYLES = [c + dashes for dashes in ("-", "--", ":") for c in (BLUE, ORANGE, GREEN, PURPLE, GREY)]
@@ -116,13 +120,15 @@ def draw_reward(run: Path, path: Path) -> None:
     above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
     below = {"xlabel": "wall-clock time (s)", "ylabel": "staleness (versions)"}
     below["ylim"] = (-0.1, 1.5 * max(1, *oldest))
-    draw_panels(path, name_of(run), [(score, above), (staleness, below)], (7, 5), columns=1)
+    panels = [(score, above), (staleness, below)]
+    draw_panels(path, name_of(run), panels, (7, 5), columns=1)
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    rows, bars = [], []  # a bar: (row, seconds from the left, event)
+    rows = []
+    bars = []  # (row, seconds from the left, event)
     width = 0.0
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
@@ -130,7 +136,8 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         middle = trained[max(0, (len(trained) - steps) // 2) :][:steps]
         if not middle:
             continue
-        left, last = middle[0]["t"], middle[-1]
+        left = middle[0]["t"]
+        last = middle[-1]
         width = max(width, last["t"] + last["seconds"] - left)
         processes = sorted(set(column(spans, "process")))
         for event in spans:
@@ -144,7 +151,13 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     for row, begin, event in bars:
         if begin < width and begin + event["seconds"] > 0:
             colour = SHADES[event["version"] % 8] if "version" in event else PURPLE
-            axis.barh(row, event["seconds"], left=begin, color=colour, height=0.7)
+            axis.barh(
+                row,
+                event["seconds"],
+                left=begin,
+                color=colour,
+                height=0.7,
+            )
     axis.set(xlim=(0, width), ylim=(len(rows) - 0.5, -0.5))
     axis.set_xlabel("time (s); one colour a policy version, pink = verifying, blank = idle")
     axis.set_yticks(range(len(rows)), rows)
@@ -189,8 +202,22 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
             style = style or STYLES[i % len(STYLES)]
             colour = style[:7]
             seeds = np.atleast_2d(y)
-            axis.plot(x, np.median(seeds, 0), style[7:] or "-", color=colour, label=label, ms=4)
-            axis.fill_between(x, seeds.min(0), seeds.max(0), color=colour, alpha=0.15, lw=0)
+            axis.plot(
+                x,
+                np.median(seeds, 0),
+                style[7:] or "-",
+                color=colour,
+                label=label,
+                ms=4,
+            )
+            axis.fill_between(
+                x,
+                seeds.min(0),
+                seeds.max(0),
+                color=colour,
+                alpha=0.15,
+                lw=0,
+            )
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)

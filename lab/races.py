@@ -57,20 +57,16 @@ TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
 # who generates verifies. Evaluations wait until training is over, so that no clock has them.
 # Half the usual batch, with which every mode is quicker.
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
-FLAGS = {
-    "guess": ALIKE | {"steps": 240, "slots": 256},
-    "sum": ALIKE | {"steps": 120, "slots": 64},
-}
+FLAGS = {"guess": ALIKE | {"steps": 240, "slots": 256}, "sum": ALIKE | {"steps": 120, "slots": 64}}
 # On a GPU, a larger model; Adam's learning rate goes down as the width goes up (Yang et al. 2021,
 # arXiv 2203.03466).
 GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536}
 GPU_FLAGS |= {"steps": 60, "slots": 256, "reward_workers": 1}
 SEEDS = {"guess": 24, "sum": 5}  # of the modes that decide, in the full race
-READING = (
-    "Medians over the seeds, and from lowest to highest. × best sync is the ratio of two median "
-    "times to the score and, in brackets, where it lies in 90% of 2,000 resamplings of the seeds: "
-    "where 1 is inside, it may be chance. A run that ended below the score took infinitely long."
-)
+READING = """\
+Medians over the seeds, and from lowest to highest. × best sync is the ratio of two median times to
+the score and, in brackets, where it lies in 90% of 2,000 resamplings of the seeds: where 1 is
+inside, it may be chance. A run that ended below the score took infinitely long."""
 MEASURED = ("target_s", "target_samples", "final", "samples_per_s", "staleness")
 SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5 minutes at most
 

@@ -31,7 +31,6 @@ from runtime.runlog import read_json
 COSTS = RESULTS / "simulate-costs.json"
 COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more
 
-
 # Runs as a user would start them, without the dashes: what the costs are learned from ...
 CALIBRATION = (
     "train_async.py task=sum groups_per_step=8",
@@ -43,7 +42,6 @@ CALIBRATION = (
     "train_async.py task=guess groups_per_step=16 max_staleness=0",
     "train_sync.py task=guess groups_per_step=24",
 )
-
 
 HELD_OUT = (  # ... and what has to be predicted
     "train_async.py task=sum groups_per_step=16 max_staleness=1 slots=64",
@@ -134,7 +132,6 @@ ASSUMED = (
     "the baseline generates with continuous batching, then trains, on the same devices",
 )
 
-
 PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
     ("AReaL 1.5B, 16 nodes", "arXiv 2505.24298 [P]", 128, 1.5, "2.77x"),
     ("AReaL 7B, 24 nodes", "arXiv 2505.24298 [P]", 192, 7.0, "2.27x"),
@@ -143,9 +140,7 @@ PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
     ("device utilisation (128 GPUs, 7B assumed)", "article [S]", 128, 7.0, "52% -> 87%"),
 )
 
-
 DEVICES = (8, 32, 128, 512, 1024)
-
 
 PROMPTS = 512  # a step
 
