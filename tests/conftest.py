@@ -32,6 +32,7 @@ if IMPL and not torch.cuda.is_available():  # a learner's kernels, seen directly
 def pytest_cmdline_main(config):
     """The whole suite runs on two cores at once, where pytest-xdist is installed."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not IMPL
+    whole = whole and "PYTEST_XDIST_WORKER" not in os.environ  # or each of the two would have two
     if whole and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         if not (config.option.usepdb or config.option.collectonly):
             config.option.numprocesses = 2
