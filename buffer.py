@@ -9,7 +9,12 @@ A group that started at s must be trained at a version <= s + eta.
   admission  of a group with start s:  N(<=s') + 1 <= (s' + eta - v + 1) B   for all s' >= s
   batching   at version v leaves behind: N(<=s') <= (s' + eta - v) B       for v-eta <= s' <= v
 Both say: what is due by a deadline still fits into the batches left before it (earliest deadline
-first). If every group completes sooner or later, no group is late and no group is dropped.
+first). With s' = v - eta, batching leaves nothing behind that is due now. And no worker begins a
+group with older weights than its start (`_refill` in rollout.py), so no token is late. If every
+group completes sooner or later, none is dropped. docs/design.md has the proof.
+
+Example: B = 2, eta = 1, v = 5. Groups that started at 4 are due now or never: 2 of them fit into
+this batch. Counting those that started at 5, too, 4 may be outstanding: this batch and the next.
 """
 
 from bisect import bisect_right
@@ -61,7 +66,7 @@ class Buffer:
     def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
         assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
-        self.batch_size = groups_per_step
+        self.groups_per_step = groups_per_step
         self.eta = max_staleness
         self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
@@ -75,10 +80,9 @@ class Buffer:
         left = [start for group, start in self.outstanding.items() if group not in gone]
         return sorted(left)
 
-    def may_admit(self, version: int, start: int | None = None) -> bool:
-        """Whether one more group, started at `start` (default: now), still meets every deadline."""
-        first = version if start is None else start
-        return may_admit(self.starts(), first, version, self.eta, self.batch_size)
+    def may_admit(self, version: int) -> bool:
+        """Whether one more group, started now, still meets every deadline."""
+        return may_admit(self.starts(), version, version, self.eta, self.groups_per_step)
 
     def admit(self, group_id: int, version: int) -> None:
         """Fix a group's start version; the caller asked `may_admit` before."""
@@ -96,7 +100,7 @@ class Buffer:
         self.counts["requeued"] += 1
 
     def complete(self, group: Group) -> bool:
-        """Take a finished group; False for one that is unknown, already here (a duplicate), or a
+        """Take a verified group; False for one that is unknown, already here (a duplicate), or a
         copy from before a requeue: the group that counts is still being made."""
         start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
@@ -131,13 +135,13 @@ class Buffer:
                 if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
         ready = list(self.completed)
-        if len(ready) < self.batch_size:
+        if len(ready) < self.groups_per_step:
             return None
         by_start = sorted(ready, key=lambda group: self.outstanding[group])  # stable
         for order in (ready, by_start):
-            chosen = order[: self.batch_size]
+            chosen = order[: self.groups_per_step]
             left = self.starts(without=chosen)
-            in_time = may_leave_behind(left, version, self.eta, self.batch_size)
+            in_time = may_leave_behind(left, version, self.eta, self.groups_per_step)
             if in_time or self.on_stale == "drop":
                 return self.take(chosen, version)
         return None

@@ -83,8 +83,8 @@ def learner_step(
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
     by `count`, the generated tokens of the step (failed episodes left out). With several learners
     each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
-    gradients. A step whose loss or gradient is not finite is skipped and counted; see `check_step`
-    (runtime/books.py).
+    gradients. A step whose loss or gradient is not finite changes no weights, and counts as a
+    version all the same; see `check_step` (runtime/books.py).
     """
     begin = time.monotonic()
     trajectories = [t for group in groups for t in group.trajectories]
@@ -262,7 +262,7 @@ def evaluate(learner: Learner, config: Config, task: Task) -> dict:
     """Greedy answers to every held-out problem, by the weights as they are between two steps.
 
     It runs where the weights are changed, so it cannot race with training. Returns `solved`
-    (share), `reward` (mean) and `turns` (mean).
+    (share), `reward` (mean) and `turns` (mean); a failed episode counts as a reward of 0.
     """
     generator = Generator(
         learner.model,
@@ -276,7 +276,7 @@ def evaluate(learner: Learner, config: Config, task: Task) -> dict:
     for group in generate(generator, groups):
         apply_verdicts(group, verify_group(group, task, config))
     episodes = [group.trajectories[0] for group in groups]
-    rewards = np.array([t.reward for t in episodes])
+    rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
     turns = [len(t.turns) for t in episodes]
     return {
         "solved": float(np.mean(rewards >= task.solved)),

@@ -153,7 +153,9 @@ def ppo(t, c):
 def _decoupled(t, c):
     """w = pi_p / mu, PPO's gain with the trust region around pi_p, and where it is clipped.
 
-    The weight is detached: it corrects for who sampled and is not to be optimised.
+    The weight is detached: it corrects for who sampled and is not to be optimised. This project
+    makes one update a step, with pi_p the policy of that very forward pass: r is 1, and the clip is
+    idle. It matters with several updates a step.
     """
     weight = log_ratio(t.proximal.detach(), t.behaviour, t.mask).exp()
     ratio = log_ratio(t.logprobs, t.proximal, t.mask).exp()
@@ -230,6 +232,7 @@ def gspo(t, c):
     return gain, clipped, False
 
 
+# Their names stand in runtime/config.py, too, which imports nothing of the story.
 OBJECTIVES = {
     "ppo": ppo,
     "decoupled_ppo": decoupled_ppo,

@@ -123,7 +123,7 @@ def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int]
         except limits.OutOfTime:  # whoever used little of the limit is asked again
             if time.monotonic() - begin > 0.5 * seconds:
                 replies.append("env_timeout")
-        except Exception as error:  # whatever a task's code raises is that episode's failure
+        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
             replies.append(f"env_error: {limits.describe(error)}")
     return replies
 
@@ -240,8 +240,9 @@ class Generator:
     # ------------------------------------------------------------------------------- weight swap
 
     def _adopt(self) -> None:
-        """Swap weights between two tokens. keep: old keys and values stay (PipelineRL);
-        recompute: they are rebuilt (AReaL); drain: running episodes finish first."""
+        """Swap weights between two tokens. keep: old keys and values stay, so a new token may read
+        keys of older weights (PipelineRL); recompute: they are rebuilt (AReaL); drain: running
+        episodes finish first."""
         occupied = [b for b, episode in enumerate(self.episodes) if episode]
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
@@ -255,11 +256,11 @@ class Generator:
         self.events.append((time.monotonic(), "swap", -1, version, {"size": len(occupied)}))
         for b in occupied:
             self.episodes[b].swaps += [int(self.cached[b]), version]
-        stale = [b for b in occupied if self.cached[b] > 0]
-        if self.swap == "recompute" and stale:
-            slots = torch.tensor(stale, device=self.alphabet.device)
+        filled = [b for b in occupied if self.cached[b] > 0]
+        if self.swap == "recompute" and filled:
+            slots = torch.tensor(filled, device=self.alphabet.device)
             prefill(
-                self.model, self.cache, slots, [self.tokens[b, : self.cached[b]] for b in stale]
+                self.model, self.cache, slots, [self.tokens[b, : self.cached[b]] for b in filled]
             )
 
     def _output_matrix(self) -> Tensor:

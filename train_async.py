@@ -85,15 +85,18 @@ def check_progress(run: AsyncRun) -> None:
 
 def admit(run: AsyncRun) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
-    config, version, new, again = run.config, run.learner.version, [], []
+    config, version = run.config, run.learner.version
+    new, again = [], []
     wanted = (config.steps - version) * config.groups_per_step
     while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
         if run.interrupted:
             group_id = run.interrupted.pop(0)
-            again.append(Group(group_id, version, problem_of(run.task, group_id, "train")))
+            group = Group(group_id, version, problem_of(run.task, group_id, "train"))
+            again.append(group)
         else:
-            new += new_groups(run.learner, run.task, count=1)
-        run.buffer.admit((new or again)[-1].group_id, version)
+            (group,) = new_groups(run.learner, run.task, count=1)
+            new.append(group)
+        run.buffer.admit(group.group_id, version)
     issue(run, "requeue", again)
     issue(run, "admit", new)
 

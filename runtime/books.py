@@ -6,14 +6,13 @@ Left out: what the numbers mean (learner.py, losses.py), and how lines get to di
 from collections import Counter
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from bench import summarise
 from learner import evaluate
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped
-from runtime.messages import Group, group_to_parts
+from runtime.messages import Group
 from runtime.runlog import append_lines
 from runtime.setup import Run
 from runtime.tokenizer import decode_bytes
@@ -40,7 +39,7 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
         append_lines(run.folder / "samples.jsonl", rows)
     shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
     log.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
-    if version % config.checkpoint_every == 0:  # last: what it resumes from must be complete
+    if version % config.checkpoint_every == 0:  # after the metrics: it resumes from them, too
         checkpoint(learner, run.folder, log, in_flight, completed)
     check_step(run, groups, metrics)
 
@@ -58,14 +57,13 @@ def batch_metrics(groups: list[Group]) -> dict:
 
 
 def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
-    """Show the first failing call; stop when three steps in a row were not finite or too many
-    episodes failed."""
-    if run.learner.skipped_in_row >= 3:
-        torch.save([group_to_parts(g) for g in groups], run.folder / "bad_batch.pt")
-        raise TrainingStopped(
-            f"loss or gradient not finite three times in a row (loss {metrics['loss']}, gradient "
-            f"norm {metrics['grad_norm']}); the batch is in {run.folder / 'bad_batch.pt'}"
-        )
+    """Say what is wrong with a step; stop when three in a row were not finite, or too many episodes
+    failed."""
+    if in_row := run.learner.skipped_in_row:
+        found = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        run.log.say(f"step {run.learner.version} changed no weights: {found}")
+        if in_row >= 3:
+            raise TrainingStopped(f"loss or gradient not finite {in_row} times in a row ({found})")
     failed = [t for g in groups for t in g.trajectories if t.failed]
     if failed and not run.log.failure:  # once a run: the first is the one to mend
         first = next((t for t in failed if t.failure), failed[0])

@@ -110,7 +110,7 @@ def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple
             return function(*args), None
     except OutOfTime:
         return None, f"{who}_timeout"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return None, f"{who}_error: {describe(error)}"
 
 

@@ -323,11 +323,11 @@ class Pool:
                 flaw = f"{type(error).__name__}: {error}"
             if flaw:
                 break
-            self._land(worker, message)
+            self._hand_on(worker, message)
         if flaw:
             self._replace(worker, f"sent a damaged message ({flaw})")
 
-    def _land(self, worker: Worker, message) -> None:
+    def _hand_on(self, worker: Worker, message) -> None:
         """A sound message: a group is not out with this worker any more, and goes on."""
         worker.said = type(message).__name__
         worker.status = getattr(message, "status", None) or worker.status

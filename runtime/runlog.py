@@ -5,7 +5,7 @@
     events.jsonl     one line an event: who did what, when, with which policy version
     samples.jsonl    some episodes as text
 
-Left out: what is written when a run ends (report.py), and checkpoints (checkpoint.py).
+Left out: what is said when a run ends (bench.py), and checkpoints (checkpoint.py).
 """
 
 import contextlib

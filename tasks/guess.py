@@ -2,24 +2,7 @@
 
 The example to copy for a task of your own. A task file has one function, `make(argument, seed)`,
 which returns a `Task`. It runs by its path: `python train_sync.py --task path/to/file.py`, or
-`--task path/to/file.py:argument`. A complete one, in which a word is to be spelled backwards:
-
-    from reward import END, Step, Task, draw_problem, encode, random_of
-
-    def propose(random):
-        word = "".join(random.choice(list("abc"), size=4))
-        return f"{word} >", word[::-1]
-
-    def step(problem, answers):
-        hits = [a == b for a, b in zip(answers[-1], problem["answer"])]
-        return Step(None, sum(hits) / max(4, len(answers[-1])), True)
-
-    def make(argument, seed):
-        def reset(index, split):
-            return draw_problem(propose, random_of("backwards", seed, index, split), split)
-
-        letters = encode("a") + encode("b") + encode("c")
-        return Task(reset, step, (*letters, END), max_prompt_tokens=8, turn_tokens=5)
+`--task path/to/file.py:argument`. The README has a complete one in twenty lines, with one turn.
 
 The rules:
   * `reset(index, split)` returns the same problem for the same index; what it draws comes from

@@ -157,7 +157,7 @@ def resume(in_flight, completed, next_group, version, groups_per_step, max_stale
         learner=SimpleNamespace(version=version, next_group=next_group),
         buffer=buffer,
         interrupted=[group_id for group_id in in_flight if group_id not in completed],
-        task=SimpleNamespace(reset=lambda index, split: {}),
+        task=SimpleNamespace(reset=lambda *_: {"prompt": "1"}, max_prompt_tokens=1),
         pool=SimpleNamespace(issue=lambda role, groups: ["a worker" for _ in groups]),
         log=SimpleNamespace(event=lambda *args, **details: None),
     )

@@ -309,14 +309,14 @@ def test_what_one_role_has_made_goes_to_the_next_at_once(pool):
 
 def test_what_a_dead_judge_had_is_reported_and_may_be_issued_again(pool, tmp_path, monkeypatch):
     pool.then, until = {"maker": "judge"}, tmp_path / "now"
-    land = pool._land
+    land = pool._hand_on
 
     def held(worker, message):  # makers answer at once, judges wait
         if worker.role == "maker" and isinstance(message, Generated):
             message.group.problem |= {"do": "wait", "until": until}
         land(worker, message)
 
-    monkeypatch.setattr(pool, "_land", held)
+    monkeypatch.setattr(pool, "_hand_on", held)
     pool.issue("maker", [group(i, x=np.full(i, i)) for i in range(6)])
     victim, other = pool.of("judge")
     wait_for(lambda: len(victim.work) == len(other.work) == 3)  # the least busy gets it

@@ -404,11 +404,7 @@ def own_task(folder: Path, *changes: tuple[str, str], name: str = "mine.py") -> 
     return str(folder / name)
 
 
-def test_a_task_of_ones_own_takes_twenty_lines_and_no_other_file(tmp_path):
-    assert sum(bool(line.strip()) for line in OWN.splitlines()) <= 20
-    header = (Path(reward.__file__).parent / "tasks" / "guess.py").read_text()
-    shown = [line.strip() for line in OWN.splitlines() if line.strip()]
-    assert all(line in header for line in shown), "the example in guess.py is another one"
+def test_a_task_of_ones_own_needs_no_other_file(tmp_path):
     spec = own_task(tmp_path)
     task, other_process = make_task(spec, seed=3), make_task(spec, seed=3)
     assert task.name == spec

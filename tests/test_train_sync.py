@@ -332,9 +332,8 @@ def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, monke
     metrics = learner_step(learner, groups, config)
     assert metrics["skipped"] == 1 and torch.equal(weights, learner.model.flat)
     assert learner.version == 1  # the batch is used up
-    with pytest.raises(TrainingStopped, match="not finite three times in a row"):
+    with pytest.raises(TrainingStopped, match="not finite 3 times in a row"):
         train_sync.train(config)
-    assert (tmp_path / "run/bad_batch.pt").is_file()
     assert all("reward" in r for r in rows_of(tmp_path / "run")[1:])
 
 
