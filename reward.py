@@ -317,6 +317,18 @@ def _text(tokens, stop):
 # ---- sample episodes ----
 
 
+def show_group(group) -> str:
+    """One line: the text of a group's first episode, its versions and its reward."""
+    t = group.trajectories[0]
+    text = decode_bytes(t.tokens.tolist()).decode(errors="replace")
+    if len(text) > 100:
+        text = f"{text[:60]} ... {text[-40:]}"
+    versions = t.versions[t.loss_mask]
+    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
+    said = f"reward {t.reward:.2f}  versions {span}  {t.finish}"
+    return f"  group {t.group_id}  [{text!r}]  {said}"
+
+
 def show_episode(task: Task) -> None:
     """Print a problem, and the environment's replies to its best answers."""
     problem = task.reset(0, "train")

@@ -15,7 +15,7 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -187,7 +187,7 @@ class Generator:
         self.version, self.new_weights = 0, None
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
-        self.counts = Counter(dict.fromkeys(COUNTED, 0), swaps=0, busy=0.0)
+        self.counts = dict.fromkeys((*COUNTED, "swaps", "busy"), 0)
         self.next_tokens = torch.inference_mode()(next_tokens)
         if graphs:
             self.next_tokens = torch.no_grad()(captured(next_tokens))
@@ -324,8 +324,10 @@ class Generator:
         self.loss_mask[rows, at] = True
         self.versions[rows, at] = self.version
         self.known[rows] += 1
-        counted = 1, int(self.running.sum()), len(rows), longest
-        self.counts.update(dict(zip(COUNTED, counted, strict=False)))
+        self.counts["steps"] += 1
+        self.counts["slot_steps"] += int(self.running.sum())
+        self.counts["tokens"] += len(rows)
+        self.counts["context"] += longest
 
         limit = at + 1 - self.turn_start[rows] >= self.turn_limit[rows]
         ended = rows[self.stops[tokens] | limit | (at + 1 >= self.capacity)]

@@ -45,7 +45,6 @@ def train(config: Config) -> None:
         config, learner, log, batch = run.config, run.learner, run.log, None
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
-            check_progress(run)
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
             batch = run.buffer.next_batch(learner.version)  # none older than eta; or wait
             log_discards(run)
@@ -112,6 +111,8 @@ def issue(run: AsyncRun, kind: str, groups: list[Group]) -> None:
 def collect(run: AsyncRun, seconds: float) -> None:
     """Handle everything that has happened, waiting at most `seconds` for the first."""
     arrived = run.pool.receive(seconds)
+    if not arrived:
+        check_progress(run)
     for worker, message in arrived:
         handle(run, worker, message)
     if any(isinstance(message, Lost) for _, message in arrived):

@@ -10,12 +10,12 @@ from tqdm import tqdm
 
 from bench import summarise
 from learner import evaluate
+from reward import show_group
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped
 from runtime.messages import Group
 from runtime.runlog import append_lines
 from runtime.setup import Run
-from runtime.tokenizer import decode_bytes
 
 
 def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=(), **shown):
@@ -33,7 +33,7 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
         metrics["eval"] = evaluate(learner, config, run.task)
         shown["eval"] = f"{metrics['eval']['solved']:.2f}"
     if version % config.samples_every == 0:
-        texts = [show_episode(group) for group in groups[:3]]
+        texts = [show_group(group) for group in groups[:3]]
         log.say("\n".join(texts))
         rows = [{"version": version, "text": text} for text in texts]
         append_lines(run.folder / "samples.jsonl", rows)
@@ -85,7 +85,6 @@ def facts_of(run: Run) -> dict:
         "steps": learner.version,
         "stopped_early": learner.version < config.steps,
         "wall_s": round(run.log.close(), 2),
-        "skipped_steps": learner.skipped,
         "weights_sha256": sha256_of(learner.model.flat),
     }
 
@@ -103,14 +102,3 @@ def finish(run: Run, facts: dict) -> None:
         row = {"t": round(seconds, 3), "step": version, "eval": result}
         append_lines(run.folder / "metrics.jsonl", [row])
     print(summarise(run.folder, facts))
-
-
-def show_episode(group: Group) -> str:
-    """One line: the text of a group's first episode, its versions and its reward."""
-    t = group.trajectories[0]
-    text = decode_bytes(t.tokens.tolist()).decode(errors="replace")
-    if len(text) > 100:
-        text = f"{text[:60]} ... {text[-40:]}"
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"

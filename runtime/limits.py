@@ -7,12 +7,14 @@ replaced (processes.py).
 """
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 
 if sys.platform == "linux":
@@ -73,7 +75,7 @@ def memory_limit(mebibytes: float):
     if not (in_main_thread() and sys.platform == "linux"):
         yield
         return
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(os.pread(sizes(os.getpid()), 64, 0).split()[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + int(mebibytes * 2**20)
     if hard != resource.RLIM_INFINITY:
@@ -83,6 +85,12 @@ def memory_limit(mebibytes: float):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@cache
+def sizes(process: int) -> int:
+    """The open file of a process's sizes: it is read at every token boundary."""
+    return os.open(f"/proc/{process}/statm", os.O_RDONLY)
 
 
 def describe(error: BaseException) -> str:

@@ -79,7 +79,8 @@ class Group:
     @property
     def oldest(self) -> int:
         """The smallest version among all generated tokens."""
-        return min([t.oldest for t in self.trajectories], default=NEVER)
+        arrays = self.arrays or group_to_parts(self)[1]
+        return int(arrays["versions"][arrays["loss_mask"]].min(initial=NEVER))
 
     @property
     def digest(self) -> int:

@@ -7,7 +7,7 @@ Special tokens that stand in a text are ordinary characters: nobody can end a tu
 
 import base64
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import tiktoken
@@ -36,8 +36,9 @@ def tokenizer() -> tiktoken.Encoding:
     )
 
 
+@lru_cache(256)  # the samples of a group share a prompt, and many turns an observation
 def encode(text: str) -> list[int]:
-    """Text to token ids; never END or PAD."""
+    """Text to token ids, which nobody may change; never END or PAD."""
     return tokenizer().encode_ordinary(text)
 
 

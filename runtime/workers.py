@@ -9,7 +9,6 @@ Left out: who gets which work, and what happens when one of them dies (train_asy
 import atexit
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +37,7 @@ def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgemen
     return Judgement(verdicts, began, time.monotonic() - began)
 
 
-def generated(span: tuple, end: float, counts: Counter) -> tuple:
+def generated(span: tuple, end: float, counts: dict) -> tuple:
     """The event of a span of generation with one version of the weights."""
     begin, version, before = span
     details = {name: counts[name] - before[name] for name in COUNTED}
@@ -120,5 +119,4 @@ def meeting_point(run: str | Path) -> Path:
 def join_learners(config: Config, rank: int, run: str) -> None:
     """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
     meeting = f"file://{meeting_point(run)}"
-    wait = timedelta(seconds=60)
-    dist.init_process_group("gloo", meeting, wait, config.learners, rank)
+    dist.init_process_group("gloo", meeting, timedelta(seconds=60), config.learners, rank)

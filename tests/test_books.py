@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench import summarise
-from runtime.books import show_episode
+from reward import show_group
 from runtime.messages import Group, Trajectory
 from runtime.runlog import append_lines
 from runtime.tokenizer import encode
@@ -82,7 +82,7 @@ def test_an_episode_is_shown_in_one_line():
         versions = np.arange(len(tokens), dtype=np.int32)
         turns = [(0, len(tokens))]
         t = Trajectory(7, 0, 1, tokens, *rest, versions, turns, reward=0.5)
-        return show_episode(Group(7, 0, {}, [t]))
+        return show_group(Group(7, 0, {}, [t]))
 
     last = len(encode("guess\n12")) - 1
     text = f"  group 7  ['guess\\n12']  reward 0.50  versions 0..{last}  stop"
