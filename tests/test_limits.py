@@ -211,7 +211,7 @@ def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
     assert time.perf_counter() - start < 3
     assert [i for i, v in enumerate(verdicts) if v.error == "verifier_timeout"] == late
     assert [v.reward for v in verdicts] == [float(i not in late) for i in range(len(said))]
-    assert len(beats) == len(said)
+    assert bool(beats) == ("fine" not in said or bool(late))
 
 
 def test_equal_answers_are_verified_once():
