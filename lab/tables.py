@@ -45,7 +45,7 @@ def write_tables() -> str:
 
 def claims() -> str:
     """The five that matter, as a table; README.md has the same."""
-    runs = load_result("async")["runs"]
+    runs = load_result("race")["runs"]
     gains = []
     for task, mode in JUDGED.items():
         best, found = medians(runs, task)
@@ -68,7 +68,7 @@ def claims() -> str:
 |---|---|---|---|
 | Asynchronous training is faster to the same score | over the best synchronous mode on the same \
 two cores: {"; ".join(gains)} | in brackets, where the ratio lies in 90% of resamplings; tiny \
-models, short answers | `python bench.py race --modes full` |
+models, short answers | `python bench.py race --seeds 5` |
 | Nothing is trained that is too old | oldest token over the bound in {len(ages)} runs: {over:+d} \
 versions; {missing} groups lost or dropped | one task, tiny models | `python bench.py staleness` |
 | Nothing is lost, and runs can be executed again | {faults["faults"]} faults on purpose: \
@@ -234,7 +234,7 @@ def machine_lines() -> list[str]:
 
 SECTIONS = {  # title: (what writes it, the files that it reads)
     "Default flags": (task_lines, "tasks"),
-    "Synchronous against asynchronous": (race_lines, "async"),
+    "Synchronous against asynchronous": (race_lines, "race"),
     "The same with model `medium` on one GPU that both roles share": (race_lines, "async-cuda"),
     "Staleness": (staleness_lines, "staleness"),
     "Objectives on stale data": (objective_lines, "objectives"),

@@ -1,12 +1,11 @@
-"""Shared by all tests: one thread (bitwise comparisons, two cores), and tests that skip where a
-device or a compiler is missing.
+"""Shared by all tests: one thread (bitwise comparisons, two cores), and tests that skip where no
+CUDA device is.
 
 With IMPL set (exercises/README.md), a learner's file is judged: only the exercises are collected.
 """
 
 import importlib.util
 import os
-import shutil
 import signal
 
 import pytest
@@ -54,14 +53,10 @@ def pytest_ignore_collect(collection_path):
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.originalname, len(LONG)))
-    needs = {  # marker -> (whether it is there, what it is)
-        "gpu": (torch.cuda.is_available(), "a CUDA device"),
-        "compiles": (shutil.which(os.environ.get("CXX", "g++")), "a C++ compiler"),
-    }
-    for marker, (there, what) in needs.items():
+    if not torch.cuda.is_available():
         for item in items:
-            if not there and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

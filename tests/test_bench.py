@@ -318,7 +318,7 @@ def test_claims_quote_the_results(monkeypatch):
     for task in races.TARGETS:
         for mode, rate in rates.items():
             runs += [raced(mode, i, 1000 / rate + i, rate, task) for i in range(3)]
-    made_up = {"async": {"runs": runs}}
+    made_up = {"race": {"runs": runs}}
     monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or load_result(name))
     lines = tables.claims().splitlines()
     faster = lines[2]
