@@ -61,7 +61,7 @@ class Line:
         except OSError:
             raise SystemExit(0) from None  # the parent is gone
 
-    def beat(self, status: dict | None = None) -> None:
+    def beat(self, status=None) -> None:
         """Say "alive" if nothing was said for a while; call it in every loop."""
         if time.monotonic() - self.last > BEAT_SECONDS:
             self.send(Beat(status or {}))

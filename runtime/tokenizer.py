@@ -37,9 +37,14 @@ def tokenizer() -> tiktoken.Encoding:
 
 
 @lru_cache(256)  # the samples of a group share a prompt, and many turns an observation
+def encoded(text: str) -> tuple:
+    """Text to token ids; never END or PAD."""
+    return tuple(tokenizer().encode_ordinary(text))
+
+
 def encode(text: str) -> list[int]:
-    """Text to token ids, which nobody may change; never END or PAD."""
-    return tokenizer().encode_ordinary(text)
+    """Text to token ids, a list of the caller's own; never END or PAD."""
+    return list(encoded(text))
 
 
 def decode_bytes(tokens: Sequence[int]) -> bytes:
