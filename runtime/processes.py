@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from runtime.messages import Beat, End, Group, Orders, pack_messages, unpack_messages
 
-START_SECONDS = 120.0  # a new process may be silent this long: it imports and compiles
+START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 
