@@ -1,7 +1,8 @@
 """mailbox.py: the newest weights in shared memory, for any number of readers.
 
 The memory has no name on disk (Linux: memfd), so nothing can be left behind: it goes when the last
-process that has it is gone, however that one ends. Other processes open it by way of /proc. Without memfd it is a file in the temporary folder, which stays.
+process that has it is gone, however that one ends. Other processes open it by way of /proc.
+Without memfd it is a file in the temporary folder, which stays.
 Left out: when to publish (train_async.py) and when to read (workers.py).
 
 Axes: P parameters
