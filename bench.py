@@ -22,9 +22,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from reward import own_file
 from runtime.config import UserError, fail, parse
 from runtime.devices import describe_machine
-from runtime.runlog import read_json, read_lines
+from runtime.folder import read_json, read_lines, refuse_links, write_file
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": (
@@ -89,7 +90,7 @@ def summarise(run: Path, facts: dict) -> str:
         "failures": dict(failures),
         "machine": describe_machine(),
     }
-    (run / "summary.json").write_text(json.dumps(summary, indent=1))
+    write_file(run / "summary.json", json.dumps(summary, indent=1).encode())
     draw_run(run)
     return (
         f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
@@ -113,6 +114,8 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> str:
             f"\nstopped at step {summary['steps']} of {config['steps']}; go on with: "
             f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
         )
+        if own_file(config["task"]):
+            text += f" --task {shlex.quote(config['task'])}"
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if last and dead > 0.85 * groups and summary["eval_after"] <= 0.5:
         text += (
@@ -159,6 +162,7 @@ def draw(command: str, runs: list[Path]) -> None:
     from lab.plots import draw_run, draw_timeline
 
     for run in runs:
+        refuse_links(run)
         trained = any("reward" in row for row in read_lines(run / "metrics.jsonl"))
         if not trained or not (run / "config.json").is_file():
             raise UserError(f"{run}: must be the folder of a run that trained at least one step")

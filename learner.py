@@ -10,7 +10,8 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -258,15 +259,25 @@ def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
     return [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
 
 
-def evaluate(learner: Learner, config: Config, task: Task) -> dict:
+def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dict:
     """Greedy answers to every held-out problem, by the weights as they are between two steps.
 
-    It runs where the weights are changed, so it cannot race with training. Returns `solved`
-    (share), `reward` (mean) and `turns` (mean); a failed episode counts as a reward of 0.
+    It runs where the weights are changed, so it cannot race with training; the task's code runs in
+    the examiner's process if there is one (runtime/exam.py). Returns `solved` (share), `reward`
+    (mean) and `turns` (mean); a failed episode counts as a reward of 0, and `failures` tells how
+    many there are of each kind, with the words of the first.
     """
+    environment, verify = (
+        make_environment(config, task),
+        partial(verify_group, task=task, config=config),
+    )
+    if examiner:
+        examiner.begin()
+        environment = replace(environment, respond=examiner.respond, beside=False)
+        verify = examiner.verify
     generator = Generator(
         learner.model,
-        make_environment(config, task),
+        environment,
         slots=min(config.slots, task.eval_size),
         capacity=capacity_of(config, task),
         group_size=1,
@@ -274,12 +285,18 @@ def evaluate(learner: Learner, config: Config, task: Task) -> dict:
     )
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     for group in generate(generator, groups):
-        apply_verdicts(group, verify_group(group, task, config))
+        apply_verdicts(group, verify(group))
     episodes = [group.trajectories[0] for group in groups]
     rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
     turns = [len(t.turns) for t in episodes]
+    failures = {}
+    for t in episodes:
+        if t.failed:
+            count, words = failures.get(t.finish, (0, t.failure))
+            failures[t.finish] = (count + 1, words)
     return {
         "solved": float(np.mean(rewards >= task.solved)),
         "reward": float(np.mean(rewards)),
         "turns": float(np.mean(turns)),
+        "failures": failures,
     }

@@ -20,18 +20,18 @@ import json
 import re
 import runpy
 import sys
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from runtime import limits
-from runtime.config import UserError
+from runtime.config import Config, UserError
 from runtime.tokenizer import END, PAD, decode_bytes, encode
 
 Answers = Sequence[str]  # the policy's turns so far, the newest last
@@ -177,14 +177,20 @@ def make_task(spec: str, seed: int = 0) -> Task:
     return replace(task, name=spec)
 
 
+def own_file(spec: str) -> re.Match | None:
+    """(1) the file, (2) the argument of a spec that names a file; None for other specs."""
+    name = spec.partition(":")[0]
+    return None if name in TASKS else re.fullmatch(r"(.+?\.py)(?::(.+))?", spec, re.DOTALL)
+
+
 def _find(spec: str) -> tuple[Callable, str]:
     """The function `make` that a spec names, and its argument."""
     name, colon, argument = spec.partition(":")
     if name in TASKS and bool(colon) == bool(argument):
         file = TASKS[name]  # digits.py has several tasks, so it is told which
         return importlib.import_module(f"tasks.{file}").make, argument if file == name else spec
-    own = re.fullmatch(r"(.+?\.py)(?::(.+))?", spec, re.DOTALL)
-    if name in TASKS or not own:
+    own = own_file(spec)
+    if not own:
         raise TaskError(f"allowed is one of {USAGE}")
     path = Path(own[1]).resolve()
     names = runpy.run_path(str(path), run_name=f"tasks.{path}")  # see limits.describe
@@ -256,8 +262,8 @@ def _replay(task, problem, answers):
         step = task.step(problem, answers[:turn])
         if not isinstance(step, Step):
             raise TypeError(f"step returned {step!r:.80}, must be a reward.Step")
-        if not isfinite(step.reward):
-            raise ValueError(f"the reward {step.reward} of turn {turn} is not finite")
+        if not np.isfinite(np.float32(step.reward)):
+            raise ValueError(f"the reward {step.reward} of turn {turn} is not finite in float32")
         rewards.append(float(step.reward))
         done = step.done
     return tuple(rewards)
@@ -306,6 +312,43 @@ def verify_group(
             alive()
             verdicts.append(verify(task, group.problem, answers, seconds))
     return verdicts
+
+
+def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
+    """The task's replies to all turns that ended at one token boundary: see `Environment` in
+    rollout.py."""
+    replies: list = []
+    seconds, memory = config.reward_seconds, config.reward_memory
+    while len(replies) < len(requests):
+        begin = time.monotonic()
+        if replies.count("env_timeout") == 3:  # no more patience at this token boundary
+            return replies + ["env_timeout"] * (len(requests) - len(replies))
+        try:
+            # one limit for all of them: to arm it costs more than most turns
+            with limits.memory_limit(memory), limits.time_limit(seconds):
+                for request in requests[len(replies) :]:
+                    begin = time.monotonic()
+                    replies.append(reply(task, *request))
+        except limits.OutOfTime:  # whoever used little of the limit is asked again
+            if time.monotonic() - begin > 0.5 * seconds:
+                replies.append("env_timeout")
+        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
+            replies.append(f"env_error: {limits.describe(error)}")
+    return replies
+
+
+def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> list[int] | None:
+    """Token ids of the observation, None when the episode is over; whatever `step` raises."""
+    step = task.step(problem, split_answers(task, tokens, turns))
+    if step.done:
+        return None
+    observation = encode(step.observation)
+    if len(observation) > task.observation_tokens:
+        raise ValueError(
+            f"observation {step.observation[:40]!r} has {len(observation)} tokens, "
+            f"observation_tokens declares {task.observation_tokens}"
+        )
+    return observation
 
 
 def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> list[str]:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cache import Cache, captured, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
-from reward import Task, alphabet_of, split_answers
+from reward import Task, alphabet_of, respond
 from runtime import limits
 from runtime.config import Config
 from runtime.messages import ARRAYS, Group, Trajectory
@@ -104,42 +104,6 @@ def make_environment(config: Config, task: Task) -> Environment:
         beside=task.beside,
         seconds=config.reward_seconds,
     )
-
-
-def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
-    """The task's replies to all turns that ended at one token boundary: see `Environment`."""
-    replies: list = []
-    seconds, memory = config.reward_seconds, config.reward_memory
-    while len(replies) < len(requests):
-        begin = time.monotonic()
-        if replies.count("env_timeout") == 3:  # no more patience at this token boundary
-            return replies + ["env_timeout"] * (len(requests) - len(replies))
-        try:
-            # one limit for all of them: to arm it costs more than most turns
-            with limits.memory_limit(memory), limits.time_limit(seconds):
-                for request in requests[len(replies) :]:
-                    begin = time.monotonic()
-                    replies.append(reply(task, *request))
-        except limits.OutOfTime:  # whoever used little of the limit is asked again
-            if time.monotonic() - begin > 0.5 * seconds:
-                replies.append("env_timeout")
-        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
-            replies.append(f"env_error: {limits.describe(error)}")
-    return replies
-
-
-def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> list[int] | None:
-    """Token ids of the observation, None when the episode is over; whatever `step` raises."""
-    step = task.step(problem, split_answers(task, tokens, turns))
-    if step.done:
-        return None
-    observation = encode(step.observation)
-    if len(observation) > task.observation_tokens:
-        raise ValueError(
-            f"observation {step.observation[:40]!r} has {len(observation)} tokens, "
-            f"observation_tokens declares {task.observation_tokens}"
-        )
-    return observation
 
 
 # -------------------------------------------------------------------------------- the generator

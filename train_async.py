@@ -19,7 +19,7 @@ import time
 
 from learner import learner_step, new_groups
 from reward import problem_of
-from runtime.books import finish
+from runtime.books import exit_code, finish
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
     AsyncRun,
@@ -66,6 +66,7 @@ def train(config: Config) -> None:
         save(run)
         finish(run, facts_of_flow(run))  # before anything is torn down
     print(table(run.ledger.totals()))
+    exit_code(run)
 
 
 def check_progress(run: AsyncRun) -> None:
@@ -110,6 +111,7 @@ def issue(run: AsyncRun, kind: str, groups: list[Group]) -> None:
 
 def collect(run: AsyncRun, seconds: float) -> None:
     """Handle everything that has happened, waiting at most `seconds` for the first."""
+    run.log.alive()
     arrived = run.pool.receive(seconds)
     if not arrived:
         check_progress(run)

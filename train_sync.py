@@ -11,7 +11,7 @@ Left out: processes, queues, staleness (here it is always 0).
 from learner import learner_step, new_groups
 from reward import verify_group
 from rollout import COUNTED, generate
-from runtime.books import close_step, finish
+from runtime.books import close_step, exit_code, finish
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, UserError, flag_name, run_main
 from runtime.messages import apply_verdicts
@@ -29,6 +29,7 @@ def train(config: Config) -> None:
 
     try:
         while learner.version < config.steps and not run.stop.asked:
+            log.alive()
             version, before = learner.version, generator.counts.copy()
             generator.set_weights(version, None)  # its model is the learner's own
             with log.timed("rollout-0", "generate", version=version) as span:
@@ -42,12 +43,13 @@ def train(config: Config) -> None:
             metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
             close_step(run, groups, metrics)
     finally:
-        log.bar.close()
+        wall = log.close()
+        learner.next_group = learner.version * config.groups_per_step  # of whole steps
         checkpoint(learner, run.folder, log)
 
-    wall = log.now()
     busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}
     finish(run, {"staleness_bound": 0, "utilization": busy})
+    exit_code(run)
 
 
 if __name__ == "__main__":

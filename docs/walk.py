@@ -33,9 +33,9 @@ from reward import split_answers
 from rollout import make_environment, naive_generate
 from runtime import flow
 from runtime.config import Config, TrainingStopped
+from runtime.folder import read_lines
 from runtime.ledger import audit, table
 from runtime.messages import Generated, Verified, pack_messages, unpack_messages
-from runtime.runlog import read_lines
 from runtime.sampling import uniforms
 from runtime.setup import make_generator, make_model
 from runtime.tokenizer import decode_bytes, encode

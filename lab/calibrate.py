@@ -26,7 +26,7 @@ import numpy as np
 from lab.pipeline import Costs, Pipeline, PipelineLog, end
 from lab.plots import column
 from runtime.config import Config
-from runtime.runlog import read_json, read_lines
+from runtime.folder import read_json, read_lines
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
 

@@ -16,7 +16,7 @@ from lab.plots import draw_timeline, save_result
 from lab.races import ROOT, run_each
 from runtime.config import OBJECTIVES
 from runtime.devices import describe_machine
-from runtime.runlog import read_lines
+from runtime.folder import read_lines
 
 SWAPS = ("keep", "recompute", "drain")
 SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "weights_sha256", "command_s")

@@ -4,13 +4,14 @@ A measurement writes NAME.json and NAME.png into a folder: `save_result`, `draw_
 Left out: the pictures of the laboratory, the recipe and the simulator, which stand beside them.
 """
 
+import io
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 
-from runtime.runlog import read_json, read_lines
+from runtime.folder import read_json, read_lines, write_file
 
 # colour-blind safe (Okabe & Ito, 2008)
 BLUE = "#0072B2"
@@ -85,7 +86,9 @@ def new_figure(size: tuple):
 def save_figure(figure, path: Path) -> None:
     """Write a picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    write_file(path, picture.getvalue())
 
 
 # ------------------------------------------------------------------------------------ one run
@@ -160,7 +163,7 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
             )
     axis.set(xlim=(0, width), ylim=(len(rows) - 0.5, -0.5))
     axis.set_xlabel("time (s); one colour a policy version, pink = verifying, blank = idle")
-    axis.set_yticks(range(len(rows)), rows)
+    axis.set_yticks(range(len(rows)), rows, parse_math=False)
     save_figure(figure, path)
 
 
@@ -227,5 +230,5 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
     legend.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=8)
     if len(panels) < axes.size:
         legend.axis("off")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)
     save_figure(figure, path)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lab.plots import RESULTS, between, column, draw_race, draw_timeline, markdown, save_result
 from runtime.config import UserError, flag
 from runtime.devices import describe_machine
-from runtime.runlog import read_json, read_lines
+from runtime.folder import read_json, read_lines
 
 ROOT = RESULTS.parent
 SYNC = {"trainer": "train_sync.py"}

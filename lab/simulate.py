@@ -26,7 +26,7 @@ from lab.plots import GREEN, RESULTS, column, draw_panels, print_table, save_res
 from lab.races import run_each
 from runtime.config import Config
 from runtime.devices import describe_machine
-from runtime.runlog import read_json
+from runtime.folder import read_json
 
 COSTS = RESULTS / "simulate-costs.json"
 COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more

@@ -9,13 +9,11 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import summarise
-from learner import evaluate
 from reward import show_group
 from runtime.checkpoint import checkpoint, sha256_of
-from runtime.config import TrainingStopped
+from runtime.config import TrainingStopped, printable
 from runtime.messages import Group
-from runtime.runlog import append_lines
-from runtime.setup import Run
+from runtime.setup import Run, evaluate_now
 
 
 def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=(), **shown):
@@ -30,13 +28,12 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
     if due and config.eval_when == "late":
         log.kept.append((log.now(), version, learner.model.flat.clone()))
     elif due:
-        metrics["eval"] = evaluate(learner, config, run.task)
+        metrics["eval"] = evaluate_now(run)
         shown["eval"] = f"{metrics['eval']['solved']:.2f}"
     if version % config.samples_every == 0:
         texts = [show_group(group) for group in groups[:3]]
         log.say("\n".join(texts))
-        rows = [{"version": version, "text": text} for text in texts]
-        append_lines(run.folder / "samples.jsonl", rows)
+        log.logs["samples"].append([{"version": version, "text": text} for text in texts])
     shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
     log.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
     if version % config.checkpoint_every == 0:  # after the metrics: it resumes from them, too
@@ -98,7 +95,13 @@ def finish(run: Run, facts: dict) -> None:
     facts |= facts_of(run)
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
-        result = evaluate(learner, run.config, run.task)
-        row = {"t": round(seconds, 3), "step": version, "eval": result}
-        append_lines(run.folder / "metrics.jsonl", [row])
-    print(summarise(run.folder, facts))
+        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
+    run.examiner.close()
+    print(printable(summarise(run.folder, facts)))
+
+
+def exit_code(run: Run) -> None:
+    """A run that a signal has stopped says so to whoever has started it: 130 for Ctrl-C, 143 for
+    SIGTERM."""
+    if run.learner.version < run.config.steps:
+        raise SystemExit(128 + run.stop.asked)

@@ -1,10 +1,10 @@
 """runtime/checkpoint.py: a run on disk, so that it can go on as if nothing had happened.
 
-A checkpoint holds the learner, the next prompt's number, the groups that wait to be trained, and
-the ids of those that are still being made: these are issued again. Sampling noise is a hash of
-counters, so no generator has a state to save. A file is written under a temporary name, flushed and
-renamed: `kill -9` at any moment leaves the checkpoint before.
-Left out: metrics and events of steps that are done again (runlog.cut_logs).
+A checkpoint holds the learner, the next prompt's number, the groups that wait to be trained, the
+ids of those that are still being made (these are issued again), and how far the logs went. Sampling
+noise is a hash of counters, so no generator has a state to save.
+What it relies on is on disk before it is: first the logs, then the file, then its name. A run goes
+on with the newest one that is whole and whose logs are, too.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-import losses
 from learner import Learner
-from runtime.config import Config, UserError
-from runtime.messages import Group, group_from_parts, group_to_parts
-from runtime.runlog import RunLog
+from runtime.config import Config, UserError, printable
+from runtime.folder import check_log, open_plain, scan, write_file
+from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
+from runtime.runlog import LOGS, RunLog
 
 
 def sha256_of(flat: torch.Tensor) -> str:
@@ -34,68 +34,102 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
 
     The file is what torch.save writes, and then the sha256 of that. Raises OSError.
     """
-    path = folder / "checkpoints" / f"step{step:07d}.pt"
-    partial, memory = path.with_suffix(".partial"), io.BytesIO()
+    path, memory = folder / "checkpoints" / f"step{step:07d}.pt", io.BytesIO()
     torch.save(state, memory)
     data = memory.getbuffer()
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.write(hashlib.sha256(data).digest())
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:  # the disk is full: give back what was taken
-        partial.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise
-    partial.replace(path)
-    with contextlib.suppress(OSError):  # flush the name, too; not every system can do this
-        directory = os.open(path.parent, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+    write_file(path, data, hashlib.sha256(data).digest())
     for old in sorted(path.parent.glob("step*.pt"))[:-keep]:
         old.unlink()
     return path
 
 
-def load_checkpoint(folder: Path) -> dict:
-    """The newest checkpoint of a run folder that is whole; UserError when there is none.
+def load_tensors(path: Path, digest: bool = False) -> dict:
+    """What torch.save has written, tensors and plain data; UserError for anything else.
 
-    A damaged one is named on stderr, and the one before is used.
+    digest: its sha256 stands behind it.
     """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open_plain(path, most=memory) as file:
+        data = file.read()
+    if digest:
+        data, told = data[:-32], data[-32:]
+        if hashlib.sha256(data).digest() != told:
+            raise UserError(f"{path}: is damaged (wrong sha256)")
+    try:
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # on a file of another kind the loader raises almost anything
+        raise UserError(f"{path}: must hold tensors and plain data, saved by torch") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: must hold a dict, has {type(found).__name__}")
+    return found
+
+
+def load_checkpoint(folder: Path) -> dict:
+    """The newest checkpoint of a run folder that is whole, and whose logs are; UserError when there
+    is none. What is wrong with newer ones is said on stderr."""
+    wrong = "there is none"
     for path in sorted((folder / "checkpoints").glob("step*.pt"), reverse=True):
-        data = path.read_bytes()
-        state, digest = data[:-32], data[-32:]
-        if hashlib.sha256(state).digest() == digest:
-            return torch.load(io.BytesIO(state), map_location="cpu", weights_only=True)
-        sys.stderr.write(f"{path} is damaged (wrong sha256): refused\n")
-    raise UserError(f"--resume {folder}: must hold a checkpoint that is whole (checkpoints/*.pt)")
+        try:
+            state = load_tensors(path, digest=True)
+            for name, mark in state.get("marks", {}).items():
+                check_log(folder / f"{name}.jsonl", mark)
+            return state
+        except (UserError, AttributeError, IndexError, TypeError) as error:  # of odd marks
+            wrong = str(error)
+            sys.stderr.write(printable(f"{path} is passed over: {wrong}\n"))
+    text = f"must hold a checkpoint that is whole, and logs that are ({wrong})"
+    raise UserError(f"--resume {folder}: {text}")
+
+
+def drop_what_follows(folder: Path, state: dict) -> str:
+    """Remove what came after a checkpoint: it is done again; says what that was. (Opening the logs
+    cuts them.)"""
+    dropped = []
+    for path in sorted((folder / "checkpoints").glob("step*.pt")):
+        if path.name > f"step{state['version']:07d}.pt":
+            path.unlink()
+            dropped.append(path.name)
+    state["marks"]["metrics"] = behind_evaluations(folder / "metrics.jsonl", state)
+    for name in LOGS:
+        path = folder / f"{name}.jsonl"
+        if more := path.stat().st_size - state["marks"][name][0] if path.exists() else 0:
+            dropped.append(f"{more:,} bytes of {path.name}")
+    return f"goes on at step {state['version']}; dropped: {', '.join(dropped) or 'nothing'}"
+
+
+def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
+    """The mark of the metrics, moved behind late evaluations of steps that the checkpoint has."""
+    mark = state["marks"]["metrics"]
+    with contextlib.suppress(UserError):  # a torn end
+        for row, found in scan(path):
+            if found[0] > mark[0] and row["step"] <= state["version"]:
+                mark = found
+    return mark
 
 
 def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
-    """Save a checkpoint: ids of all groups in flight, and those of them that are complete.
-
-    Its event is on disk before its file is: runlog.cut_logs looks for it.
-    """
+    """Save a checkpoint: ids of all groups in flight, and those of them that are complete."""
     log.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
-    log.flush()
-    save_checkpoint(run, learner.version, state_of(learner, in_flight, completed))
+    state = state_of(learner, in_flight, completed)
+    state |= {"marks": log.sync(), "seconds": log.now()}
+    save_checkpoint(run, learner.version, state)
 
 
 def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
-    """What a checkpoint holds: tensors and plain data, which torch loads with weights_only."""
+    """What a checkpoint holds of the training: tensors and plain data."""
     reference = learner.reference
     return {
         "weights": learner.model.flat.detach().cpu(),
         "shape": vars(learner.model.config),
-        "optimizer": learner.optimizer.state_dict(),
-        "damper": dataclasses.asdict(learner.damper),
+        "optimizer": learner.optimizer.state_dict()["state"].get(0, {}),
+        "window": list(learner.damper.window),
         "reference": None if reference is None else reference.flat.cpu(),
         "version": learner.version,
         "next_group": learner.next_group,
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
         "completed": [to_tensors(*group_to_parts(group)) for group in completed],
-        "skipped": [learner.skipped, learner.skipped_in_row],
+        "skipped": learner.skipped,
+        "skipped_in_row": learner.skipped_in_row,
     }
 
 
@@ -113,18 +147,52 @@ def completed_groups(state: dict) -> list[Group]:
 
 
 def restore(learner: Learner, state: dict, config: Config) -> None:
-    """Fill a learner from a checkpoint; raises UserError when the checkpoint does not fit."""
-    for name, ours in vars(learner.model.config).items():
-        theirs = state["shape"].get(name)
-        if theirs != ours:
-            raise UserError(
-                f"--resume {config.resume}: must fit the model, but its {name} is {theirs} "
-                f"and this run's is {ours}"
-            )
+    """Fill a learner from a checkpoint; UserError when the checkpoint does not fit."""
+    if wrong := misfit(learner, state, config):
+        raise UserError(f"--resume {config.resume}: its checkpoint must fit the run, but {wrong}")
     learner.model.flat.copy_(state["weights"])
-    learner.optimizer.load_state_dict(state["optimizer"])
-    learner.damper = losses.Damper(**state["damper"])
+    ours = learner.optimizer.state_dict()
+    ours["state"] = {0: state["optimizer"]} if state["optimizer"] else {}
+    learner.optimizer.load_state_dict(ours)
+    learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.reference is not None:
         learner.reference.flat.copy_(state["reference"])
-    learner.version, learner.next_group = state["version"], state["next_group"]
-    learner.skipped, learner.skipped_in_row = state["skipped"]
+    for name in ("version", "next_group", "skipped", "skipped_in_row"):
+        setattr(learner, name, state[name])
+
+
+def misfit(learner: Learner, state: dict, config: Config) -> str | None:
+    """What in a checkpoint is not as this run would have written it; None if nothing."""
+    ours = state_of(learner) | {"marks": {}, "seconds": 0.0}
+    if not isinstance(state.get("shape"), dict):
+        return "it has no shape"
+    pairs = [(name, state["shape"].get(name), value) for name, value in ours["shape"].items()]
+    pairs += [(name, kind_of(state.get(name)), kind_of(value)) for name, value in ours.items()]
+    for name, found, value in pairs:
+        if found != value:
+            return f"its {name} is {found!s:.80} and this run's is {value}"
+    flat, moments = ours["weights"], state["optimizer"]
+    kinds = {"step": kind_of(torch.tensor(0.0)), "exp_avg": kind_of(flat)}
+    kinds["exp_avg_sq"] = kind_of(flat)
+    if moments and {name: kind_of(value) for name, value in moments.items()} != kinds:
+        return "its optimizer is of another kind"
+    marks = [number for name in LOGS for number in state["marks"].get(name, (None, None))]
+    lists = {"window": (float, state["window"]), "in_flight": (int, state["in_flight"])}
+    lists["marks"] = (int, marks)
+    for name, (kind, values) in lists.items():
+        if wrong := [value for value in values if type(value) is not kind]:
+            return f"its {name} has {wrong[0]!r:.80}, must be {kind.__name__}"
+    try:
+        groups = completed_groups(state)
+        limits = config.group_size, state["version"], learner.model.config.vocab_size
+        flaws = [group_flaw(group, *limits) for group in groups]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        flaws = [f"{type(error).__name__}: {error}"]
+    return next((f"a completed group has {flaw}" for flaw in flaws if flaw), None)
+
+
+def kind_of(value) -> str:
+    """A type in words; of a tensor its dtype and shape, too."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__

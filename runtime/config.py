@@ -7,6 +7,7 @@ the task (setup.py) to be judged.
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -121,6 +122,8 @@ def check(config: Config) -> Config:
     for f in fields(config):
         value, name, allowed = getattr(config, f.name), flag_name(f.name), f.metadata
         choices, low, high = allowed["choices"], allowed["low"], allowed["high"]
+        if type(value) is not f.type and (f.type, type(value)) != (float, int):
+            raise UserError(f"{name} {value!r:.80}: must be of type {f.type.__name__}")
         if choices and value not in choices:
             raise UserError(f"{name} {value}: must be one of {', '.join(choices)}")
         if f.type is not str and not (math.isfinite(value) and low <= value <= high):
@@ -167,9 +170,15 @@ def parse(description: str, argv: list[str], kind: type = Config) -> Config:
         fail(error)
 
 
+def printable(text: str) -> str:
+    """Text with every control character but the end of a line escaped: a terminal obeys others."""
+    return "".join([c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text])
+
+
 def fail(error: Exception | str) -> None:
     """Print one line to stderr and end the process with exit code 2."""
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}\n")
+    text = printable(" ".join(str(error).split()))
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: {text}\n")
     raise SystemExit(2)
 
 
@@ -185,11 +194,27 @@ def capacity_of(config: Config, task) -> int:
 
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
     """Parse, train, and turn the user's mistakes into one line and exit code 2, trouble into 1."""
+    open_streams()
     config = parse(description, sys.argv[1:], kind)
     try:
         train(config)
     except UserError as error:
         fail(error)
-    except (TrainingStopped, KeyboardInterrupt, OSError) as error:
-        sys.stderr.write(f"\nstopped: {error or 'Ctrl-C'}\n")
+    except KeyboardInterrupt:  # before anything has begun: see Stop in runlog.py
+        sys.stderr.write("\nstopped by Ctrl-C\n")
+        raise SystemExit(130) from None
+    except (TrainingStopped, OSError) as error:
+        sys.stderr.write(f"\nstopped: {printable(str(error))}\n")
         raise SystemExit(1) from error
+
+
+def open_streams() -> None:
+    """A closed stdout or stderr swallows what is written; one that cannot print a character prints
+    its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # 1 or 2 was free: the next file would have been written to
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)

@@ -16,11 +16,11 @@ from runtime.books import close_step
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
-from runtime.ledger import BUFFER, TO_REISSUE, WORKER, Ledger
+from runtime.ledger import BUFFER, TO_REISSUE, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw
 from runtime.processes import Pool, Worker, WorkersFailed
-from runtime.runlog import read_lines
+from runtime.runlog import remove_run
 from runtime.setup import Run, open_training
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -32,7 +32,6 @@ class AsyncRun(Run):
     mailbox: Mailbox
     buffer: Buffer
     pool: Pool | None = None
-    ledger: Ledger = field(default_factory=Ledger)
     interrupted: list[int] = field(default_factory=list)  # groups to issue again, after a resume
     training: list[int] = field(default_factory=list)  # groups of the step that is computed now
     deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
@@ -57,13 +56,13 @@ def open_async(config: Config):
     try:
         mailbox = Mailbox(learner.model.flat.numel(), device=str(learner.model.flat.device))
     except OSError as error:  # too little shared memory
+        if not state:
+            remove_run(start.folder)
         raise UserError(f"--model {config.model}: {error.strerror}") from error
     mailbox.publish(learner.version, learner.model.flat)
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
     if state:
-        for event in read_lines(run.folder / "events.jsonl"):
-            run.ledger.note(event)
         for group in completed_groups(state):
             buffer.restore(group)
         run.interrupted = [group for group in state["in_flight"] if group not in buffer.completed]
@@ -151,7 +150,7 @@ def close_async_step(run: AsyncRun, batch: list[Group], version: int, metrics: d
 
 def save(run: AsyncRun) -> None:
     """A checkpoint of a run that ends."""
-    run.log.bar.close()
+    run.log.close()
     completed = run.buffer.completed.values()
     checkpoint(run.learner, run.folder, run.log, run.in_flight, completed)
 

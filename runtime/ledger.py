@@ -16,9 +16,13 @@ the two. Left out: who writes the events (train_async.py).
 
 import argparse
 import json
+import math
 import sys
 from collections import Counter
 from pathlib import Path
+
+from runtime.config import UserError, printable
+from runtime.folder import read_json, scan
 
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
 ALIVE = ("admitted", "started", "finished", "scored")
@@ -108,31 +112,41 @@ def table(totals: dict) -> str:
     return "   ".join(cells) + "\n" + "   ".join(numbers)
 
 
-def audit(run: Path) -> tuple[int, Ledger]:
-    """Check the log of a run folder from its first line to its last, and against its summary.
+def read_books(path: Path, size: float = math.inf) -> tuple[int, Ledger]:
+    """The books by the events in a log (as far as byte `size`), and how many these are.
 
-    Returns the number of events, and the books; ValueError says which event cannot be.
+    UserError names the first line that was changed, or whose event cannot be.
     """
-    ledger, path, summary = Ledger(), run / "events.jsonl", run / "summary.json"
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, start=1):
+    ledger, count = Ledger(), 0
+    for event, (end, _) in scan(path):
+        if end > size:
+            break
+        count += 1
         try:
-            event = json.loads(line)
             ledger.note(event)
             here = len(ledger.flying)
             there = event.get("in_flight", here)  # with every step: what the trainer counted
             if here != there:
                 raise ValueError(f"{here} groups are in flight by the log, {there} by the trainer")
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{path}, line {number}: {error}\n  {line}") from error
-    if summary.is_file():
-        told, totals = json.loads(summary.read_text()), ledger.totals()
-        here, there = (ledger.steps, totals), (told["steps"], told.get("ledger", totals))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}, line {count}: {error}\n  {json.dumps(event)}") from error
+    return count, ledger
+
+
+def audit(run: Path) -> tuple[int, Ledger]:
+    """Check the log of a run folder from its first line to its last, and against its summary.
+
+    Returns the number of events, and the books; UserError says what cannot be.
+    """
+    count, ledger = read_books(run / "events.jsonl")
+    if (run / "summary.json").is_file():
+        summary, totals = read_json(run / "summary.json"), ledger.totals()
+        here, there = (ledger.steps, totals), (summary.get("steps"), summary.get("ledger", totals))
         # an older summary is no mistake: the run was resumed, and has not ended since
-        if there[0] >= here[0] and there != here:
+        if there != here and not (type(there[0]) is int and there[0] < here[0]):
             text = "the log ends at step {} with {}, summary.json at step {} with {}"
-            raise ValueError(text.format(*here, *there))
-    return len(lines), ledger
+            raise UserError(text.format(*here, *there))
+    return count, ledger
 
 
 if __name__ == "__main__":
@@ -140,6 +154,6 @@ if __name__ == "__main__":
     parser.add_argument("run", type=Path, help="run folder")
     try:
         events, books = audit(parser.parse_args().run)
-    except (OSError, ValueError) as problem:
-        sys.exit(f"{problem}")
+    except UserError as problem:
+        sys.exit(printable(str(problem)))
     print(f"{table(books.totals())}\n{events:,} events in {books.steps:,} steps: every one fits")

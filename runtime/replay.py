@@ -26,9 +26,9 @@ from rollout import Generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices, set_threads
+from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import Group, apply_verdicts
-from runtime.runlog import read_json, read_lines
 from runtime.setup import make_generator, make_learner, make_model, resumed, task_of
 
 
@@ -76,8 +76,8 @@ def replay(config: Config) -> None:
 def recorded(config: Config) -> tuple[Config, dict]:
     """Configuration and summary of the run to replay; raises UserError when that cannot be."""
     run, name = Path(config.replay), f"--replay {config.replay}"
-    config = resumed(config, "replay")
-    if read_json(run / "config.json")["mode"] != "async" or config.learners > 1:
+    config, record = resumed(config, "replay")
+    if record["mode"] != "async" or config.learners > 1:
         raise UserError(f"{name}: must be a run of train_async.py with one learner")
     try:
         summary = read_json(run / "summary.json")

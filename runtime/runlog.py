@@ -1,134 +1,108 @@
-"""runtime/runlog.py: the run folder, and what a person and the disk get to see while a run goes on.
+"""runtime/runlog.py: what a person and the disk get to see while a run goes on.
 
     config.json      every setting, and the machine
     metrics.jsonl    one line a step
     events.jsonl     one line an event: who did what, when, with which policy version
     samples.jsonl    some episodes as text
 
-Left out: what is said when a run ends (bench.py), and checkpoints (checkpoint.py).
+Left out: what is said when a run ends (bench.py), checkpoints (checkpoint.py), how files are
+written (folder.py).
 """
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
+import math
 import os
+import shutil
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 from tqdm import tqdm
 
-from runtime.config import Config, UserError
+from runtime.config import Config, UserError, printable
 from runtime.devices import describe_machine
+from runtime.folder import Log, own_folder, sync_folder, write_file
+
+LOGS = ("metrics", "events", "samples")
 
 
-def open_run(config: Config, mode: str) -> Path:
-    """Create the run folder, or reopen the one to resume; raises UserError, overwrites nothing.
+@contextlib.contextmanager
+def new_folder(config: Config, mode: str):
+    """Make a run folder and lock it; UserError where something is already there.
 
-    mode: "sync" or "async".
+    mode: "sync" or "async". Yields the folder and its lock. When what follows fails, it is as if
+    nothing had been tried.
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
-    run = Path(config.resume or config.out or f"runs/{name}")
-    if not config.resume:
-        new_folder(run)
-        record = {"mode": mode, **dataclasses.asdict(config), "machine": describe_machine()}
-    else:
-        record = read_json(run / "config.json") | {"steps": config.steps}
-        if record["mode"] != mode:
-            raise UserError(f"--resume {run}: must be a run of train_{mode}.py")
-    replace_text(run / "config.json", json.dumps(record, indent=1))
-    return run
-
-
-def new_folder(run: Path) -> None:
-    """Make an empty run folder; raises UserError where something is already there."""
+    run = Path(config.out or f"runs/{name}")
+    made = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
         if any(run.iterdir()):
             raise UserError(f"--out {run}: must be new or an empty folder")
-        for name in ("checkpoints", "logs"):
-            (run / name).mkdir()
+        lock = own_folder(run)
     except OSError as error:
         raise UserError(f"--out {run}: must be writable ({error.strerror})") from error
-
-
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text())
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one move: whoever is killed here leaves the old text or the new one."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def to_lines(records: list[dict]) -> str:
-    """Records as JSON lines."""
-    return "".join([json.dumps(record) + "\n" for record in records])
-
-
-def append_lines(path: Path, records: list[dict]) -> None:
-    """Append records as JSON lines: all of them, or none when the disk is full (OSError)."""
-    size = path.stat().st_size if path.exists() else 0
     try:
-        with path.open("a") as file:
-            file.write(to_lines(records))
-    except OSError as error:
-        os.truncate(path, size)
-        error.filename = str(path)
+        make_subfolders(run)
+        write_config(run, {"mode": mode, **dataclasses.asdict(config)})
+        yield run, lock
+    except BaseException:
+        remove_run(run, made)
         raise
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The records of a JSON-lines file, [] when it does not exist."""
-    return [json.loads(s) for s in path.read_text().splitlines()] if path.is_file() else []
+def remove_run(run: Path, folder: bool = True) -> None:
+    """A start has failed: nothing is left of it."""
+    shutil.rmtree(run)
+    if not folder:  # it was there, and empty
+        run.mkdir()
 
 
-def cut_logs(run: Path, version: int, groups: list[int]) -> float:
-    """Cut both logs behind the checkpoint with which a run goes on: what came later is done again.
+def make_subfolders(run: Path) -> None:
+    for name in ("checkpoints", "logs"):
+        (run / name).mkdir(exist_ok=True)
 
-    A checkpoint is known by its version and by the groups in flight: a run that is stopped twice at
-    one version has two. Its event is on disk before its file is, so it is in the log, and a line
-    that `kill -9` has torn comes later. Returns the seconds of the last metrics; raises UserError.
-    """
-    lines = (run / "events.jsonl").read_text().splitlines(keepends=True)
-    event = {"kind": "checkpoint", "version": version, "groups": groups}
-    end = json.dumps(event).removeprefix("{") + "\n"
-    while lines and not lines[-1].endswith(end):
-        lines.pop()
-    if not lines:
-        text = f"must have the event of the checkpoint at {version} steps in its events.jsonl"
-        raise UserError(f"--resume {run}: {text}")
-    rows = [row for row in read_lines(run / "metrics.jsonl") if row["step"] <= version]
-    replace_text(run / "events.jsonl", "".join(lines))
-    replace_text(run / "metrics.jsonl", to_lines(rows))
-    return max([row["t"] for row in rows])
+
+def write_config(run: Path, record: dict) -> None:
+    """Every setting, and the machine."""
+    text = json.dumps(record | {"machine": describe_machine()}, indent=1)
+    write_file(run / "config.json", text.encode())
 
 
 class Stop:
-    """Ctrl-C sets a flag that the loops look at; a second one ends the process at once."""
+    """Ctrl-C, or another signal that ends processes, sets a number that the loops look at; a second
+    one ends the process at once, as `kill -9` would."""
 
     def __init__(self):
-        self.asked = False
-        signal.signal(signal.SIGINT, self)
-        signal.signal(signal.SIGTERM, self)
+        self.asked = 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
+                signal.signal(number, self)
 
     def __call__(self, number, frame):
         if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+            os._exit(128 + number)
+        self.asked = number
 
 
 class RunLog:
     """A progress bar for a person; metrics and events, as JSON lines, for the disk."""
 
-    def __init__(self, run: Path, steps: int, done: int = 0, seconds: float = 0.0):
-        """done, seconds: steps and time of a run that is resumed."""
+    def __init__(self, run: Path, steps: int, state: dict | None = None, stall: float = math.inf):
+        """state: the checkpoint of a run that is resumed; what the logs hold behind it is cut.
+        stall: seconds after which `alive` must have been called again."""
+        done = state or {"version": 0, "seconds": 0.0, "marks": {}}
+        self.stall, self.moved = stall, -math.inf
         self.run = run
-        self.start = time.monotonic() - seconds
-        self.bar = tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
+        self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, (0, 0))) for n in LOGS}
+        self.start = time.monotonic() - done["seconds"]
+        self.bar = tqdm(total=steps, initial=done["version"], unit="step", dynamic_ncols=True)
         self.events = []  # not on disk yet
         self.shown = {}  # beside the bar
         self.seconds = Counter()  # of all spans, by kind
@@ -153,25 +127,51 @@ class RunLog:
         seconds = (at or time.monotonic()) - self.start
         self.events.append({"t": round(seconds, 6), "process": process, "kind": kind, **details})
 
+    def alive(self) -> None:
+        """The loop goes round. When this is not called for --stall seconds, whatever the process
+        hangs in is printed, by file and line, and it ends with exit code 1: from a thread in C, so
+        even Python need not run."""
+        now = time.monotonic()
+        if self.stall < math.inf and now - self.moved > 1.0:
+            self.moved = now
+            faulthandler.dump_traceback_later(self.stall, exit=True, file=sys.__stderr__)
+
+    def rest(self) -> None:
+        """Nobody need call `alive` until it is called the next time."""
+        faulthandler.cancel_dump_traceback_later()
+        self.moved = -math.inf
+
     def step(self, record: dict, **shown) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
-        append_lines(self.run / "metrics.jsonl", [{"t": round(self.now(), 3), **record}])
+        self.metrics(record)
         self.flush()
         self.shown |= shown
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update()
 
+    def metrics(self, record: dict, at: float | None = None) -> None:
+        """Write a line of metrics; `at`: seconds of the run."""
+        seconds = self.now() if at is None else at
+        self.logs["metrics"].append([{"t": round(seconds, 3), **record}])
+
     def say(self, text: str) -> None:
         """Print above the progress bar."""
-        self.bar.write(text)
+        self.bar.write(printable(text))
 
     def flush(self) -> None:
         """Write the events so far."""
-        append_lines(self.run / "events.jsonl", self.events)
+        self.logs["events"].append(self.events)
         self.events = []
 
-    def close(self) -> float:
-        """Write what is left; returns the seconds since the run began."""
+    def sync(self) -> dict:
+        """Put all logs on disk; returns how far each of them goes, for a checkpoint."""
         self.flush()
+        marks = {name: log.sync() for name, log in self.logs.items()}
+        sync_folder(self.run)
+        return marks
+
+    def close(self) -> float:
+        """The loop is over: nothing is drawn below it; returns the seconds since the run began."""
+        self.rest()
         self.bar.close()
         return self.now()

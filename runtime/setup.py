@@ -6,11 +6,11 @@ Left out: what a step does (learner.py), what is asked of people (config.py).
 import copy
 import dataclasses
 import gc
-import json
 import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -19,10 +19,20 @@ import reward
 from learner import Learner, evaluate
 from model import GPT, PRESETS, ModelConfig
 from rollout import Generator, make_environment
-from runtime.checkpoint import checkpoint, load_checkpoint, restore
-from runtime.config import Config, UserError, capacity_of, check, flag_name
+from runtime.checkpoint import (
+    checkpoint,
+    drop_what_follows,
+    kind_of,
+    load_checkpoint,
+    load_tensors,
+    restore,
+)
+from runtime.config import LONGEST_CONTEXT, Config, UserError, capacity_of, check, flag_name
 from runtime.devices import pick_devices, set_threads
-from runtime.runlog import RunLog, Stop, append_lines, cut_logs, open_run
+from runtime.exam import Examiner
+from runtime.folder import own_folder, read_json, refuse_links
+from runtime.ledger import Ledger, read_books
+from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, write_config
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -33,41 +43,83 @@ class Run:
     config: Config
     task: reward.Task
     folder: Path
+    lock: BinaryIO  # while it is open, the folder is this process's
     learner: Learner
     log: RunLog
     stop: Stop
+    examiner: Examiner
+    ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
 
 
 def open_training(config: Config, mode: str) -> Run:
     """Everything a trainer needs, new or resumed; the first evaluation and checkpoint of a new run.
 
-    mode: "sync" or "async". Raises UserError.
+    mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
     """
-    stop, config = Stop(), resumed(config)
-    learner_devices, rollout_devices = pick_devices(config)
-    processes = 1 if mode == "sync" else len(learner_devices) + len(rollout_devices)
-    set_threads(config, processes, learner_devices[0])
-    task = task_of(config)
-    config = dataclasses.replace(config, steps=config.steps or task.steps)
-    state = load_checkpoint(Path(config.resume)) if config.resume else None
-    learner, seconds = make_learner(config, task, learner_devices[0]), 0.0
-    if state and state["version"] >= config.steps:
-        done = f"must be more than the {state['version']} steps that the run has"
-        raise UserError(f"--steps {config.steps}: {done}")
-    folder = open_run(config, mode)
-    if state:
-        restore(learner, state, config)
-        seconds = cut_logs(folder, learner.version, state["in_flight"])
-    log = RunLog(folder, config.steps, learner.version, seconds)
+    stop = Stop()
+    if config.replay:
+        raise UserError(f"--replay {config.replay}: must be left out in train_sync.py")
+    if config.resume:
+        run = reopen(config, mode, stop)
+    else:
+        task, learner_device = prepare(config, mode)
+        config = dataclasses.replace(config, steps=config.steps or task.steps)
+        learner = make_learner(config, task, learner_device)
+        with new_folder(config, mode) as (folder, lock):
+            examiner = Examiner(config, folder / "logs" / "evaluation.log")
+            log = RunLog(folder, config.steps, stall=config.stall)
+            run = Run(config, task, folder, lock, learner, log, stop, examiner, Ledger(), None)
+            log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
+            checkpoint(learner, folder, log)  # so that a run can always be resumed
     if not hasattr(signal, "setitimer"):
-        log.say("this system has no timers: --reward-seconds cannot stop a slow environment")
-    if not state:
-        result = evaluate(learner, config, task)
-        append_lines(folder / "metrics.jsonl", [{"t": 0.0, "step": 0, "eval": result}])
-        checkpoint(learner, folder, log)  # so that a run can always be resumed
+        run.log.say("this system has no timers: --reward-seconds cannot stop a slow environment")
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
-    return Run(config, task, folder, learner, log, stop, state)
+    return run
+
+
+def reopen(config: Config, mode: str, stop: Stop) -> Run:
+    """A run that goes on, from the newest point at which checkpoint and logs agree."""
+    folder = Path(config.resume)
+    config, record = resumed(config)
+    if record["mode"] != mode:
+        raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
+    lock = own_folder(folder)
+    task, learner_device = prepare(config, mode)
+    state = load_checkpoint(folder)
+    learner = make_learner(config, task, learner_device, state)
+    restore(learner, state, config)
+    if learner.version >= config.steps:
+        done = f"must be more than the {learner.version} steps that the run has"
+        raise UserError(f"--steps {config.steps}: {done}")
+    ledger = Ledger()
+    if mode == "async":
+        _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
+    if ledger.flying != set(state["in_flight"]):
+        raise UserError(f"--resume {folder}: its checkpoint and events.jsonl have other groups")
+    make_subfolders(folder)
+    said = drop_what_follows(folder, state)
+    write_config(folder, record | {"steps": config.steps})
+    log = RunLog(folder, config.steps, state, config.stall)
+    log.say(f"{folder} {said}")
+    examiner = Examiner(config, folder / "logs" / "evaluation.log")
+    return Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
+
+
+def prepare(config: Config, mode: str) -> tuple[reward.Task, str]:
+    """The task, and the device of the learner in this process; its share of the cores is set."""
+    learners, rollouts = pick_devices(config)
+    set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
+    return task_of(config), learners[0]
+
+
+def evaluate_now(run: Run) -> dict:
+    """Evaluate the learner; what has failed is said. The examiner looks at the clock itself."""
+    run.log.rest()
+    result = evaluate(run.learner, run.config, run.task, run.examiner)
+    for kind, (count, words) in result["failures"].items():
+        run.log.say(f"evaluation: {count} of {run.task.eval_size} failed, {kind}: {words}")
+    return result
 
 
 def task_of(config: Config) -> reward.Task:
@@ -78,39 +130,59 @@ def task_of(config: Config) -> reward.Task:
         raise UserError(str(error)) from error
 
 
-def make_model(config: Config, task: reward.Task) -> GPT:
+def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
     """The policy, large enough for the task's episodes: random weights, or those of --init.
 
-    Raises UserError.
+    stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
     context = capacity_of(config, task)
-    how = {"kernels": config.kernels}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
         raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
     if not config.init:
         shape = {"vocab_size": VOCAB_SIZE, "context": context, **PRESETS[config.model]}
-        for name in ("positions", "attention", "scoring", "chunk_size", "top_k"):
+        for name in ("positions", "attention", "scoring", "chunk_size", "top_k", "kernels"):
             shape[name] = getattr(config, name)
-        return GPT(ModelConfig(**shape | how), config.seed)
+        return GPT(ModelConfig(**shape), config.seed)
+    name = f"--init {config.init}"
     try:
-        stored = torch.load(config.init, weights_only=True)
-        shape = stored["shape"]
-    except Exception as error:  # on a file of another kind the loader raises almost anything
-        raise UserError(f"--init {config.init}: must be a weights file of pretrain.py") from error
-    if shape["positions"] != "learned":
-        how["context"] = context
-    elif context > shape["context"]:
-        needed = f"{context} positions for task {config.task}, has {shape['context']}"
-        raise UserError(f"--init {config.init}: must have {needed}")
-    model = GPT(ModelConfig(**shape | how), config.seed)
+        stored = stored or load_tensors(Path(config.init))
+    except UserError as error:
+        raise UserError(f"{name}: must be a weights file of pretrain.py ({error})") from error
+    shape = stored_shape(stored, name)
+    if shape.positions != "learned":
+        shape = dataclasses.replace(shape, context=context)
+    elif context > shape.context:
+        needed = f"{context} positions for task {config.task}, has {shape.context}"
+        raise UserError(f"{name}: must have {needed}")
+    model = GPT(dataclasses.replace(shape, kernels=config.kernels), config.seed)
+    if kind_of(model.flat) != kind_of(stored["weights"]):
+        found, must = kind_of(stored["weights"]), kind_of(model.flat)
+        raise UserError(f"{name}: its weights must be {must}, are {found}")
     model.flat.copy_(stored["weights"])
     return model
 
 
-def make_learner(config: Config, task: reward.Task, device: str) -> Learner:
-    """Model, optimizer, reference and damper at version 0."""
-    model = make_model(config, task).on(device)
+def stored_shape(stored: dict, name: str) -> ModelConfig:
+    """The shape in a file of weights; UserError for one that no model has, or that is larger than
+    the file (it would take all memory)."""
+    shape, weights = stored.get("shape"), stored.get("weights")
+    kinds = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
+    plain = isinstance(shape, dict) and isinstance(weights, torch.Tensor)
+    if not plain or {key: type(value) for key, value in shape.items()} != kinds:
+        raise UserError(f"{name}: must be a weights file of pretrain.py")
+    least = min([value for value in shape.values() if type(value) is int])
+    c = ModelConfig(**shape)
+    matrices = c.layers * c.width * (3 * c.hidden + 2 * c.heads * c.head_width)
+    fits = least > 0 and matrices + c.vocab_size * c.width < weights.numel()
+    if not fits or c.heads % c.kv_heads or c.head_width % 2 or c.context > LONGEST_CONTEXT:
+        raise UserError(f"{name}: must have the shape of a model, has {shape}")
+    return c
+
+
+def make_learner(config: Config, task: reward.Task, device: str, stored=None) -> Learner:
+    """Model, optimizer, reference and damper at version 0; `stored` as for `make_model`."""
+    model = make_model(config, task, stored).on(device)
     # one tensor is all parameters: the optimizer is one vector operation
     flat = torch.nn.Parameter(model.flat)
     flat.grad = model.flat_grad
@@ -140,20 +212,18 @@ def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 
     )
 
 
-def resumed(config: Config, flag: str = "resume") -> Config:
-    """The configuration of the run to resume (or to replay), or `config` itself when there is none.
+def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
+    """The configuration of the run to resume (or to replay), and all that its config.json holds.
 
-    Only --steps may change, and only to resume. Raises UserError.
+    Only --steps may change, and only to resume. A folder may come from somebody else: it runs code
+    of a file only if the user names that file, too. Raises UserError.
     """
     folder = getattr(config, flag)
-    if config.replay and flag == "resume":
-        raise UserError(f"--replay {config.replay}: must be left out in train_sync.py")
-    if not folder:
-        return config
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise UserError(f"--{flag} {folder}: must be a run folder (with config.json in it)")
-    stored, values = json.loads(path.read_text()), {}
+    refuse_links(Path(folder))
+    stored, values = read_json(path), {}
     for f in dataclasses.fields(Config):
         value, values[f.name] = getattr(config, f.name), stored.get(f.name, f.default)
         free = f.name == flag or (flag, f.name) == ("resume", "steps")
@@ -162,5 +232,13 @@ def resumed(config: Config, flag: str = "resume") -> Config:
             raise UserError(
                 f"{said}: must be left out with --{flag} (the run has {values[f.name]})"
             )
-    steps = config.steps or values["steps"]
-    return check(Config(**values | {flag: folder, "steps": steps}))
+    try:
+        old = check(Config(**values))
+        if stored.get("mode") not in ("sync", "async"):
+            raise UserError(f"mode {stored.get('mode')!r}: must be sync or async")
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    if reward.own_file(old.task) and config.task != old.task:
+        raise UserError(f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
+    steps = config.steps or old.steps
+    return check(dataclasses.replace(old, **{flag: folder}, steps=steps)), stored

@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def handlers():
     """A trainer takes over Ctrl-C; give it back after each test."""
-    saved = [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    saved = [(n, signal.getsignal(n)) for n in numbers]
     yield
     for number, handler in saved:
         signal.signal(number, handler)

@@ -36,13 +36,14 @@ import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
-from runtime import checkpoint, runlog, workers  # noqa: E402
+from runtime import checkpoint, workers  # noqa: E402
+from runtime import folder as run_folder  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
 from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
+from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
 from runtime.messages import Beat, Generated, Verified, pack_messages  # noqa: E402
 from runtime.processes import Line, Lost, Silent  # noqa: E402
-from runtime.runlog import read_lines  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
 POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")
@@ -190,7 +191,8 @@ def die_in_checkpoint(offset: float | str) -> None:
         real = getattr(Path, name)
 
         def called(path, *arguments, **options):
-            if path.parent.name != "checkpoints":
+            of_checkpoint = path.parent.name == "checkpoints"
+            if not of_checkpoint or (name == "unlink" and path.suffix == ".partial"):
                 return real(path, *arguments, **options)
             if offset.startswith("after"):
                 real(path, *arguments)
@@ -212,12 +214,12 @@ def die_in_checkpoint(offset: float | str) -> None:
             def __exit__(self, *error):
                 pass
 
-            def write(self, data):
-                self.file.write(bytes(data)[: int(offset * len(data))])
+            def writelines(self, parts):
+                self.file.write(bytes(parts[0])[: int(offset * len(parts[0]))])
                 die()
 
         def half(path, mode="r", **options):
-            writes = path.suffix == ".partial" and path.parent.name == "checkpoints"
+            writes = mode == "xb" and path.parent.name == "checkpoints"
             return Half(open_(path, mode, buffering=0)) if writes else open_(path, mode, **options)
 
         Path.open = half
@@ -266,7 +268,7 @@ def break_learner(folder: str) -> None:
     before(learner, "update_weights", "train", train)
     before(weight_mailbox.Mailbox, "publish", "publish", lambda fault, *_: hurt(fault["kind"]))
     before(checkpoint, "save_checkpoint", "checkpoint", write)
-    before(runlog, "append_lines", "log", write)
+    before(run_folder.Log, "append", "log", lambda fault, log, *_: write(fault, log.path))
 
 
 def note_losses(folder: str) -> None:
@@ -282,6 +284,12 @@ def note_losses(folder: str) -> None:
         return real(run, worker, message)
 
     train_async.handle = handle
+
+
+def losses_noticed(folder: Path) -> list[dict]:
+    """What `note_losses` has written down."""
+    path = folder / "faults" / "noticed.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # ------------------------------------------------------------------------------------- campaigns
@@ -454,7 +462,7 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     marks = (folder / "faults").glob("[0-9]*.json")
     struck = {int(mark.stem): json.loads(mark.read_text()) for mark in marks}
     plan = json.loads((folder / "faults" / "plan.json").read_text())
-    noticed = read_lines(folder / "faults" / "noticed.jsonl")
+    noticed = losses_noticed(folder)
     deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]
     waits = {"dead": [], "stopped": []}
     for death in deaths:

@@ -16,7 +16,7 @@ from lab import campaigns, plots, races, speed, tables
 from lab.plots import RESULTS, draw_run, load_result, save_result
 from model import GPT, PRESETS, ModelConfig
 from runtime.devices import describe_machine
-from runtime.runlog import append_lines
+from runtime.folder import Log
 
 ROOT = RESULTS.parent
 PICTURES = ("reward.png", "timeline.png")
@@ -137,8 +137,8 @@ def test_a_trainer_may_import_it_without_waiting():
 def run_folder(folder: Path, events: list[dict], rows: list[dict]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"task": "guess", "mode": "async"}))
-    append_lines(folder / "events.jsonl", events)
-    append_lines(folder / "metrics.jsonl", rows)
+    Log(folder / "events.jsonl").append(events)
+    Log(folder / "metrics.jsonl").append(rows)
     return folder
 
 

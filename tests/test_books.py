@@ -8,8 +8,8 @@ import pytest
 
 from bench import summarise
 from reward import show_group
+from runtime.folder import Log
 from runtime.messages import Group, Trajectory
-from runtime.runlog import append_lines
 from runtime.tokenizer import encode
 
 FACTS = {"staleness_bound": 4, "stopped_early": False, "wall_s": 3.0}
@@ -30,7 +30,7 @@ def verdict_of(folder: Path, dead: list[int], solved: float = 0.5, **facts) -> s
         rows.append(ROW | {"t": float(step), "step": step, "dead_groups": count})
     rows[-1] |= {"eval": {"solved": solved, "reward": 0.6, "turns": 3.5}, "staleness_max": 3}
     folder.mkdir()
-    append_lines(folder / "metrics.jsonl", rows)
+    Log(folder / "metrics.jsonl").append(rows)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return summarise(folder, FACTS | {"steps": len(dead)} | facts)
 

@@ -14,8 +14,9 @@ from rollout import generate
 from runtime import checkpoint
 from runtime.checkpoint import completed_groups, load_checkpoint, save_checkpoint
 from runtime.config import Config, UserError
+from runtime.folder import read_lines
 from runtime.messages import Group, Trajectory, apply_verdicts
-from runtime.runlog import RunLog, read_lines
+from runtime.runlog import RunLog
 from runtime.setup import make_generator, make_learner, task_of
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
@@ -60,7 +61,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, capsys):
     for damaged in (bytes(flipped), *cut, whole + b"x", bytes(len(whole))):
         path.write_bytes(damaged)
         assert load_checkpoint(folder)["weights"].tolist() == [1.0] * 5
-        assert "step0000002.pt is damaged" in capsys.readouterr().err
+        assert "step0000002.pt: is damaged" in capsys.readouterr().err
     path.write_bytes(whole)
     assert load_checkpoint(folder)["weights"].tolist() == [2.0] * 5
     for old in (1, 2):

@@ -12,7 +12,7 @@ import losses
 from runtime import devices
 from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, flag, flag_name, parse
 from runtime.devices import pick_devices, set_threads
-from runtime.runlog import open_run
+from runtime.runlog import new_folder, write_config
 from runtime.setup import resumed
 
 
@@ -140,27 +140,41 @@ def test_a_process_computes_on_the_gpu_that_it_was_given(monkeypatch):
     assert chosen == ["cuda:1"]
 
 
+def made(mode: str = "sync", **flags) -> Path:
+    """A run folder by these flags."""
+    with new_folder(dataclasses.replace(Config(), **flags), mode) as (run, _):
+        return run
+
+
 def test_run_folder_is_never_overwritten(tmp_path):
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.txt").write_text("precious")
-    config = dataclasses.replace(Config(), out=str(full))
     with pytest.raises(UserError, match="must be new or an empty folder"):
-        open_run(config, "sync")
+        made(out=str(full))
     assert [p.name for p in full.iterdir()] == ["thesis.txt"]
-    config = dataclasses.replace(Config(), out=str(full / "thesis.txt" / "run"))
     with pytest.raises(UserError, match="must be writable"):
-        open_run(config, "sync")
-    run = open_run(dataclasses.replace(Config(), out=str(tmp_path / "a/b")), "sync")
+        made(out=str(full / "thesis.txt" / "run"))
+    run = made(out=str(tmp_path / "a/b"))
     record = json.loads((run / "config.json").read_text())
     assert record["mode"] == "sync" and record["machine"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_start_that_fails_leaves_nothing_behind(tmp_path, there):
+    run = tmp_path / "run"
+    if there:
+        run.mkdir()
+    with pytest.raises(RuntimeError, match="no memory"):
+        with new_folder(dataclasses.replace(Config(), out=str(run)), "sync"):
+            raise RuntimeError("no memory")
+    assert run.exists() == there and not (there and any(run.iterdir()))
+
+
 def test_only_steps_may_change_on_resume(tmp_path):
-    base = dataclasses.replace(Config(), out=str(tmp_path / "run"), lr=0.01, steps=5)
-    run = open_run(base, "sync")
-    config = resumed(dataclasses.replace(Config(), resume=str(run), steps=9))
-    assert (config.lr, config.steps) == (0.01, 9)
+    run = made(out=str(tmp_path / "run"), lr=0.01, steps=5)
+    config, record = resumed(dataclasses.replace(Config(), resume=str(run), steps=9))
+    assert (config.lr, config.steps, record["steps"]) == (0.01, 9, 5)
     with pytest.raises(UserError, match="--lr 0.2: must be left out with --resume"):
         resumed(dataclasses.replace(Config(), resume=str(run), lr=0.2))
     with pytest.raises(UserError, match="must be a run folder"):
@@ -168,17 +182,17 @@ def test_only_steps_may_change_on_resume(tmp_path):
 
 
 def test_a_setting_that_no_longer_exists_is_ignored_on_resume(tmp_path):
-    run = open_run(dataclasses.replace(Config(), out=str(tmp_path / "run"), steps=5), "sync")
+    run = made(out=str(tmp_path / "run"), steps=5)
     path = run / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"compile": "decode"}))
-    assert resumed(dataclasses.replace(Config(), resume=str(run))).steps == 5
+    assert resumed(dataclasses.replace(Config(), resume=str(run)))[0].steps == 5
 
 
-def test_an_interrupted_reopening_leaves_the_old_settings(tmp_path, monkeypatch):
-    run = open_run(dataclasses.replace(Config(), out=str(tmp_path / "run"), steps=5), "sync")
+def test_interrupted_settings_are_the_old_ones(tmp_path, monkeypatch):
+    run = made(out=str(tmp_path / "run"), steps=5)
     monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
     with pytest.raises(pytest.fail.Exception, match="killed"):
-        open_run(dataclasses.replace(Config(), resume=str(run), steps=9), "sync")
+        write_config(run, {"steps": 9})
     assert json.loads((run / "config.json").read_text())["steps"] == 5
 
 
@@ -189,5 +203,5 @@ def test_a_run_is_named_after_its_task(tmp_path, monkeypatch):
         "some/where/mine.py:7": "mine",
         "jsonl:a/b": "jsonl",
     }.items():
-        run = open_run(dataclasses.replace(Config(), task=task), "sync")
+        run = made(task=task)
         assert run.parent == Path("runs") and run.name.startswith(f"{name}-sync-")

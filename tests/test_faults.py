@@ -2,9 +2,7 @@
 
 import faults
 import pytest
-from faults import fail_at, run_plan
-
-from runtime.runlog import read_lines
+from faults import fail_at, losses_noticed, run_plan
 
 
 def test_a_run_survives_what_befalls_it(tmp_path):
@@ -25,7 +23,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     assert "File too large" in stopped and "step0000008.pt" in stopped and finished == "finished"
     (dead,) = result["noticed_after_s"]["dead"]
     assert dead < 10
-    reasons = [n["reason"] for n in read_lines(tmp_path / "run/faults/noticed.jsonl")]
+    reasons = [n["reason"] for n in losses_noticed(tmp_path / "run")]
     assert sorted(reasons) == [
         "died (exit code -9)",
         "died (exit code 1: RuntimeError: injected)",

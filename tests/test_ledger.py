@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from buffer import Buffer
-from runtime.config import UserError
+from runtime.folder import Log
 from runtime.ledger import (
     BUFFER,
     PLACES,
@@ -20,10 +20,8 @@ from runtime.ledger import (
     table,
 )
 from runtime.messages import Group
-from runtime.runlog import append_lines, cut_logs, read_lines
 
 ROOT = Path(__file__).parent.parent
-CHECKPOINT = {"kind": "checkpoint", "version": 2, "groups": [4, 5]}
 
 
 def life(group: int, *kinds: str, **details) -> list[dict]:
@@ -81,7 +79,7 @@ def books_of(log: list[dict]) -> Ledger:
 
 def write_run(folder: Path, log: list[dict], totals: dict | None = None, steps: int = 12) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in log))
+    Log(folder / "events.jsonl").append(log)
     if totals:
         summary = {"steps": steps, "ledger": totals}
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -212,25 +210,3 @@ def test_the_table_is_short_and_adds_up():
     head, numbers = table(totals | {"discarded": {"stale": 30}}).splitlines()
     assert numbers.split() == ["1,234", "1,200", "30", "4", "2"]
     assert len(head) == len(numbers) < 100 and "+ stale" in head
-
-
-def test_resumed_logs_are_cut_behind_their_checkpoint(tmp_path):
-    path, rows = tmp_path / "events.jsonl", [{"step": i, "t": i / 10} for i in (0, 1, 3, 2)]
-    append_lines(tmp_path / "metrics.jsonl", rows)
-    older, other = {**CHECKPOINT, "version": 1}, {**CHECKPOINT, "groups": [4, 5, 6]}
-    log = [older, {"kind": "publish"}, CHECKPOINT, {"kind": "publish"}, other]
-    append_lines(path, log)
-    with path.open("a") as file:
-        file.write('{"kind": "checkpoint", "ver')  # by kill -9
-    assert cut_logs(tmp_path, 2, [4, 5]) == 0.2
-    assert read_lines(path) == log[:3] and len(list(tmp_path.iterdir())) == 2
-    assert read_lines(tmp_path / "metrics.jsonl") == [rows[0], rows[1], rows[3]]
-    twice = [CHECKPOINT, {"kind": "publish"}, CHECKPOINT]  # the last one is that of the file
-    path.unlink()
-    append_lines(path, [*twice, {"kind": "publish"}])
-    cut_logs(tmp_path, 2, [4, 5])
-    assert read_lines(path) == twice
-    for version, groups in ((3, [4, 5]), (2, [4])):
-        with pytest.raises(UserError, match=f"checkpoint at {version} steps"):
-            cut_logs(tmp_path, version, groups)
-    assert read_lines(path) == twice

@@ -24,8 +24,8 @@ from runtime import setup as setup_room
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, run_main
+from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
-from runtime.runlog import read_lines
 from runtime.setup import make_model, task_of
 from runtime.tokenizer import VOCAB_SIZE, encode
 

@@ -1,0 +1,167 @@
+"""exam.py: a task's code in a process of its own, wherever the parent itself waits for it.
+
+An evaluation runs where the weights are changed. A task that hangs in C, forks or ends its process
+must not do so there: an `Examiner` asks a child, one request after the other. A child that is late
+or gone costs that request, and is replaced.
+Left out: training, where rollout and reward workers run the task (processes.py).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import TimeoutError as Late
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from reward import Task, Verdict, make_task, respond, verify_group
+from runtime import limits
+from runtime.config import Config, TrainingStopped
+
+START_SECONDS = 60.0  # a child imports, and makes the task
+GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but not C
+
+
+class Examiner:
+    """Asks a child process for replies and verdicts; it is started at once, and again when lost."""
+
+    def __init__(self, config: Config, log: Path):
+        self.config, self.log = config, log
+        self.begin()
+        self.start()
+
+    def begin(self) -> None:
+        """An evaluation begins: its budget of restarts and of patience is whole."""
+        self.deaths, self.answered = 0, time.monotonic()
+
+    def start(self) -> None:
+        """Start a child; it says when it is ready."""
+        paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+        self.pipe, there = Pipe()
+        self.asked = False  # whether it has said that it is ready
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from runtime.exam import serve; serve()"],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                stdin=there.fileno(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        there.close()
+        self.pipe.send((os.getpid(), self.config))
+
+    def close(self) -> None:
+        """End the child, and whatever it has forked."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.pipe.close()
+
+    def respond(self, requests: list[tuple]) -> list:
+        """What `reward.respond` says to each request."""
+        return self.ask("respond", requests)
+
+    def verify(self, group) -> list[Verdict]:
+        """What `reward.verify_group` says of a group."""
+        (found,) = self.ask("verify", [group])
+        if isinstance(found, str):
+            found = [Verdict(0.0, (), found.replace("env", "verifier", 1))] * len(
+                group.trajectories
+            )
+        return found
+
+    def ask(self, job: str, requests: list) -> list:
+        """An answer to each request, or the reason (str) why there is none.
+
+        TrainingStopped when too many children are lost, or the task has not answered for too long.
+        """
+        answers: list = []
+        patience = 2 * self.config.reward_seconds + GRACE_SECONDS
+        while len(answers) < len(requests):
+            try:
+                if not self.asked:
+                    self.receive(START_SECONDS)
+                    self.asked = True
+                self.pipe.send((job, requests[len(answers) :]))
+                while len(answers) < len(requests):
+                    begin = time.monotonic()
+                    answers.append(self.receive(patience))
+                    self.note(time.monotonic() - begin)
+            except (EOFError, OSError) as error:  # Late is an OSError, too
+                answers.append(f"env_{self.replace(error)}")
+        return answers
+
+    def receive(self, seconds: float):
+        """The child's next message; TimeoutError when there is none in time."""
+        if not self.pipe.poll(seconds):
+            raise TimeoutError
+        return self.pipe.recv()
+
+    def note(self, seconds: float) -> None:
+        """An answer took so long; TrainingStopped when for --stall seconds none was in time."""
+        now = time.monotonic()
+        if seconds < self.config.reward_seconds:
+            self.answered = now
+        elif now - self.answered > self.config.stall:
+            raise TrainingStopped(
+                f"evaluation: no answer of the task for {self.config.stall:.0f} s"
+            )
+
+    def replace(self, error: Exception) -> str:
+        """The child is lost: another one, within the budget; returns what the request died of."""
+        late = isinstance(error, TimeoutError)
+        self.close()
+        reason = "timeout: it hung in a call that no alarm interrupts"
+        if not late:
+            reason = f"error: it ended its process (exit code {self.process.returncode})"
+        self.deaths += 1
+        if self.deaths > self.config.restarts:
+            text = f"evaluation: the task has lost {self.deaths} processes, the last by {reason}"
+            raise TrainingStopped(f"{text} (--restarts {self.config.restarts}; log: {self.log})")
+        self.start()
+        return reason
+
+
+# ------------------------------------------------------------------------------------- the child
+
+
+def serve() -> None:
+    """What runs in the child: answer every request, until the parent is gone."""
+    pipe = Connection(os.dup(0))
+    os.close(0)
+    parent, config = pipe.recv()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            raise SystemExit(0)
+    task = make_task(config.task, config.seed)
+    here = os.getpid()
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            for answer in answers_to(task, config, *pipe.recv()):
+                if os.getpid() != here:  # the task has forked, and this is the copy
+                    os._exit(0)
+                pipe.send(answer)
+
+
+def answers_to(task: Task, config: Config, job: str, requests: list) -> Iterator:
+    """The task's answers, one by one; slow environments (`beside`) think at the same time."""
+    if job == "verify":
+        for group in requests:
+            yield verify_group(group, task, config)
+    elif task.beside:
+        futures = [limits.in_thread(respond, task, config, [request]) for request in requests]
+        for future in futures:
+            try:
+                yield future.result(config.reward_seconds)[0]
+            except Late:
+                yield "env_timeout"
+    else:
+        for request in requests:
+            yield respond(task, config, [request])[0]

@@ -1,0 +1,197 @@
+"""folder.py: the files of a run folder: a power cut tears none, and a stranger's do no harm.
+
+A file is written under another name, flushed, and moved into its place. A log only grows, and each
+of its lines ends with a checksum of the log up to there: so a line that was torn, changed, taken
+out, doubled or moved is known by its number. What somebody else has put into a folder is data: a
+link, a pipe or a device in it is refused by name, so nothing outside is read or written.
+Left out: what the files mean (runlog.py, checkpoint.py).
+"""
+
+import json
+import math
+import os
+import platform
+import stat
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from runtime.config import UserError
+
+try:
+    import fcntl
+except ImportError:  # Windows: without locks
+    fcntl = None
+
+LONGEST_TEXT = 1 << 20  # bytes of config.json, summary.json
+LONGEST_LINE = 1 << 25  # bytes of a line of a log
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+
+def own_folder(folder: Path) -> int:
+    """Lock a run folder for this process; returns the descriptor that holds the lock.
+
+    It goes with the process, however that ends, and children do not have it (a POSIX record lock;
+    also on NFS, if its server has locks). UserError names who has it.
+    """
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
+    try:
+        if fcntl:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace")
+        os.close(descriptor)
+        raise UserError(
+            f"{folder}: must not be in use, but {owner or 'somebody'} has it"
+        ) from error
+    except OSError as error:  # a file system without locks
+        sys.stderr.write(f"{folder} cannot be locked ({error.strerror}): use it once at a time\n")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    return descriptor
+
+
+def refuse_links(folder: Path) -> None:
+    """UserError for the first thing in a folder that is neither a folder nor a file of its own."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(place, name)
+            facts = os.lstat(path)
+            plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+            if not (plain or stat.S_ISDIR(facts.st_mode)):
+                raise UserError(f"{path}: must be a plain file, is a link, a pipe or a device")
+
+
+def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
+    """Open a file to read; UserError unless it is a plain one of at most so many bytes."""
+    try:
+        file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
+    except OSError as error:
+        raise UserError(f"{path}: must be a file that can be read ({error.strerror})") from error
+    facts = os.fstat(file.fileno())
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
+        file.close()
+        raise UserError(f"{path}: must be a plain file of at most {most:,} bytes")
+    return file
+
+
+def read_json(path: Path) -> dict:
+    """The object in a file; UserError for anything else."""
+    with open_plain(path, LONGEST_TEXT) as file:
+        return to_record(file.read(), path)
+
+
+def to_record(text: bytes, place: Path | str) -> dict:
+    """The JSON object that a text is; UserError, with its place, for anything else."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: must be JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: must be a JSON object, is {text[:40]!r}")
+    return record
+
+
+def write_file(path: Path, *parts: bytes) -> None:
+    """Write a file in one move: whoever is killed here leaves the old one or the new one.
+
+    It is on disk, and so is its name, when this returns. OSError, naming the file, when the disk
+    is full: nothing is left behind.
+    """
+    partial = path.with_suffix(".partial")
+    try:
+        partial.unlink(missing_ok=True)  # somebody was killed, or it is a link to somewhere
+        with partial.open("xb") as file:  # x: never through a link
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder; not every system can do this."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    except PermissionError:  # Windows
+        pass
+
+
+# ------------------------------------------------------------------------------------------- logs
+
+
+class Log:
+    """A file of JSON lines that only grows; `mark` is (bytes, checksum) of what it holds."""
+
+    def __init__(self, path: Path, size: int = 0, checksum: int = 0):
+        """Go on behind a mark: what stands there is cut off."""
+        self.path, self.mark = path, (size, checksum)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK
+        self.descriptor = os.open(path, flags, 0o666)
+        os.ftruncate(self.descriptor, size)
+
+    def append(self, records: Iterable[dict]) -> None:
+        """Write records, each a line: all of them, or none when the disk is full (OSError)."""
+        size, checksum = self.mark
+        lines = []
+        for record in records:
+            text = json.dumps(record)[:-1].encode()
+            checksum = zlib.crc32(text, checksum)
+            lines.append(text + b', "crc": %d}\n' % checksum)
+        data = b"".join(lines)
+        mark = (size + len(data), checksum)
+        try:
+            while data:
+                data = data[os.write(self.descriptor, data) :]
+        except OSError as error:
+            os.ftruncate(self.descriptor, size)
+            error.filename = str(self.path)
+            raise
+        self.mark = mark
+
+    def sync(self) -> tuple[int, int]:
+        """Put it on disk; returns the mark."""
+        os.fsync(self.descriptor)
+        return self.mark
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def scan(path: Path) -> Iterator[tuple[dict, tuple[int, int]]]:
+    """The records of a log, each with the mark behind it; UserError names the first line that is
+    not as it was written."""
+    size, checksum = 0, 0
+    with open_plain(path) as file:
+        lines = iter(lambda: file.readline(LONGEST_LINE), b"")
+        for number, line in enumerate(lines, start=1):
+            text, _, end = line.rpartition(b', "crc": ')
+            size, checksum = size + len(line), zlib.crc32(text, checksum)
+            place = f"{path}, line {number}"
+            if end != b"%d}\n" % checksum:
+                raise UserError(f"{place}: torn or changed (wrong checksum)")
+            yield to_record(text + b"}", place), (size, checksum)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The records of a log, [] when there is none."""
+    return [record for record, _ in scan(path)] if path.exists() else []
+
+
+def check_log(path: Path, mark: tuple[int, int]) -> None:
+    """UserError when a log does not begin with what it had at this mark."""
+    found = (0, 0)
+    if mark[0]:
+        for _, found in scan(path):
+            if found[0] >= mark[0]:
+                break
+    if found != tuple(mark):
+        raise UserError(f"{path}: must go on to byte {mark[0]:,}, ends or differs at {found[0]:,}")
