@@ -102,7 +102,9 @@ def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
     mark = state["marks"]["metrics"]
     with contextlib.suppress(UserError):  # a torn end
         for row, found in scan(path):
-            if found[0] > mark[0] and row["step"] <= state["version"]:
+            if found[0] > mark[0]:
+                if row["step"] > state["version"]:
+                    break
                 mark = found
     return mark
 
@@ -119,9 +121,9 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """What a checkpoint holds of the training: tensors and plain data."""
     reference = learner.reference
     return {
-        "weights": learner.model.flat.detach().cpu(),
         "shape": vars(learner.model.config),
-        "optimizer": learner.optimizer.state_dict()["state"].get(0, {}),
+        "weights": learner.model.flat.detach().cpu(),
+        "optimizer": moments(learner),
         "window": list(learner.damper.window),
         "reference": None if reference is None else reference.flat.cpu(),
         "version": learner.version,
@@ -131,6 +133,12 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
         "skipped": learner.skipped,
         "skipped_in_row": learner.skipped_in_row,
     }
+
+
+def moments(learner: Learner) -> dict[str, torch.Tensor]:
+    """What the optimizer remembers."""
+    (flat,) = learner.optimizer.param_groups[0]["params"]
+    return learner.optimizer.state[flat]
 
 
 def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
@@ -148,12 +156,14 @@ def completed_groups(state: dict) -> list[Group]:
 
 def restore(learner: Learner, state: dict, config: Config) -> None:
     """Fill a learner from a checkpoint; UserError when the checkpoint does not fit."""
-    if wrong := misfit(learner, state, config):
+    ours = state_of(learner) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
+    ours |= {"window": [0.0], "in_flight": [0], "completed": []}
+    wrong = misfit(ours, state, "it") or group_misfit(state, config, ours["shape"]["vocab_size"])
+    if wrong:
         raise UserError(f"--resume {config.resume}: its checkpoint must fit the run, but {wrong}")
     learner.model.flat.copy_(state["weights"])
-    ours = learner.optimizer.state_dict()
-    ours["state"] = {0: state["optimizer"]} if state["optimizer"] else {}
-    learner.optimizer.load_state_dict(ours)
+    for name, tensor in moments(learner).items():
+        tensor.copy_(state["optimizer"][name])
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.reference is not None:
         learner.reference.flat.copy_(state["reference"])
@@ -161,34 +171,21 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
         setattr(learner, name, state[name])
 
 
-def misfit(learner: Learner, state: dict, config: Config) -> str | None:
-    """What in a checkpoint is not as this run would have written it; None if nothing."""
-    ours = state_of(learner) | {"marks": {}, "seconds": 0.0}
-    if not isinstance(state.get("shape"), dict):
-        return "it has no shape"
-    pairs = [(name, state["shape"].get(name), value) for name, value in ours["shape"].items()]
-    pairs += [(name, kind_of(state.get(name)), kind_of(value)) for name, value in ours.items()]
-    for name, found, value in pairs:
-        if found != value:
-            return f"its {name} is {found!s:.80} and this run's is {value}"
-    flat, moments = ours["weights"], state["optimizer"]
-    kinds = {"step": kind_of(torch.tensor(0.0)), "exp_avg": kind_of(flat)}
-    kinds["exp_avg_sq"] = kind_of(flat)
-    if moments and {name: kind_of(value) for name, value in moments.items()} != kinds:
-        return "its optimizer is of another kind"
-    marks = [number for name in LOGS for number in state["marks"].get(name, (None, None))]
-    lists = {"window": (float, state["window"]), "in_flight": (int, state["in_flight"])}
-    lists["marks"] = (int, marks)
-    for name, (kind, values) in lists.items():
-        if wrong := [value for value in values if type(value) is not kind]:
-            return f"its {name} has {wrong[0]!r:.80}, must be {kind.__name__}"
-    try:
-        groups = completed_groups(state)
-        limits = config.group_size, state["version"], learner.model.config.vocab_size
-        flaws = [group_flaw(group, *limits) for group in groups]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        flaws = [f"{type(error).__name__}: {error}"]
-    return next((f"a completed group has {flaw}" for flaw in flaws if flaw), None)
+def misfit(ours, theirs, name: str, equal: bool = False) -> str | None:
+    """Where `theirs` is not of the same kind as `ours` (types, keys, dtypes, sizes), in words; what
+    stands under "shape" must be equal. None if it fits."""
+    if kind_of(ours) != kind_of(theirs):
+        return f"{name} is {kind_of(theirs)} and this run's is {kind_of(ours)}"
+    pairs = []
+    if isinstance(ours, dict):
+        for key, value in ours.items():
+            pairs.append((value, theirs.get(key), f"its {key}", equal or key == "shape"))
+    elif isinstance(ours, list | tuple) and ours:
+        pairs = [(ours[0], value, f"in {name} something") for value in theirs]
+    elif equal and ours != theirs:
+        return f"{name} is {theirs!s:.80} and this run's is {ours}"
+    found = [misfit(*pair) for pair in pairs]
+    return next(filter(None, found), None)
 
 
 def kind_of(value) -> str:
@@ -196,3 +193,14 @@ def kind_of(value) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {list(value.shape)}"
     return type(value).__name__
+
+
+def group_misfit(state: dict, config: Config, vocabulary: int) -> str | None:
+    """What is wrong with the completed groups of a checkpoint; None if they are sound."""
+    allowed = {"newest": state["version"], "vocabulary": vocabulary}
+    try:
+        groups = completed_groups(state)
+        found = [group_flaw(group, config.group_size, **allowed) for group in groups]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found = [f"{type(error).__name__}: {error}"]
+    return next((f"a completed group has {flaw}" for flaw in found if flaw), None)

@@ -19,15 +19,16 @@ import reward
 from learner import Learner, evaluate
 from model import GPT, PRESETS, ModelConfig
 from rollout import Generator, make_environment
+from runtime import limits
 from runtime.checkpoint import (
     checkpoint,
     drop_what_follows,
-    kind_of,
     load_checkpoint,
     load_tensors,
+    misfit,
     restore,
 )
-from runtime.config import LONGEST_CONTEXT, Config, UserError, capacity_of, check, flag_name
+from runtime.config import Config, UserError, capacity_of, check, flag_name
 from runtime.devices import pick_devices, set_threads
 from runtime.exam import Examiner
 from runtime.folder import own_folder, read_json, refuse_links
@@ -147,37 +148,22 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     name = f"--init {config.init}"
     try:
         stored = stored or load_tensors(Path(config.init))
-    except UserError as error:
-        raise UserError(f"{name}: must be a weights file of pretrain.py ({error})") from error
-    shape = stored_shape(stored, name)
-    if shape.positions != "learned":
-        shape = dataclasses.replace(shape, context=context)
-    elif context > shape.context:
-        needed = f"{context} positions for task {config.task}, has {shape.context}"
+        how = {"kernels": config.kernels}
+        if stored["shape"]["positions"] != "learned":
+            how["context"] = context
+        # what a stranger calls a shape may be larger than any memory
+        with limits.time_limit(60.0), limits.memory_limit(4096 + stored["weights"].nbytes / 2**18):
+            model = GPT(ModelConfig(**stored["shape"] | how), config.seed)
+        if wrong := misfit(model.flat, stored["weights"], "its weights"):
+            raise ValueError(wrong)
+    except (Exception, limits.OutOfTime) as error:  # almost anything may stand in a file
+        reason = f"must be a weights file of pretrain.py ({error})"
+        raise UserError(f"{name}: {reason}") from error
+    if context > model.config.context:
+        needed = f"{context} positions for task {config.task}, has {model.config.context}"
         raise UserError(f"{name}: must have {needed}")
-    model = GPT(dataclasses.replace(shape, kernels=config.kernels), config.seed)
-    if kind_of(model.flat) != kind_of(stored["weights"]):
-        found, must = kind_of(stored["weights"]), kind_of(model.flat)
-        raise UserError(f"{name}: its weights must be {must}, are {found}")
     model.flat.copy_(stored["weights"])
     return model
-
-
-def stored_shape(stored: dict, name: str) -> ModelConfig:
-    """The shape in a file of weights; UserError for one that no model has, or that is larger than
-    the file (it would take all memory)."""
-    shape, weights = stored.get("shape"), stored.get("weights")
-    kinds = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
-    plain = isinstance(shape, dict) and isinstance(weights, torch.Tensor)
-    if not plain or {key: type(value) for key, value in shape.items()} != kinds:
-        raise UserError(f"{name}: must be a weights file of pretrain.py")
-    least = min([value for value in shape.values() if type(value) is int])
-    c = ModelConfig(**shape)
-    matrices = c.layers * c.width * (3 * c.hidden + 2 * c.heads * c.head_width)
-    fits = least > 0 and matrices + c.vocab_size * c.width < weights.numel()
-    if not fits or c.heads % c.kv_heads or c.head_width % 2 or c.context > LONGEST_CONTEXT:
-        raise UserError(f"{name}: must have the shape of a model, has {shape}")
-    return c
 
 
 def make_learner(config: Config, task: reward.Task, device: str, stored=None) -> Learner:
@@ -189,6 +175,8 @@ def make_learner(config: Config, task: reward.Task, device: str, stored=None) ->
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
+    zeros = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+    optimizer.state[flat] = {"step": flat.new_zeros(())} | zeros  # there from the beginning
     damper = losses.Damper(threshold=config.kl_threshold)
     alphabet = torch.from_numpy(reward.alphabet_of(task)).to(device)
     reference = copy.deepcopy(model) if config.reference_every else None
