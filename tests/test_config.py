@@ -10,7 +10,17 @@ import torch
 
 import losses
 from runtime import devices
-from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, flag, flag_name, parse
+from runtime.config import (
+    FIRST,
+    OBJECTIVES,
+    Config,
+    UserError,
+    check,
+    fail,
+    flag,
+    flag_name,
+    parse,
+)
 from runtime.devices import pick_devices, set_threads
 from runtime.runlog import new_folder, write_config
 from runtime.setup import resumed
@@ -205,3 +215,25 @@ def test_a_run_is_named_after_its_task(tmp_path, monkeypatch):
     }.items():
         run = made(task=task)
         assert run.parent == Path("runs") and run.name.startswith(f"{name}-sync-")
+
+
+def test_a_setting_of_another_type_is_named():
+    with pytest.raises(UserError, match="--steps '5': must be of type int"):
+        check(dataclasses.replace(Config(), steps="5"))
+    with pytest.raises(UserError, match="--task None: must be of type str"):
+        check(dataclasses.replace(Config(), task=None))
+    assert check(dataclasses.replace(Config(), lr=0)).lr == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"mode": "sync", "steps": "many"}', "{}"])
+def test_a_damaged_config_costs_one_line(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="config.json") as found:
+        resumed(dataclasses.replace(Config(), resume=str(tmp_path)))
+    assert "must be" in str(found.value)
+
+
+def test_what_a_terminal_would_obey_is_shown_as_numbers(capsys):
+    with pytest.raises(SystemExit):
+        fail("task '\x1b[2J\x07evil': no\nsecond line")
+    assert capsys.readouterr().err.endswith(": task '\\x1b[2J\\x07evil': no second line\n")

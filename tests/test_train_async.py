@@ -438,3 +438,28 @@ def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     after(59, tokens=7, version=1)
     with pytest.raises(TrainingStopped, match="60 s .--stall.; 1 groups .* {3: 'rollout-0'}"):
         after(2, tokens=7, version=1)
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint(tmp_path, number):
+    process = start(tmp_path / "run", "--steps=100000", "--max-staleness=1")
+    wait_for_step(tmp_path / "run", 2, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + number and "Traceback" not in err
+    assert f"go on with: python train_async.py --resume {tmp_path / 'run'}" in out
+    assert load_checkpoint(tmp_path / "run")["version"] == summary_of(tmp_path / "run")["steps"]
+
+
+@linux
+def test_any_number_of_ctrl_c_ends_without_a_traceback(tmp_path):
+    process = start(tmp_path / "run", "--steps=100000")
+    wait_for_step(tmp_path / "run", 2, process)
+    for _ in range(5):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert group_is_gone(process.pid, 5)
+    assert load_checkpoint(tmp_path / "run")["version"] >= 0

@@ -471,3 +471,61 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UserError, match="its positions is learned and this run's is rope"):
         train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
+
+
+GRADED = """
+from reward import END, Step, Task, encode
+
+
+def make(argument, seed):
+    def reset(index, split):
+        return {"prompt": "a"}
+
+    def step(problem, answers):
+        return Step(None, REWARD, True)
+
+    return Task(reset, step, (*encode("a"), *encode("b"), END), 1, 2, eval_size=2)
+"""
+
+
+def own_task(folder, value: str = "float(len(answers[-1]))") -> str:
+    path = folder / "mine.py"
+    path.write_text(GRADED.replace("REWARD", value))
+    return str(path)
+
+
+def test_a_run_folder_runs_no_code_that_the_user_has_not_named(tmp_path):
+    task = own_task(tmp_path)
+    train_sync.train(config_of(tmp_path / "run", task=task, steps=1))
+    resume = dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=2)
+    with pytest.raises(UserError, match=f"must be given --task {task}, whose code it runs"):
+        train_sync.train(resume)
+    train_sync.train(dataclasses.replace(resume, task=task))
+    assert rows_of(tmp_path / "run")[-1]["step"] == 2
+
+
+def test_a_reward_too_large_for_float32_fails_its_episode_only(tmp_path, capsys):
+    task = own_task(tmp_path, "1e300 if answers[-1] == 'a' else 0.0")
+    train_sync.train(config_of(tmp_path / "run", task=task, steps=2, max_failures=1.0))
+    rows = [row for row in rows_of(tmp_path / "run") if "failures" in row]
+    assert all(row["failures"].keys() == {"verifier_error"} for row in rows) and len(rows) == 2
+    assert "1e+300 of turn 1 is not finite in float32" in capsys.readouterr().out
+
+
+def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+
+    def fail(generator, groups):
+        if groups[0].start == 3:
+            raise OSError("the disk is full")
+        return generate(generator, groups)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_sync, "generate", fail)
+        with pytest.raises(OSError, match="the disk is full"):
+            train_sync.train(config_of(run))
+    assert load_checkpoint(run)["next_group"] == 3 * SMALL["groups_per_step"]
+    train_sync.train(config_of(tmp_path / "whole"))
+    train_sync.train(dataclasses.replace(Config(), resume=str(run)))
+    ends = [load_checkpoint(tmp_path / name)["weights"] for name in ("run", "whole")]
+    assert torch.equal(*ends)
