@@ -35,6 +35,7 @@ from runtime.config import Config, UserError
 from runtime.tokenizer import END, PAD, decode_bytes, encode
 
 Answers = Sequence[str]  # the policy's turns so far, the newest last
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 class Step(NamedTuple):
@@ -262,7 +263,7 @@ def _replay(task, problem, answers):
         step = task.step(problem, answers[:turn])
         if not isinstance(step, Step):
             raise TypeError(f"step returned {step!r:.80}, must be a reward.Step")
-        if not np.isfinite(np.float32(step.reward)):
+        if not abs(step.reward) <= LARGEST_REWARD:  # NaN is not
             raise ValueError(f"the reward {step.reward} of turn {turn} is not finite in float32")
         rewards.append(float(step.reward))
         done = step.done
