@@ -7,6 +7,7 @@ replaced (processes.py).
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ if sys.platform == "linux":
     import resource
 
 
+end_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc  # when it runs Python code the next time
 DIGITS = 4300  # of an integer that is read from text, or written: more take quadratic time
 
 
@@ -40,13 +42,13 @@ def in_main_thread() -> bool:
 def time_limit(seconds: float | None):
     """Raises OutOfTime inside its block after `seconds`; None or 0 means no limit.
 
-    It interrupts Python code, not one long call into C. There is no limit in threads other than
-    the main one, nor where there is no SIGALRM (Windows).
+    It interrupts Python code, not one long call into C. Threads that its block has left behind are
+    ended, too. There is no limit in threads other than the main one.
     """
-    if not (seconds and in_main_thread() and hasattr(signal, "setitimer")):
+    if not (seconds and in_main_thread()):
         yield
         return
-    armed = True
+    armed, threads = True, {*threading.enumerate()}
 
     def expire(signum, frame):
         if armed:  # an alarm that arrives after the block has ended must not hit what follows
@@ -61,6 +63,8 @@ def time_limit(seconds: float | None):
             yield
         finally:
             armed = False
+            for thread in {*threading.enumerate()} - threads:
+                end_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
     finally:  # two of them: the alarm may strike on the way into the first
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)

@@ -144,10 +144,6 @@ class Orders(NamedTuple):
     groups: list[Group]
 
 
-class End(NamedTuple):
-    """To a worker: go."""
-
-
 class Judgement(NamedTuple):
     """A verifier's verdicts on a group, when it began, and the seconds that it took."""
 

@@ -14,11 +14,11 @@ middle of a message holds up nobody else. One more thread looks at what arrives.
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -26,19 +26,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from runtime.messages import Beat, End, Group, Orders, pack_messages, unpack_messages
+from runtime.messages import Beat, Group, Orders, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
+END = b""  # a delivery: the last one
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
-
-
-def listen(connection: Connection, put: Callable) -> None:
-    """A thread: hand on every delivery (bytes), and None at the end of the pipe."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            put(connection.recv_bytes())
-    put(None)
 
 
 # ------------------------------------------------------------------------------ the worker's side
@@ -49,12 +42,12 @@ class Line:
 
     def __init__(self, connection: Connection, worker: int):
         self.connection, self.worker, self.last = connection, worker, 0.0
-        self.inbox = SimpleQueue()
-        threading.Thread(target=listen, args=(connection, self.inbox.put), daemon=True).start()
+        self.incoming = select.poll()  # made once: `connection.poll` makes one at every call
+        self.incoming.register(connection, select.POLLIN)
 
     def send(self, *messages) -> None:
-        """Send messages as one delivery: it wakes three threads of the parent, so that many at
-        once cost less than one by one."""
+        """Send messages as one delivery: it wakes two threads of the parent, so that many at once
+        cost less than one by one."""
         self.last = time.monotonic()
         try:
             self.connection.send_bytes(pack_messages(messages))
@@ -68,14 +61,14 @@ class Line:
 
     def receive(self, seconds: float = 0.0):
         """The next message, or None after `seconds`; SystemExit at the end."""
-        try:
-            delivery = self.inbox.get(block=seconds > 0, timeout=seconds)
-        except Empty:
+        if not self.incoming.poll(1000 * seconds):
             return None
-        (message,) = unpack_messages(delivery) if delivery else (End(),)  # the parent is gone
-        if isinstance(message, End):
+        delivery = END
+        with contextlib.suppress(EOFError, OSError):  # the parent is gone
+            delivery = self.connection.recv_bytes()
+        if delivery == END:
             raise SystemExit(0)
-        return message
+        return unpack_messages(delivery)[0]
 
 
 def child_main(function, connection: Connection, worker: int, log: str, parent: int, arguments):
@@ -138,9 +131,21 @@ class WorkersFailed(RuntimeError):
 
 def post(worker: Worker) -> None:
     """A thread for each worker: only it ever blocks when that worker does not read its pipe."""
-    with contextlib.suppress(OSError):  # the worker died: `listen` reports it
+    with worker.connection:  # closed when `listen` has ended
         while (delivery := worker.outbox.get()) is not None:
-            worker.connection.send_bytes(delivery)
+            with contextlib.suppress(OSError):  # the worker died: `listen` reports it
+                worker.connection.send_bytes(delivery)
+
+
+def listen(worker: Worker, inbox: SimpleQueue) -> None:
+    """A thread for each worker: hand on every delivery, and END when its pipe has ended."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            delivery = worker.connection.recv_bytes()
+            worker.heard = time.monotonic()
+            inbox.put((worker, delivery))
+    worker.outbox.put(None)
+    inbox.put((worker, END))
 
 
 def last_words(worker: Worker) -> str:
@@ -183,7 +188,7 @@ class Pool:
 
     def of(self, role: str) -> list[Worker]:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
-        return [worker for worker in list(self.workers.values()) if worker.role == role]
+        return [worker for worker in self.workers.values() if worker.role == role]
 
     def send(self, worker: Worker, message) -> None:
         """Queue a message; it never blocks."""
@@ -207,7 +212,7 @@ class Pool:
         """Every group that is out, or in a message that `receive` has not given out yet, with the
         name of its worker."""
         with self.books:
-            found = {g: w.name for w in list(self.workers.values()) for g in w.work}
+            found = {g: w.name for w in self.workers.values() for g in w.work}
             for worker, message in self.news:
                 groups = getattr(message, "groups", [getattr(message, "group", None)])
                 found |= {group.group_id: worker.name for group in groups if group}
@@ -228,12 +233,10 @@ class Pool:
         """End every worker: ask, wait a moment, kill what is left."""
         with self.changing:
             self.closing = True  # from here on nobody is replaced
-        workers = list(self.workers.values())
-        for worker in workers:
-            self.send(worker, End())
-            worker.outbox.put(None)
+        for worker in self.workers.values():
+            worker.outbox.put(END)
         deadline = time.monotonic() + seconds
-        for worker in workers:
+        for worker in self.workers.values():
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.is_alive():
                 worker.process.kill()
@@ -261,14 +264,8 @@ class Pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         there.close()
         worker = Worker(role, number, process, here, log, restarts, spawned=time.monotonic())
-
-        def put(delivery: bytes | None) -> None:
-            if delivery is not None:
-                worker.heard = time.monotonic()
-            self.inbox.put((worker, delivery))
-
-        for function, arguments in ((post, (worker,)), (listen, (here, put))):
-            threading.Thread(target=function, args=arguments, daemon=True).start()
+        for function, *rest in ((post,), (listen, self.inbox)):
+            threading.Thread(target=function, args=(worker, *rest), daemon=True).start()
         return worker
 
     def _put(self, worker: Worker, message) -> None:
@@ -287,7 +284,7 @@ class Pool:
                 if now - looked > 2.0:  # this process was stopped itself (Ctrl-Z): it heard nobody
                     awake = now
                 looked = now
-                for worker in list(self.workers.values()):
+                for worker in self.workers.values():
                     silent = now - max(worker.heard or worker.spawned, awake)
                     if silent > NOTICE_SECONDS[not worker.heard] and worker.noticed != worker.heard:
                         worker.noticed = worker.heard
@@ -305,27 +302,21 @@ class Pool:
             self.error = error
             self.books.notify()
 
-    def _take(self, worker: Worker, delivery: bytes | None) -> None:
-        """Look at one delivery, or the end (None), of a worker."""
+    def _take(self, worker: Worker, delivery: bytes) -> None:
+        """Look at one delivery of a worker, which may be its last."""
         if worker.gone:
             return
-        if delivery is None:
+        if delivery == END:
             worker.process.join(1.0)
             return self._replace(worker, f"died ({last_words(worker)})")
         try:
-            messages, flaw = list(unpack_messages(delivery)), None
-        except Exception as error:  # on other bytes, unpickling raises almost anything
-            messages, flaw = [], f"{type(error).__name__}: {error}"
-        for message in messages:
-            try:
-                flaw = self.flaw(message, worker.work)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                flaw = f"{type(error).__name__}: {error}"
-            if flaw:
-                break
-            self._hand_on(worker, message)
-        if flaw:
-            self._replace(worker, f"sent a damaged message ({flaw})")
+            for message in unpack_messages(delivery):
+                if flaw := self.flaw(message, worker.work):
+                    raise ValueError(flaw)
+                self._hand_on(worker, message)
+        except Exception as error:  # bytes that are no messages raise almost anything
+            found = f"{type(error).__name__}: {error}"
+            self._replace(worker, f"sent a damaged message ({found})")
 
     def _hand_on(self, worker: Worker, message) -> None:
         """A sound message: a group is not out with this worker any more, and goes on."""
@@ -349,7 +340,6 @@ class Pool:
             worker.gone = True
             worker.process.kill()
             worker.process.join(1.0)
-            worker.outbox.put(None)
             if worker.restarts >= self.budget:
                 return self._fail(
                     WorkersFailed(

@@ -23,7 +23,6 @@ from learner import pack
 from runtime.messages import (
     ARRAYS,
     Beat,
-    End,
     Generated,
     Group,
     Judgement,
@@ -778,8 +777,8 @@ def test_verdicts_are_written_into_a_group_in_order():
 
 def test_damaged_deliveries_are_refused():
     """Torn anywhere, longer than it was, or one bit wrong anywhere."""
-    delivery = pack_messages([Beat({"tokens": 17}), End()])
-    assert unpack_messages(delivery) == [Beat({"tokens": 17}), End()]
+    delivery = pack_messages([Beat({"tokens": 17}), Beat({})])
+    assert unpack_messages(delivery) == [Beat({"tokens": 17}), Beat({})]
     for n in range(len(delivery)):
         with pytest.raises(ValueError):
             unpack_messages(delivery[:n])
@@ -912,7 +911,7 @@ def test_messages_of_every_kind_are_looked_at():
     for message in (Generated(group, [], {}, poisoned), Verified(5, poisoned)):
         assert flaw(message, ASKED, **SOUND) == "1 verdicts on 2 samples"
     assert flaw(Verified(5, sound, group), ASKED, **SOUND) == "a verdict that brings its own group"
-    for message in (Orders([group]), End(), {"kind": "group"}, None):  # no worker says this
+    for message in (Orders([group]), {"kind": "group"}, None):  # no worker says this
         assert flaw(message, ASKED, **SOUND) == f"a message of kind {type(message).__name__}"
     for message in (Generated(None, [], {}), Verified(5, None), Verified(5, ([1], 0, 0))):
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):

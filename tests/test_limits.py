@@ -86,6 +86,28 @@ def test_time_limit_never_strikes_after_its_block(alarm):
     assert len(outcomes) == 2, outcomes
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
+    left = []
+
+    def task():
+        def forever():
+            while True:
+                time.sleep(0.001)
+
+        left.append(threading.Thread(target=forever, daemon=True))
+        left[0].start()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.signal(signal.SIGALRM, lambda *_: left.append("struck"))
+        time.sleep(0.1 if late else 0.0)
+
+    limits.guarded("verifier", 0.05 if late else 9.0, task)
+    left[0].join(5.0)
+    assert not left[0].is_alive()
+    time.sleep(0.3)
+    assert len(left) == 1
+
+
 def test_other_threads_run_without_a_limit():
     verdicts = []
 
