@@ -9,6 +9,7 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
       T tokens · V tokens of the task's alphabet
 """
 
+import copy
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor
 
 import losses
 from model import GPT, generated_logprobs, pack_tokens
-from reward import Task, problem_of, verify_group
+from reward import Task, alphabet_of, problem_of, verify_group
 from rollout import Generator, generate, make_environment
 from runtime.config import Config, capacity_of
 from runtime.messages import Group, apply_verdicts
@@ -68,6 +69,21 @@ class Learner:
     next_group: int = 0  # prompt cursor: the next group id
     skipped: int = 0  # steps left out because loss or gradient was not finite
     skipped_in_row: int = 0
+
+
+def make_learner(config: Config, task: Task, model: GPT) -> Learner:
+    """Optimizer, reference and damper of a model, at version 0."""
+    flat = torch.nn.Parameter(model.flat)  # one tensor is all parameters: one vector operation
+    flat.grad = model.flat_grad
+    # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
+    # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
+    optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
+    zeros = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
+    optimizer.state[flat] = {"step": flat.new_zeros(())} | zeros  # there from the beginning
+    damper = losses.Damper(threshold=config.kl_threshold)
+    alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
+    reference = copy.deepcopy(model) if config.reference_every else None
+    return Learner(model, optimizer, damper, alphabet, reference)
 
 
 # ----------------------------------------------------------------------------------------- a step

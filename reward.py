@@ -32,10 +32,10 @@ import numpy as np
 
 from runtime import limits
 from runtime.config import Config, UserError
+from runtime.messages import LARGEST_REWARD
 from runtime.tokenizer import END, PAD, decode_bytes, encode
 
 Answers = Sequence[str]  # the policy's turns so far, the newest last
-LARGEST_REWARD = float(np.finfo(np.float32).max)
 
 
 class Step(NamedTuple):
@@ -165,7 +165,7 @@ jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384], path/to/file.py[:ARG
 def make_task(spec: str, seed: int = 0) -> Task:
     """The task that a spec such as "guess", "reverse:6" or "path/to/file.py:argument" names.
 
-    `seed` decides the training prompts. ValueError, in one line, for a bad spec and for mistakes
+    `seed` decides the training prompts. TaskError, in one line, for a bad spec and for mistakes
     in a task's file, with their place.
     """
     try:
@@ -174,7 +174,7 @@ def make_task(spec: str, seed: int = 0) -> Task:
         check_task(task)
     except (Exception, SystemExit) as error:
         reason = error if isinstance(error, TaskError) else limits.describe(error)
-        raise ValueError(f"task {spec!r}: {reason}") from error
+        raise TaskError(f"task {spec!r}: {reason}") from error
     return replace(task, name=spec)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import math
 import os
 import sys
 from pathlib import Path
@@ -156,9 +157,10 @@ def completed_groups(state: dict) -> list[Group]:
 
 def restore(learner: Learner, state: dict, config: Config) -> None:
     """Fill a learner from a checkpoint; UserError when the checkpoint does not fit."""
-    ours = state_of(learner) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
-    ours |= {"window": [0.0], "in_flight": [0], "completed": []}
-    wrong = misfit(ours, state, "it") or group_misfit(state, config, ours["shape"]["vocab_size"])
+    try:  # almost anything may stand in it
+        wrong = misfit(learner, state, config)
+    except (LookupError, RuntimeError, AttributeError, TypeError, ValueError) as error:
+        wrong = f"{type(error).__name__}: {error}"
     if wrong:
         raise UserError(f"--resume {config.resume}: its checkpoint must fit the run, but {wrong}")
     learner.model.flat.copy_(state["weights"])
@@ -171,36 +173,30 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
         setattr(learner, name, state[name])
 
 
-def misfit(ours, theirs, name: str, equal: bool = False) -> str | None:
-    """Where `theirs` is not of the same kind as `ours` (types, keys, dtypes, sizes), in words; what
-    stands under "shape" must be equal. None if it fits."""
-    if kind_of(ours) != kind_of(theirs):
-        return f"{name} is {kind_of(theirs)} and this run's is {kind_of(ours)}"
-    pairs = []
-    if isinstance(ours, dict):
-        for key, value in ours.items():
-            pairs.append((value, theirs.get(key), f"its {key}", equal or key == "shape"))
-    elif isinstance(ours, list | tuple) and ours:
-        pairs = [(ours[0], value, f"in {name} something") for value in theirs]
-    elif equal and ours != theirs:
-        return f"{name} is {theirs!s:.80} and this run's is {ours}"
-    found = [misfit(*pair) for pair in pairs]
-    return next(filter(None, found), None)
+def misfit(learner: Learner, state: dict, config: Config) -> str | None:
+    """Where a checkpoint is not of the kind that this learner would write; None if it fits."""
+    ours = state_of(learner) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
+    theirs = dict(flattened(state))
+    for name, kind in flattened(ours):
+        if theirs.get(name) != kind:
+            return f"its {name} is {theirs.get(name)} and this run's is {kind}"
+    math.fsum(state["window"])  # numbers
+    for group in completed_groups(state):
+        allowed = {"newest": state["version"], "vocabulary": ours["shape"]["vocab_size"]}
+        if flaw := group_flaw(group, config.group_size, **allowed):
+            return f"completed group {group.group_id} has {flaw}"
+    return None
 
 
-def kind_of(value) -> str:
-    """A type in words; of a tensor its dtype and shape, too."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {list(value.shape)}"
-    return type(value).__name__
-
-
-def group_misfit(state: dict, config: Config, vocabulary: int) -> str | None:
-    """What is wrong with the completed groups of a checkpoint; None if they are sound."""
-    allowed = {"newest": state["version"], "vocabulary": vocabulary}
-    try:
-        groups = completed_groups(state)
-        found = [group_flaw(group, config.group_size, **allowed) for group in groups]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        found = [f"{type(error).__name__}: {error}"]
-    return next((f"a completed group has {flaw}" for flaw in found if flaw), None)
+def flattened(state: dict, path: str = "") -> list[tuple[str, str]]:
+    """(name, type) of everything in a checkpoint; for a tensor its dtype and size, too, and for
+    what stands under "shape" its value."""
+    found = []
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found += flattened(value, f"{path}{name} ")
+        elif isinstance(value, torch.Tensor):
+            found.append((path + name, f"{value.dtype} {list(value.shape)}"))
+        else:
+            found.append((path + name, repr(value) if path else type(value).__name__))
+    return found

@@ -37,7 +37,7 @@ class Examiner:
 
     def begin(self) -> None:
         """An evaluation begins: its budget of restarts and of patience is whole."""
-        self.deaths, self.answered = 0, time.monotonic()
+        self.deaths, self.waited = 0, 0.0  # waited: seconds since the task was in time
 
     def start(self) -> None:
         """Start a child; it says when it is ready."""
@@ -89,28 +89,24 @@ class Examiner:
                     self.asked = True
                 self.pipe.send((job, requests[len(answers) :]))
                 while len(answers) < len(requests):
-                    begin = time.monotonic()
                     answers.append(self.receive(patience))
-                    self.note(time.monotonic() - begin)
             except (EOFError, OSError) as error:  # Late is an OSError, too
                 answers.append(f"env_{self.replace(error)}")
         return answers
 
     def receive(self, seconds: float):
-        """The child's next message; TimeoutError when there is none in time."""
-        if not self.pipe.poll(seconds):
+        """The child's next message; TimeoutError when there is none in time, and TrainingStopped
+        when for --stall seconds none was."""
+        begin = time.monotonic()
+        in_time = self.pipe.poll(seconds)
+        self.waited += time.monotonic() - begin
+        if self.waited > self.config.stall:
+            raise TrainingStopped(f"evaluation: the task has not answered for {self.waited:.0f} s")
+        if not in_time:
             raise TimeoutError
+        if time.monotonic() - begin < self.config.reward_seconds:
+            self.waited = 0.0
         return self.pipe.recv()
-
-    def note(self, seconds: float) -> None:
-        """An answer took so long; TrainingStopped when for --stall seconds none was in time."""
-        now = time.monotonic()
-        if seconds < self.config.reward_seconds:
-            self.answered = now
-        elif now - self.answered > self.config.stall:
-            raise TrainingStopped(
-                f"evaluation: no answer of the task for {self.config.stall:.0f} s"
-            )
 
     def replace(self, error: Exception) -> str:
         """The child is lost: another one, within the budget; returns what the request died of."""

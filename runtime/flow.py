@@ -4,6 +4,7 @@ Left out: what is done in which order, and what happens when a worker dies (trai
 """
 
 import contextlib
+import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from runtime.ledger import BUFFER, TO_REISSUE, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw
 from runtime.processes import Pool, Worker, WorkersFailed
-from runtime.runlog import remove_run
 from runtime.setup import Run, open_training
 from runtime.tokenizer import VOCAB_SIZE
 
@@ -53,15 +53,16 @@ def open_async(config: Config):
     """
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state
+    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     try:
         mailbox = Mailbox(learner.model.flat.numel(), device=str(learner.model.flat.device))
-    except OSError as error:  # too little shared memory
+        run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
+        mailbox.publish(learner.version, learner.model.flat)
+        run.pool = start_workers(run)
+    except OSError as error:  # too little shared memory, too many processes
         if not state:
-            remove_run(start.folder)
+            shutil.rmtree(start.folder)
         raise UserError(f"--model {config.model}: {error.strerror}") from error
-    mailbox.publish(learner.version, learner.model.flat)
-    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
     if state:
         for group in completed_groups(state):
             buffer.restore(group)
@@ -69,7 +70,6 @@ def open_async(config: Config):
         for group in sorted(run.interrupted):
             if run.ledger.states[group] != "lost":
                 log.event("learner", "lost", group=group, reason="interrupted")
-    run.pool = start_workers(run)
     for worker in run.pool.workers.values():
         log_spawn(run, worker)
     try:
@@ -93,17 +93,16 @@ def open_async(config: Config):
 
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run; what rollout workers finish goes on to the reward workers."""
-    config, folder, name = run.config, run.folder, run.mailbox.place
+    config, folder, shape = run.config, run.folder, run.learner.model.config
     learners, rollouts = pick_devices(config)
-    cores = len(learners) + len(rollouts)
-    roles = {
-        "rollout": (workers.rollout_worker, [(config, device, name, cores) for device in rollouts]),
-        "reward": (workers.reward_worker, [(config,)] * config.reward_workers),
-        "learner": (workers.learner_worker, []),
-    }
-    workers.meeting_point(folder).unlink(missing_ok=True)  # of a run that is resumed
+    processes = len(learners) + len(rollouts)
+    orders = {"rollout": [], "reward": [(config,)] * config.reward_workers, "learner": []}
+    for device in rollouts:
+        orders["rollout"].append((config, shape, device, run.mailbox.place, processes))
     for rank, device in enumerate(learners[1:], start=1):
-        roles["learner"][1].append((config, rank, device, str(folder), cores))
+        orders["learner"].append((config, shape, device, str(folder), processes, rank))
+    workers.meeting_point(folder).unlink(missing_ok=True)  # of a run that is resumed
+    roles = {role: (getattr(workers, f"{role}_worker"), orders[role]) for role in orders}
 
     def found(message, work: dict) -> str | None:
         allowed = {"newest": run.mailbox.version, "vocabulary": VOCAB_SIZE}

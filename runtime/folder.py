@@ -7,6 +7,7 @@ link, a pipe or a device in it is refused by name, so nothing outside is read or
 Left out: what the files mean (runlog.py, checkpoint.py).
 """
 
+import fcntl
 import json
 import math
 import os
@@ -16,41 +17,31 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from runtime.config import UserError
 
-try:
-    import fcntl
-except ImportError:  # Windows: without locks
-    fcntl = None
-
 LONGEST_TEXT = 1 << 20  # bytes of config.json, summary.json
 LONGEST_LINE = 1 << 25  # bytes of a line of a log
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 
-def own_folder(folder: Path) -> int:
-    """Lock a run folder for this process; returns the descriptor that holds the lock.
+def own_folder(folder: Path) -> TextIO:
+    """Lock a run folder for this process; returns the open file that holds the lock.
 
     It goes with the process, however that ends, and children do not have it (a POSIX record lock;
     also on NFS, if its server has locks). UserError names who has it.
     """
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | NO_LINK, 0o644)
+    file = (folder / "lock").open("a+", errors="replace")
     try:
-        if fcntl:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        owner = os.pread(descriptor, 200, 0).decode(errors="replace")
-        os.close(descriptor)
-        raise UserError(
-            f"{folder}: must not be in use, but {owner or 'somebody'} has it"
-        ) from error
+        file.seek(0)
+        raise UserError(f"{folder}: must not be in use, but {file.read(200)} has it") from error
     except OSError as error:  # a file system without locks
         sys.stderr.write(f"{folder} cannot be locked ({error.strerror}): use it once at a time\n")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-    return descriptor
+    file.truncate(0)
+    print("process", os.getpid(), "on", platform.node(), end="", file=file, flush=True)
+    return file
 
 
 def refuse_links(folder: Path) -> None:
@@ -67,7 +58,7 @@ def refuse_links(folder: Path) -> None:
 def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
     """Open a file to read; UserError unless it is a plain one of at most so many bytes."""
     try:
-        file = open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     except OSError as error:
         raise UserError(f"{path}: must be a file that can be read ({error.strerror})") from error
     facts = os.fstat(file.fileno())
@@ -116,13 +107,10 @@ def write_file(path: Path, *parts: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder; not every system can do this."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    except PermissionError:  # Windows
-        pass
+    """Flush the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 # ------------------------------------------------------------------------------------------- logs
@@ -134,8 +122,7 @@ class Log:
     def __init__(self, path: Path, size: int = 0, checksum: int = 0):
         """Go on behind a mark: what stands there is cut off."""
         self.path, self.mark = path, (size, checksum)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK
-        self.descriptor = os.open(path, flags, 0o666)
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.ftruncate(self.descriptor, size)
 
     def append(self, records: Iterable[dict]) -> None:
@@ -162,9 +149,6 @@ class Log:
         os.fsync(self.descriptor)
         return self.mark
 
-    def close(self) -> None:
-        os.close(self.descriptor)
-
 
 def scan(path: Path) -> Iterator[tuple[dict, tuple[int, int]]]:
     """The records of a log, each with the mark behind it; UserError names the first line that is
@@ -188,10 +172,5 @@ def read_lines(path: Path) -> list[dict]:
 
 def check_log(path: Path, mark: tuple[int, int]) -> None:
     """UserError when a log does not begin with what it had at this mark."""
-    found = (0, 0)
-    if mark[0]:
-        for _, found in scan(path):
-            if found[0] >= mark[0]:
-                break
-    if found != tuple(mark):
-        raise UserError(f"{path}: must go on to byte {mark[0]:,}, ends or differs at {found[0]:,}")
+    if mark[0] and mark not in (found for _, found in scan(path)):
+        raise UserError(f"{path}: must be whole up to byte {mark[0]:,}")

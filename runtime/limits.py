@@ -64,7 +64,7 @@ def time_limit(seconds: float | None):
         finally:
             armed = False
             for thread in {*threading.enumerate()} - threads:
-                end_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(OutOfTime))
+                end_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
     finally:  # two of them: the alarm may strike on the way into the first
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)

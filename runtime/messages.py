@@ -10,7 +10,6 @@ Axes: T tokens of an episode, prompt included
 """
 
 import dataclasses
-import math
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 
 
@@ -265,5 +265,6 @@ def verdict_flaw(verdicts: list, size: int) -> str | None:
     """What is wrong with a verifier's verdicts on a group; None if they are sound."""
     if len(verdicts) != size:
         return f"{len(verdicts)} verdicts on {size} samples"
-    wrong = [v for v, turns, _ in verdicts if not all(map(math.isfinite, [v, *turns]))]
-    return f"reward {wrong[0]}, must be finite" if wrong else None
+    rewards = [x for value, turns, _ in verdicts for x in (value, *turns)]
+    wrong = [x for x in rewards if not abs(x) <= LARGEST_REWARD]  # NaN is not
+    return f"reward {wrong[0]}, must be finite in float32" if wrong else None

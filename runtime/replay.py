@@ -14,13 +14,14 @@ issue, and it had a slot for each of those that outlive a version.
 Left out: failures, which may hang on the clock. They teach nothing; the log names them.
 """
 
+import copy
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
 
 from tqdm import tqdm
 
-from learner import Learner, learner_step
+from learner import Learner, learner_step, make_learner
 from reward import Task, verify_group
 from rollout import Generator
 from runtime.checkpoint import sha256_of
@@ -29,7 +30,7 @@ from runtime.devices import pick_devices, set_threads
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import Group, apply_verdicts
-from runtime.setup import make_generator, make_learner, make_model, resumed, task_of
+from runtime.setup import make_generator, make_model, resumed, task_of
 
 
 def replayable(group: Group) -> dict:
@@ -50,7 +51,7 @@ def replay(config: Config) -> None:
     set_threads(config, 1 + len(rollouts), device)
     if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
-    learner = make_learner(config, task, device)
+    learner = make_learner(config, task, make_model(config, task).on(device))
     generators, begin = make_generators(config, task, learner, scores)
     done = {}  # group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
@@ -120,7 +121,7 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
         if worker not in generators:
             model = learner.model
             if config.rollout_weights != "float32":  # rounded, so it needs its own
-                model = make_model(config, task).on(model.flat.device)
+                model = copy.deepcopy(model)
             generators[worker] = make_generator(config, task, model)
         group = Group(group_id, swaps[0][1], task.reset(group_id, "train"))
         generators[worker].groups[group_id] = group

@@ -40,7 +40,6 @@ def new_folder(config: Config, mode: str):
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
     run = Path(config.out or f"runs/{name}")
-    made = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
         if any(run.iterdir()):
@@ -53,15 +52,8 @@ def new_folder(config: Config, mode: str):
         write_config(run, {"mode": mode, **dataclasses.asdict(config)})
         yield run, lock
     except BaseException:
-        remove_run(run, made)
+        shutil.rmtree(run, ignore_errors=True)
         raise
-
-
-def remove_run(run: Path, folder: bool = True) -> None:
-    """A start has failed: nothing is left of it."""
-    shutil.rmtree(run)
-    if not folder:  # it was there, and empty
-        run.mkdir()
 
 
 def make_subfolders(run: Path) -> None:

@@ -3,20 +3,17 @@
 Left out: what a step does (learner.py), what is asked of people (config.py).
 """
 
-import copy
 import dataclasses
 import gc
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TextIO
 
 import torch
 
-import losses
 import reward
-from learner import Learner, evaluate
+from learner import Learner, evaluate, make_learner
 from model import GPT, PRESETS, ModelConfig
 from rollout import Generator, make_environment
 from runtime import limits
@@ -25,7 +22,6 @@ from runtime.checkpoint import (
     drop_what_follows,
     load_checkpoint,
     load_tensors,
-    misfit,
     restore,
 )
 from runtime.config import Config, UserError, capacity_of, check, flag_name
@@ -44,7 +40,7 @@ class Run:
     config: Config
     task: reward.Task
     folder: Path
-    lock: BinaryIO  # while it is open, the folder is this process's
+    lock: TextIO  # while it is open, the folder is this process's
     learner: Learner
     log: RunLog
     stop: Stop
@@ -64,17 +60,15 @@ def open_training(config: Config, mode: str) -> Run:
     if config.resume:
         run = reopen(config, mode, stop)
     else:
-        task, learner_device = prepare(config, mode)
+        task, device = prepare(config, mode)
         config = dataclasses.replace(config, steps=config.steps or task.steps)
-        learner = make_learner(config, task, learner_device)
+        learner = make_learner(config, task, make_model(config, task).on(device))
         with new_folder(config, mode) as (folder, lock):
             examiner = Examiner(config, folder / "logs" / "evaluation.log")
             log = RunLog(folder, config.steps, stall=config.stall)
             run = Run(config, task, folder, lock, learner, log, stop, examiner, Ledger(), None)
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
             checkpoint(learner, folder, log)  # so that a run can always be resumed
-    if not hasattr(signal, "setitimer"):
-        run.log.say("this system has no timers: --reward-seconds cannot stop a slow environment")
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     return run
 
@@ -86,9 +80,9 @@ def reopen(config: Config, mode: str, stop: Stop) -> Run:
     if record["mode"] != mode:
         raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
     lock = own_folder(folder)
-    task, learner_device = prepare(config, mode)
+    task, device = prepare(config, mode)
     state = load_checkpoint(folder)
-    learner = make_learner(config, task, learner_device, state)
+    learner = make_learner(config, task, make_model(config, task, state).on(device))
     restore(learner, state, config)
     if learner.version >= config.steps:
         done = f"must be more than the {learner.version} steps that the run has"
@@ -124,11 +118,8 @@ def evaluate_now(run: Run) -> dict:
 
 
 def task_of(config: Config) -> reward.Task:
-    """The configured task; raises UserError in one line."""
-    try:
-        return reward.make_task(config.task, config.seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    """The configured task; UserError."""
+    return reward.make_task(config.task, config.seed)
 
 
 def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
@@ -145,42 +136,24 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         for name in ("positions", "attention", "scoring", "chunk_size", "top_k", "kernels"):
             shape[name] = getattr(config, name)
         return GPT(ModelConfig(**shape), config.seed)
-    name = f"--init {config.init}"
     try:
         stored = stored or load_tensors(Path(config.init))
-        how = {"kernels": config.kernels}
-        if stored["shape"]["positions"] != "learned":
-            how["context"] = context
+        shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
+        if shape["positions"] != "learned":
+            shape["context"] = context
         # what a stranger calls a shape may be larger than any memory
-        with limits.time_limit(60.0), limits.memory_limit(4096 + stored["weights"].nbytes / 2**18):
-            model = GPT(ModelConfig(**stored["shape"] | how), config.seed)
-        if wrong := misfit(model.flat, stored["weights"], "its weights"):
-            raise ValueError(wrong)
+        with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
+            model = GPT(ModelConfig(**shape), config.seed)
+        if (weights.dtype, weights.shape) != (model.flat.dtype, model.flat.shape):
+            raise ValueError(f"{weights.dtype} {list(weights.shape)} for its shape")
+        if context > model.config.context:
+            needed = f"{context} positions for task {config.task}"
+            raise ValueError(f"{needed}, has {model.config.context}")
     except (Exception, limits.OutOfTime) as error:  # almost anything may stand in a file
-        reason = f"must be a weights file of pretrain.py ({error})"
-        raise UserError(f"{name}: {reason}") from error
-    if context > model.config.context:
-        needed = f"{context} positions for task {config.task}, has {model.config.context}"
-        raise UserError(f"{name}: must have {needed}")
-    model.flat.copy_(stored["weights"])
+        needed = f"must be a weights file of pretrain.py that fits ({error})"
+        raise UserError(f"--init {config.init}: {needed}") from error
+    model.flat.copy_(weights)
     return model
-
-
-def make_learner(config: Config, task: reward.Task, device: str, stored=None) -> Learner:
-    """Model, optimizer, reference and damper at version 0; `stored` as for `make_model`."""
-    model = make_model(config, task, stored).on(device)
-    # one tensor is all parameters: the optimizer is one vector operation
-    flat = torch.nn.Parameter(model.flat)
-    flat.grad = model.flat_grad
-    # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
-    # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
-    zeros = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
-    optimizer.state[flat] = {"step": flat.new_zeros(())} | zeros  # there from the beginning
-    damper = losses.Damper(threshold=config.kl_threshold)
-    alphabet = torch.from_numpy(reward.alphabet_of(task)).to(device)
-    reference = copy.deepcopy(model) if config.reference_every else None
-    return Learner(model, optimizer, damper, alphabet, reference)
 
 
 def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:

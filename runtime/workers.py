@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from learner import learner_step
+from learner import learner_step, make_learner
+from model import GPT, ModelConfig
 from reward import Task, verify_group
 from rollout import COUNTED
 from runtime import devices
@@ -24,7 +25,7 @@ from runtime.config import Config
 from runtime.mailbox import Mailbox
 from runtime.messages import Generated, Group, Judgement, Verified
 from runtime.processes import Line
-from runtime.setup import make_generator, make_learner, make_model, task_of
+from runtime.setup import make_generator, task_of
 
 # A finished group waits this long for others to travel with: 1.05 times the episodes a second.
 TOGETHER_SECONDS = 0.005
@@ -44,11 +45,18 @@ def generated(span: tuple, end: float, counts: dict) -> tuple:
     return begin, "generate", -1, version, details | {"seconds": end - begin}
 
 
-def rollout_worker(line: Line, config: Config, device: str, mailbox_name: str, processes: int):
+def rollout_worker(
+    line: Line,
+    config: Config,
+    shape: ModelConfig,
+    device: str,
+    mailbox_name: str,
+    processes: int,
+):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
     devices.set_threads(config, processes, device)
     task = task_of(config)
-    model = make_model(config, task).on(device)
+    model = GPT(shape, config.seed).on(device)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = Mailbox(model.flat.numel(), mailbox_name, device)
@@ -97,12 +105,19 @@ def reward_worker(line: Line, config: Config):
                 line.send(Verified(group.group_id, judge(group, task, config, line.beat)))
 
 
-def learner_worker(line: Line, config: Config, rank: int, device: str, run: str, processes: int):
+def learner_worker(
+    line: Line,
+    config: Config,
+    shape: ModelConfig,
+    device: str,
+    run: str,
+    processes: int,
+    rank: int,
+):
     """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
     devices.set_threads(config, processes, device)
-    learner = make_learner(config, task_of(config), device)
-    if config.resume:
-        restore(learner, load_checkpoint(Path(config.resume)), config)
+    learner = make_learner(config, task_of(config), GPT(shape, config.seed).on(device))
+    restore(learner, load_checkpoint(Path(run)), config)
     join_learners(config, rank, run)
     gc.freeze()
     while True:

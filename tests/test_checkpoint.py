@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
-from learner import new_groups
+from learner import make_learner, new_groups
 from reward import verify_group
 from rollout import generate
 from runtime import checkpoint
@@ -17,7 +17,7 @@ from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.messages import Group, Trajectory, apply_verdicts
 from runtime.runlog import RunLog
-from runtime.setup import make_generator, make_learner, task_of
+from runtime.setup import make_generator, make_model, task_of
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
 
@@ -92,7 +92,7 @@ def config_of(folder, **flags) -> Config:
 def test_completed_groups_come_back_as_they_were(folder):
     config = config_of("", task="guess")
     task = task_of(config)
-    learner = make_learner(config, task, "cpu")
+    learner = make_learner(config, task, make_model(config, task))
     generator = make_generator(config, task, learner.model)
     groups = generate(generator, new_groups(learner, task, 3))
     for group in groups:
@@ -135,7 +135,9 @@ def test_a_digest_covers_everything_that_training_reads():
 def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(folder, monkeypatch):
     """Killed in between, the log has an event too many; the other way round it could not be cut."""
     config = config_of("", task="guess")
-    learner, log = make_learner(config, task_of(config), "cpu"), RunLog(folder, steps=1)
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task))
+    log = RunLog(folder, steps=1)
     events: list[list] = []
 
     def save(*_):

@@ -178,7 +178,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path, there):
     with pytest.raises(RuntimeError, match="no memory"):
         with new_folder(dataclasses.replace(Config(), out=str(run)), "sync"):
             raise RuntimeError("no memory")
-    assert run.exists() == there and not (there and any(run.iterdir()))
+    assert not run.exists()
 
 
 def test_only_steps_may_change_on_resume(tmp_path):

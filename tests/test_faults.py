@@ -27,7 +27,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     assert sorted(reasons) == [
         "died (exit code -9)",
         "died (exit code 1: RuntimeError: injected)",
-        "sent a damaged message (ValueError: reward nan, must be finite)",
+        "sent a damaged message (ValueError: reward nan, must be finite in float32)",
         "sent a damaged message (ValueError: token id 70000, must be 0 to 511)",
     ]
 

@@ -17,7 +17,15 @@ import reward
 import rollout
 import train_async
 import train_sync
-from learner import evaluate, group_signal, learner_step, naive_step, pack, token_logprobs
+from learner import (
+    evaluate,
+    group_signal,
+    learner_step,
+    make_learner,
+    naive_step,
+    pack,
+    token_logprobs,
+)
 from model import GPT, PRESETS, ModelConfig
 from rollout import generate
 from runtime import setup as setup_room
@@ -47,7 +55,7 @@ def config_of(folder=None, **flags) -> Config:
 def batch_of(config, task=None):
     """A learner and one scored batch."""
     task = task or task_of(config)
-    learner = setup_room.make_learner(config, task, "cpu")
+    learner = make_learner(config, task, make_model(config, task))
     generator = setup_room.make_generator(config, task, learner.model)
     groups = generate(generator, learner_room.new_groups(learner, task, config.groups_per_step))
     for group in groups:
@@ -126,7 +134,9 @@ def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fit
     torch.save({"shape": model.config.__dict__, "weights": model.flat}, path)
     flags = {"init": str(path), "task": "reverse:4", "steps": 2}  # it needs 10 positions
     if not fits:
-        with pytest.raises(UserError, match=r"--init .*: must have 10 positions .* has 9"):
+        with pytest.raises(
+            UserError, match=r"--init .*: must be .* that fits .10 positions .* has 9"
+        ):
             train_sync.train(config_of(tmp_path / "run", **flags))
         return
     config = config_of(tmp_path / "run", **flags)
@@ -224,7 +234,8 @@ def test_the_naive_step_is_the_same(task, stale):
     flags |= {"grad_clip": 0.0, "lr_end": 1.0, "token_budget": 60, "group_size": 8}
     config = config_of(task=task, groups_per_step=1, **flags)
     learner, (group,), _ = batch_of(config)
-    other = setup_room.make_learner(config, task_of(config), "cpu")
+    task = task_of(config)
+    other = make_learner(config, task, make_model(config, task))
     answers, width = group.trajectories, max(len(t.tokens) for t in group.trajectories)
     for i, t in enumerate(answers):
         t.reward = float(i % 3)
@@ -412,7 +423,7 @@ def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
 def test_evaluation_changes_nothing():
     config = config_of(task="guess")
     task = task_of(config)
-    learner = setup_room.make_learner(config, task, "cpu")
+    learner = make_learner(config, task, make_model(config, task))
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
     first = evaluate(learner, config, task)
     assert first == evaluate(learner, config, task)
@@ -468,7 +479,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"positions": "learned"', '"positions": "rope"'))
     resume = dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=2)
     before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    with pytest.raises(UserError, match="its positions is learned and this run's is rope"):
+    with pytest.raises(
+        UserError, match="its shape positions is 'learned' and this run's is 'rope'"
+    ):
         train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
 

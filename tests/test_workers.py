@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from learner import new_groups
+from learner import make_learner, new_groups
 from rollout import generate
 from runtime import workers
 from runtime.config import Config
 from runtime.mailbox import Mailbox
 from runtime.messages import Generated, Group, Orders, Verified
-from runtime.setup import make_generator, make_learner, task_of
+from runtime.setup import make_generator, make_model, task_of
 
 CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 
@@ -49,12 +49,13 @@ def run(monkeypatch, config: Config, line: Script):
     """A rollout worker with random weights, until it waits; returns its generator."""
     made, make = [], workers.make_generator
     monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
-    flat = make_learner(config, task_of(config), "cpu").model.flat
+    model = make_model(config, task_of(config))
+    flat = model.flat
     mailbox = Mailbox(flat.numel())
     mailbox.publish(0, flat)
     monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
     with pytest.raises(SystemExit):
-        workers.rollout_worker(line, config, "cpu", "", 1)
+        workers.rollout_worker(line, config, model.config, "cpu", "", 1)
     mailbox.close()
     return made[0]
 
@@ -82,7 +83,7 @@ def test_who_generates_verifies_where_there_is_nobody_else(monkeypatch):
 
 def test_a_reward_worker_sends_verdicts_and_no_episodes():
     task = task_of(CONFIG)
-    learner = make_learner(CONFIG, task, "cpu")
+    learner = make_learner(CONFIG, task, make_model(CONFIG, task))
     (group,) = generate(make_generator(CONFIG, task, learner.model), new_groups(learner, task, 1))
     line = Script(group)
     with pytest.raises(SystemExit):
