@@ -198,5 +198,5 @@ def flattened(state: dict, path: str = "") -> list[tuple[str, str]]:
         elif isinstance(value, torch.Tensor):
             found.append((path + name, f"{value.dtype} {list(value.shape)}"))
         else:
-            found.append((path + name, repr(value) if path else type(value).__name__))
+            found.append((path + name, repr(value) if path == "shape " else type(value).__name__))
     return found

@@ -922,10 +922,10 @@ def test_messages_of_every_kind_are_looked_at():
     "verdicts, words",
     [
         ([[1.0, [0.5, 0.5], None]], "1 verdicts on 2 samples"),
-        ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, must be finite in float32"),
+        ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, must be"),
         (
             [[1.0, [float("inf")], None], [0.0, [], "verifier_error"]],
-            "reward inf, must be finite in float32",
+            "reward inf, must be",
         ),
     ],
 )

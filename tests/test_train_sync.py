@@ -134,9 +134,7 @@ def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fit
     torch.save({"shape": model.config.__dict__, "weights": model.flat}, path)
     flags = {"init": str(path), "task": "reverse:4", "steps": 2}  # it needs 10 positions
     if not fits:
-        with pytest.raises(
-            UserError, match=r"--init .*: must be .* that fits .10 positions .* has 9"
-        ):
+        with pytest.raises(UserError, match=r"--init .*: must be .*10 positions .* has 9"):
             train_sync.train(config_of(tmp_path / "run", **flags))
         return
     config = config_of(tmp_path / "run", **flags)
@@ -479,9 +477,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"positions": "learned"', '"positions": "rope"'))
     resume = dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=2)
     before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    with pytest.raises(
-        UserError, match="its shape positions is 'learned' and this run's is 'rope'"
-    ):
+    with pytest.raises(UserError, match="its shape positions is 'learned' .* is 'rope'"):
         train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
 
