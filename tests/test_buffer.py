@@ -922,16 +922,14 @@ def test_messages_of_every_kind_are_looked_at():
     "verdicts, words",
     [
         ([[1.0, [0.5, 0.5], None]], "1 verdicts on 2 samples"),
-        ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, must be"),
-        (
-            [[1.0, [float("inf")], None], [0.0, [], "verifier_error"]],
-            "reward inf, must be",
-        ),
+        ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, "),
+        ([[1.0, [float("inf")], None], [0.0, [], "verifier_error"]], "reward inf, "),
+        ([[1e300, [1e300], None], [0.0, [], None]], "reward 1e+300, "),
     ],
 )
 def test_poisoned_verdicts_are_named(verdicts, words):
     assert verdict_flaw([[1.0, [1.0], None], [0.0, [], "verifier_timeout"]], 2) is None
-    assert verdict_flaw(verdicts, 2) == words
+    assert verdict_flaw(verdicts, 2).startswith(words)
 
 
 def test_a_restored_group_keeps_its_deadline():
