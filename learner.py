@@ -288,7 +288,7 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
         partial(verify_group, task=task, config=config),
     )
     if examiner:
-        examiner.begin()
+        examiner.deaths = 0  # a budget for each evaluation
         environment = replace(environment, respond=examiner.respond, beside=False)
         verify = examiner.verify
     generator = Generator(

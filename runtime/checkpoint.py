@@ -21,6 +21,7 @@ import torch
 from learner import Learner
 from runtime.config import Config, UserError, printable
 from runtime.folder import check_log, open_plain, scan, write_file
+from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
 from runtime.runlog import LOGS, RunLog
 
@@ -72,10 +73,10 @@ def load_checkpoint(folder: Path) -> dict:
     for path in sorted((folder / "checkpoints").glob("step*.pt"), reverse=True):
         try:
             state = load_tensors(path, digest=True)
-            for name, mark in state.get("marks", {}).items():
-                check_log(folder / f"{name}.jsonl", mark)
+            for name in LOGS:
+                check_log(folder / f"{name}.jsonl", state["marks"][name])
             return state
-        except (UserError, AttributeError, IndexError, TypeError) as error:  # of odd marks
+        except (UserError, LookupError, TypeError) as error:  # of odd marks
             wrong = str(error)
             sys.stderr.write(printable(f"{path} is passed over: {wrong}\n"))
     text = f"must hold a checkpoint that is whole, and logs that are ({wrong})"
@@ -95,7 +96,7 @@ def drop_what_follows(folder: Path, state: dict) -> str:
         path = folder / f"{name}.jsonl"
         if more := path.stat().st_size - state["marks"][name][0] if path.exists() else 0:
             dropped.append(f"{more:,} bytes of {path.name}")
-    return f"goes on at step {state['version']}; dropped: {', '.join(dropped) or 'nothing'}"
+    return ", ".join(dropped) or "nothing"
 
 
 def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
@@ -155,10 +156,12 @@ def completed_groups(state: dict) -> list[Group]:
     return groups
 
 
-def restore(learner: Learner, state: dict, config: Config) -> None:
-    """Fill a learner from a checkpoint; UserError when the checkpoint does not fit."""
+def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None = None) -> None:
+    """Fill a learner from a checkpoint; UserError when that does not fit it, or the ledger."""
     try:  # almost anything may stand in it
         wrong = misfit(learner, state, config)
+        if ledger and ledger.flying != set(state["in_flight"]):
+            wrong = wrong or "events.jsonl has other groups in flight"
     except (LookupError, RuntimeError, AttributeError, TypeError, ValueError) as error:
         wrong = f"{type(error).__name__}: {error}"
     if wrong:
@@ -171,6 +174,9 @@ def restore(learner: Learner, state: dict, config: Config) -> None:
         learner.reference.flat.copy_(state["reference"])
     for name in ("version", "next_group", "skipped", "skipped_in_row"):
         setattr(learner, name, state[name])
+    if ledger and learner.version >= config.steps:
+        done = f"must be more than the {learner.version} steps that the run has"
+        raise UserError(f"--steps {config.steps}: {done}")
 
 
 def misfit(learner: Learner, state: dict, config: Config) -> str | None:

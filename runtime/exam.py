@@ -7,7 +7,6 @@ Left out: training, where rollout and reward workers run the task (processes.py)
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -22,6 +21,8 @@ from pathlib import Path
 from reward import Task, Verdict, make_task, respond, verify_group
 from runtime import limits
 from runtime.config import Config, TrainingStopped
+from runtime.limits import die_with
+from runtime.messages import Group
 
 START_SECONDS = 60.0  # a child imports, and makes the task
 GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but not C
@@ -32,28 +33,23 @@ class Examiner:
 
     def __init__(self, config: Config, log: Path):
         self.config, self.log = config, log
-        self.begin()
+        self.deaths = 0  # of children in this evaluation
+        self.waited = 0.0  # seconds since the task was in time
         self.start()
-
-    def begin(self) -> None:
-        """An evaluation begins: its budget of restarts and of patience is whole."""
-        self.deaths, self.waited = 0, 0.0  # waited: seconds since the task was in time
 
     def start(self) -> None:
         """Start a child; it says when it is ready."""
-        paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
         self.pipe, there = Pipe()
-        self.asked = False  # whether it has said that it is ready
-        with self.log.open("ab") as log:
+        self.ready = None
+        code = f"import sys; sys.path[:] = {sys.path}; from runtime.exam import serve; serve()"
+        with self.log.open("ab") as log, there:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from runtime.exam import serve; serve()"],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                [sys.executable, "-c", code],
                 stdin=there.fileno(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        there.close()
         self.pipe.send((os.getpid(), self.config))
 
     def close(self) -> None:
@@ -64,18 +60,14 @@ class Examiner:
 
     def respond(self, requests: list[tuple]) -> list:
         """What `reward.respond` says to each request."""
-        return self.ask("respond", requests)
+        return self.ask("env", requests)
 
-    def verify(self, group) -> list[Verdict]:
-        """What `reward.verify_group` says of a group."""
-        (found,) = self.ask("verify", [group])
-        if isinstance(found, str):
-            found = [Verdict(0.0, (), found.replace("env", "verifier", 1))] * len(
-                group.trajectories
-            )
-        return found
+    def verify(self, group: Group) -> list[Verdict]:
+        """What `reward.verify_group` says of a group of one episode."""
+        (found,) = self.ask("verifier", [group])
+        return [Verdict(0.0, (), found) if isinstance(found, str) else found]
 
-    def ask(self, job: str, requests: list) -> list:
+    def ask(self, who: str, requests: list) -> list:
         """An answer to each request, or the reason (str) why there is none.
 
         TrainingStopped when too many children are lost, or the task has not answered for too long.
@@ -84,14 +76,12 @@ class Examiner:
         patience = 2 * self.config.reward_seconds + GRACE_SECONDS
         while len(answers) < len(requests):
             try:
-                if not self.asked:
-                    self.receive(START_SECONDS)
-                    self.asked = True
-                self.pipe.send((job, requests[len(answers) :]))
+                self.ready = self.ready or self.receive(START_SECONDS)
+                self.pipe.send((who, requests[len(answers) :]))
                 while len(answers) < len(requests):
                     answers.append(self.receive(patience))
-            except (EOFError, OSError) as error:  # Late is an OSError, too
-                answers.append(f"env_{self.replace(error)}")
+            except (EOFError, OSError) as error:  # TimeoutError is an OSError, too
+                answers.append(f"{who}_{self.replace(error)}")
         return answers
 
     def receive(self, seconds: float):
@@ -99,22 +89,20 @@ class Examiner:
         when for --stall seconds none was."""
         begin = time.monotonic()
         in_time = self.pipe.poll(seconds)
-        self.waited += time.monotonic() - begin
+        took = time.monotonic() - begin
+        self.waited = 0.0 if took < self.config.reward_seconds else self.waited + took
         if self.waited > self.config.stall:
-            raise TrainingStopped(f"evaluation: the task has not answered for {self.waited:.0f} s")
+            raise TrainingStopped(f"evaluation: no answer of the task for {self.waited:.0f} s")
         if not in_time:
             raise TimeoutError
-        if time.monotonic() - begin < self.config.reward_seconds:
-            self.waited = 0.0
         return self.pipe.recv()
 
     def replace(self, error: Exception) -> str:
         """The child is lost: another one, within the budget; returns what the request died of."""
-        late = isinstance(error, TimeoutError)
         self.close()
-        reason = "timeout: it hung in a call that no alarm interrupts"
-        if not late:
-            reason = f"error: it ended its process (exit code {self.process.returncode})"
+        reason = f"error: it ended its process (exit code {self.process.returncode})"
+        if isinstance(error, TimeoutError):
+            reason = "timeout: it hung in a call that no alarm interrupts"
         self.deaths += 1
         if self.deaths > self.config.restarts:
             text = f"evaluation: the task has lost {self.deaths} processes, the last by {reason}"
@@ -128,15 +116,11 @@ class Examiner:
 
 def serve() -> None:
     """What runs in the child: answer every request, until the parent is gone."""
-    pipe = Connection(os.dup(0))
+    pipe, here = Connection(os.dup(0)), os.getpid()
     os.close(0)
     parent, config = pipe.recv()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            raise SystemExit(0)
+    die_with(parent)
     task = make_task(config.task, config.seed)
-    here = os.getpid()
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
@@ -146,14 +130,13 @@ def serve() -> None:
                 pipe.send(answer)
 
 
-def answers_to(task: Task, config: Config, job: str, requests: list) -> Iterator:
+def answers_to(task: Task, config: Config, who: str, requests: list) -> Iterator:
     """The task's answers, one by one; slow environments (`beside`) think at the same time."""
-    if job == "verify":
+    if who == "verifier":
         for group in requests:
-            yield verify_group(group, task, config)
+            yield verify_group(group, task, config)[0]
     elif task.beside:
-        futures = [limits.in_thread(respond, task, config, [request]) for request in requests]
-        for future in futures:
+        for future in [limits.in_thread(respond, task, config, [r]) for r in requests]:
             try:
                 yield future.result(config.reward_seconds)[0]
             except Late:

@@ -172,5 +172,5 @@ def read_lines(path: Path) -> list[dict]:
 
 def check_log(path: Path, mark: tuple[int, int]) -> None:
     """UserError when a log does not begin with what it had at this mark."""
-    if mark[0] and mark not in (found for _, found in scan(path)):
+    if mark != (0, 0) and mark not in (found for _, found in scan(path)):
         raise UserError(f"{path}: must be whole up to byte {mark[0]:,}")

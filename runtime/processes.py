@@ -12,11 +12,9 @@ middle of a message holds up nobody else. One more thread looks at what arrives.
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+from runtime.limits import die_with
 from runtime.messages import Beat, Group, Orders, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
@@ -73,10 +72,7 @@ class Line:
 
 def child_main(function, connection: Connection, worker: int, log: str, parent: int, arguments):
     """What runs first in every worker: die with the parent, leave Ctrl-C to it, log to a file."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the spawning thread
-        if os.getppid() != parent:  # it died before the line above
-            raise SystemExit(0)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -6,6 +6,7 @@ Left out: what a step does (learner.py), what is asked of people (config.py).
 import dataclasses
 import gc
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -54,58 +55,39 @@ def open_training(config: Config, mode: str) -> Run:
 
     mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
     """
-    stop = Stop()
+    stop, state, ledger = Stop(), None, Ledger()
     if config.replay:
         raise UserError(f"--replay {config.replay}: must be left out in train_sync.py")
     if config.resume:
-        run = reopen(config, mode, stop)
-    else:
-        task, device = prepare(config, mode)
-        config = dataclasses.replace(config, steps=config.steps or task.steps)
-        learner = make_learner(config, task, make_model(config, task).on(device))
-        with new_folder(config, mode) as (folder, lock):
-            examiner = Examiner(config, folder / "logs" / "evaluation.log")
-            log = RunLog(folder, config.steps, stall=config.stall)
-            run = Run(config, task, folder, lock, learner, log, stop, examiner, Ledger(), None)
+        folder = Path(config.resume)
+        config, record = resumed(config)
+        if record["mode"] != mode:
+            raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
+        lock = own_folder(folder)
+        state = load_checkpoint(folder)
+        if mode == "async":
+            _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
+    learners, rollouts = pick_devices(config)
+    set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
+    task = task_of(config)
+    config = dataclasses.replace(config, steps=config.steps or task.steps)
+    learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
+    if state:
+        restore(learner, state, config, ledger)
+        dropped = drop_what_follows(folder, state)
+        make_subfolders(folder)
+        write_config(folder, record | {"steps": config.steps})
+    with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
+        examiner = Examiner(config, folder / "logs" / "evaluation.log")
+        log = RunLog(folder, config.steps, state, config.stall)
+        run = Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
+        if state:
+            log.say(f"{folder} goes on at step {learner.version}; dropped: {dropped}")
+        else:
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
             checkpoint(learner, folder, log)  # so that a run can always be resumed
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     return run
-
-
-def reopen(config: Config, mode: str, stop: Stop) -> Run:
-    """A run that goes on, from the newest point at which checkpoint and logs agree."""
-    folder = Path(config.resume)
-    config, record = resumed(config)
-    if record["mode"] != mode:
-        raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
-    lock = own_folder(folder)
-    task, device = prepare(config, mode)
-    state = load_checkpoint(folder)
-    learner = make_learner(config, task, make_model(config, task, state).on(device))
-    restore(learner, state, config)
-    if learner.version >= config.steps:
-        done = f"must be more than the {learner.version} steps that the run has"
-        raise UserError(f"--steps {config.steps}: {done}")
-    ledger = Ledger()
-    if mode == "async":
-        _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
-    if ledger.flying != set(state["in_flight"]):
-        raise UserError(f"--resume {folder}: its checkpoint and events.jsonl have other groups")
-    make_subfolders(folder)
-    said = drop_what_follows(folder, state)
-    write_config(folder, record | {"steps": config.steps})
-    log = RunLog(folder, config.steps, state, config.stall)
-    log.say(f"{folder} {said}")
-    examiner = Examiner(config, folder / "logs" / "evaluation.log")
-    return Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
-
-
-def prepare(config: Config, mode: str) -> tuple[reward.Task, str]:
-    """The task, and the device of the learner in this process; its share of the cores is set."""
-    learners, rollouts = pick_devices(config)
-    set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
-    return task_of(config), learners[0]
 
 
 def evaluate_now(run: Run) -> dict:
@@ -179,27 +161,24 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     Only --steps may change, and only to resume. A folder may come from somebody else: it runs code
     of a file only if the user names that file, too. Raises UserError.
     """
-    folder = getattr(config, flag)
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise UserError(f"--{flag} {folder}: must be a run folder (with config.json in it)")
-    refuse_links(Path(folder))
-    stored, values = read_json(path), {}
-    for f in dataclasses.fields(Config):
-        value, values[f.name] = getattr(config, f.name), stored.get(f.name, f.default)
-        free = f.name == flag or (flag, f.name) == ("resume", "steps")
-        if not free and value not in (f.default, values[f.name]):
-            said = f"{flag_name(f.name)} {value}"
-            raise UserError(
-                f"{said}: must be left out with --{flag} (the run has {values[f.name]})"
-            )
+    folder = Path(getattr(config, flag))
+    refuse_links(folder)
     try:
+        stored = read_json(folder / "config.json")
+        values = {f.name: stored.get(f.name, f.default) for f in dataclasses.fields(Config)}
         old = check(Config(**values))
         if stored.get("mode") not in ("sync", "async"):
             raise UserError(f"mode {stored.get('mode')!r}: must be sync or async")
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        needed = f"must be a run folder with a sound config.json ({error})"
+        raise UserError(f"--{flag} {folder}: {needed}") from error
+    free = {"resume", "steps"} if flag == "resume" else {flag}
+    for f in dataclasses.fields(Config):
+        given, had = getattr(config, f.name), values[f.name]
+        if f.name not in free and given not in (f.default, had):
+            said = f"{flag_name(f.name)} {given}"
+            raise UserError(f"{said}: must be left out with --{flag} (the run has {had})")
     if reward.own_file(old.task) and config.task != old.task:
         raise UserError(f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
-    steps = config.steps or old.steps
-    return check(dataclasses.replace(old, **{flag: folder}, steps=steps)), stored
+    changed = {flag: str(folder), "steps": config.steps or old.steps}
+    return check(dataclasses.replace(old, **changed)), stored

@@ -12,18 +12,19 @@ from learner import make_learner, new_groups
 from reward import verify_group
 from rollout import generate
 from runtime import checkpoint
-from runtime.checkpoint import completed_groups, load_checkpoint, save_checkpoint
+from runtime.checkpoint import completed_groups, load_checkpoint, load_tensors, save_checkpoint
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.messages import Group, Trajectory, apply_verdicts
-from runtime.runlog import RunLog
+from runtime.runlog import LOGS, RunLog
 from runtime.setup import make_generator, make_model, task_of
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
 
 
 def state(value: float) -> dict:
-    return {"weights": torch.full((5,), value)}
+    marks = dict.fromkeys(LOGS, (0, 0))
+    return {"weights": torch.full((5,), value), "marks": marks}
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_completed_groups_come_back_as_they_were(folder):
         apply_verdicts(group, verify_group(group, task, config))
     stored = checkpoint.state_of(learner, [7, 0, 1, 2], groups)
     save_checkpoint(folder, 0, stored)
-    loaded = load_checkpoint(folder)
+    loaded = load_tensors(folder / "checkpoints/step0000000.pt", digest=True)
     assert loaded["in_flight"] == [7, 0, 1, 2]
     for old, new in zip(groups, completed_groups(loaded), strict=True):
         assert (old.group_id, old.start, old.problem) == (new.group_id, new.start, new.problem)
