@@ -21,9 +21,9 @@ from torch import Tensor
 
 import losses
 from model import GPT, generated_logprobs, pack_tokens
-from reward import Task, alphabet_of, problem_of, verify_group
+from reward import Task, alphabet_of, capacity_of, problem_of, verify_group
 from rollout import Generator, generate, make_environment
-from runtime.config import Config, capacity_of
+from runtime.config import Config
 from runtime.messages import Group, apply_verdicts
 
 

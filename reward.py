@@ -21,7 +21,6 @@ import re
 import runpy
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime import limits
-from runtime.config import Config, UserError
+from runtime.config import LONGEST_CONTEXT, Config, UserError
 from runtime.messages import LARGEST_REWARD
 from runtime.tokenizer import END, PAD, decode_bytes, encode
 
@@ -82,67 +81,6 @@ class Task:
         """The number of tokens that every episode fits into."""
         turn = self.turn_tokens + self.observation_tokens
         return self.max_prompt_tokens + self.max_turns * turn - self.observation_tokens
-
-
-# ---- helpers for tasks: problems from an index, some of them held out ----
-
-
-SPLITS = ("train", "eval")
-
-
-def random_of(
-    name: str,
-    seed: int,
-    index: int,
-    split: str,
-) -> np.random.Generator:
-    """The random numbers of one problem. The seed moves training only: all runs share one exam."""
-    seed = seed if split == "train" else 0
-    return np.random.default_rng((zlib.crc32(name.encode()), SPLITS.index(split), index, seed))
-
-
-def draw_problem(propose: Callable, random: np.random.Generator, split: str) -> dict:
-    """The first (prompt, answer) that `propose(random)` gives and whose prompt is of this split.
-
-    A hash of the prompt holds out one in ten, so that no evaluated prompt is ever trained.
-    TaskError when there are too few different prompts for both splits.
-    """
-    for _ in range(1000):
-        prompt, answer = propose(random)
-        held_out = zlib.crc32(prompt.encode()) % 10 == 1  # 1 is fair (10.0%) to the shortest sums
-        if held_out == (split == "eval"):
-            return {"prompt": prompt, "answer": answer}
-    raise TaskError(f"none of 1000 prompts such as {prompt!r:.80} belongs to split {split!r}")
-
-
-@lru_cache(64)
-def _shuffled(
-    name,
-    seed,
-    epoch,
-    split,
-    size,
-):
-    return random_of(name, seed, epoch, split).permutation(size).tolist()
-
-
-def in_turn(
-    name: str,
-    seed: int,
-    index: int,
-    split: str,
-    size: int,
-) -> int:
-    """Which of `size` problems: each once an epoch, shuffled in training, in order otherwise."""
-    epoch, place = divmod(index, size)
-    return place if split == "eval" else _shuffled(name, seed, epoch, split, size)[place]
-
-
-def whole_number(text: str, least: int, most: int) -> int:
-    """The number that an argument says; TaskError unless it lies in least..most."""
-    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise TaskError(f"{text!r}: allowed is a number in {least}..{most}")
-    return int(text)
 
 
 # ---- from a spec to a task ----
@@ -225,7 +163,7 @@ def check_task(task: Task) -> None:
         )
     if not task.stop <= set(ids):
         raise TaskError(f"stop {set(task.stop)}: must be in the alphabet, or no answer can end")
-    for split in SPLITS:
+    for split in ("train", "eval"):
         problem_of(task, 0, split)
 
 
@@ -250,6 +188,16 @@ def problem_of(task: Task, index: int, split: str) -> dict:
 def alphabet_of(task: Task) -> np.ndarray:
     """Token ids the policy may emit, int64 [V]: the task's own, or all but padding."""
     return np.array(range(PAD) if task.alphabet is None else task.alphabet, np.int64)
+
+
+def capacity_of(config: Config, task: Task) -> int:
+    """Positions that an episode of a task may fill; raises UserError when it needs more."""
+    least, capacity = task.context, config.context or task.context
+    if not least <= capacity <= LONGEST_CONTEXT:
+        longest = f"the longest prompt of task {config.task} has {task.max_prompt_tokens} tokens"
+        limits = f"must be at least {least} ({longest}) and at most {LONGEST_CONTEXT}"
+        raise UserError(f"--context {capacity}: {limits}")
+    return capacity
 
 
 # ---- verification ----

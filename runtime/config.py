@@ -182,16 +182,6 @@ def fail(error: Exception | str) -> None:
     raise SystemExit(2)
 
 
-def capacity_of(config: Config, task) -> int:
-    """Positions that an episode of a task may fill; raises UserError when it needs more."""
-    least, capacity = task.context, config.context or task.context
-    if not least <= capacity <= LONGEST_CONTEXT:
-        longest = f"the longest prompt of task {config.task} has {task.max_prompt_tokens} tokens"
-        limits = f"must be at least {least} ({longest}) and at most {LONGEST_CONTEXT}"
-        raise UserError(f"--context {capacity}: {limits}")
-    return capacity
-
-
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
     """Parse, train, and turn the user's mistakes into one line and exit code 2, trouble into 1."""
     open_streams()

@@ -25,7 +25,7 @@ from runtime.checkpoint import (
     load_tensors,
     restore,
 )
-from runtime.config import Config, UserError, capacity_of, check, flag_name
+from runtime.config import Config, UserError, check, flag_name
 from runtime.devices import pick_devices, set_threads
 from runtime.exam import Examiner
 from runtime.folder import own_folder, read_json, refuse_links
@@ -109,7 +109,7 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
 
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
-    context = capacity_of(config, task)
+    context = reward.capacity_of(config, task)
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
         raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
@@ -144,7 +144,7 @@ def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 
         model,
         make_environment(config, task),
         slots=config.slots,
-        capacity=capacity_of(config, task),
+        capacity=reward.capacity_of(config, task),
         group_size=config.group_size,
         seed=config.seed,
         temperature=config.temperature,

@@ -8,7 +8,8 @@ sum:96       "3+5+9+2=" -> "3879", the running totals modulo 10; the number of t
 
 from functools import partial
 
-from reward import END, Step, Task, draw_problem, encode, random_of, whole_number
+from reward import END, Step, Task, encode
+from tasks.problems import draw_problem, random_of, whole_number
 
 
 def step(problem, answers):

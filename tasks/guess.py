@@ -16,7 +16,8 @@ The rules:
 
 from functools import partial
 
-from reward import Step, Task, TaskError, encode, in_turn
+from reward import Step, Task, TaskError, encode
+from tasks.problems import in_turn
 
 RANGE, TURNS = 16, 6
 GUESSES = {f" {n}": n for n in range(RANGE)} | {f"{n}": n for n in range(RANGE)}

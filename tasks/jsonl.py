@@ -22,7 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from reward import END, Step, Task, TaskError, encode, in_turn, whole_number
+from reward import END, Step, Task, TaskError, encode
+from runtime.folder import open_plain
+from tasks.problems import in_turn, whole_number
 
 # A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
 # these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
@@ -96,7 +98,8 @@ def read_row(line):
 def read_rows(path, verifier):
     """The problems in a file; TaskError names the line."""
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        with open_plain(Path(path)) as file:  # a device or a pipe may have no end
+            lines = file.read().split(b"\n")
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
         raise TaskError(f"cannot read {path!r} ({error}); allowed is {USAGE}") from None
     rows = []

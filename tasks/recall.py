@@ -6,7 +6,8 @@ of no use, and which one is asked at the very end.
 
 from functools import partial
 
-from reward import END, Step, Task, draw_problem, encode, random_of, whole_number
+from reward import END, Step, Task, encode
+from tasks.problems import draw_problem, random_of, whole_number
 
 
 def shape_of(tokens):

@@ -371,8 +371,8 @@ def test_last_number(text, value):
 
 # ---------------------------------------------------------------------------------- own tasks
 
-OWN = """
-from reward import END, Step, Task, draw_problem, encode, random_of
+OWN = """from reward import END, Step, Task, encode
+from tasks.problems import draw_problem, random_of
 
 
 def propose(random):
@@ -473,7 +473,7 @@ def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
         ("return draw", 'return {"question": "?"} or draw', "must be a dict with a 'prompt'"),
         ("return draw", '{"train": 1}[split]\n        return draw', "'eval' (mine.py, line 17)"),
         ("return draw", 'return {"prompt": "a", "b": {1}} or draw', "not JSON serializable"),
-        ("from reward", "raise SystemExit(3)\nfrom reward", "SystemExit: 3 (mine.py, line 2)"),
+        ("from reward", "raise SystemExit(3)\nfrom reward", "SystemExit: 3 (mine.py, line 1)"),
     ],
 )  # fmt: skip
 def test_the_mistakes_of_its_author_are_shown_in_one_line(tmp_path, old, new, complaint):
