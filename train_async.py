@@ -17,6 +17,7 @@ generated: quicker where there are two cores and the verifier is quick.
 
 import time
 
+import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from learner import learner_step, new_groups
 from reward import problem_of
 from runtime.books import exit_code, finish

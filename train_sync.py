@@ -8,6 +8,7 @@ flat loop. `learner_step` is the one that train_async.py uses, too.
 Left out: processes, queues, staleness (here it is always 0).
 """
 
+import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from learner import learner_step, new_groups
 from reward import verify_group
 from rollout import COUNTED, generate

@@ -20,6 +20,15 @@ OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", 
 FIRST = "task steps seed out resume replay model attention max_staleness lr".split()
 
 
+def complain(kind, error, trace) -> None:
+    """In place of Python's own last words: Ctrl-C, before anything has begun, is no trouble."""
+    if kind is not KeyboardInterrupt:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = complain
+
+
 class UserError(ValueError):
     """A mistake of the user's: one line that names the value and what is allowed; exit code 2."""
 
@@ -190,9 +199,6 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
         train(config)
     except UserError as error:
         fail(error)
-    except KeyboardInterrupt:  # before anything has begun: see Stop in runlog.py
-        sys.stderr.write("\nstopped by Ctrl-C\n")
-        raise SystemExit(130) from None
     except (TrainingStopped, OSError) as error:
         sys.stderr.write(f"\nstopped: {printable(str(error))}\n")
         raise SystemExit(1) from error
