@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+if os.name == "nt":
+    sys.exit("nanoGLM needs Linux or macOS (time limits and signals are POSIX); on Windows use WSL")
+
 LONGEST_CONTEXT = 131072
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 
