@@ -12,6 +12,7 @@ from lab.calibrate import calibrate, fit, read_run, refill_rows
 from lab.pipeline import Costs, Pipeline, PipelineLog, pipeline_metrics, predict
 from lab.plots import load_result, save_result
 from runtime.config import Config
+from runtime.folder import Log
 from runtime.ledger import Ledger
 
 RANDOM = np.random.default_rng(0)
@@ -56,8 +57,8 @@ def write(log: PipelineLog, folder) -> Path:
     (folder / "config.json").write_text(json.dumps(flags))
     events = sorted((e for kind in log.events.values() for e in kind), key=lambda e: e["t"])
     rows = [row | {"seconds": 1.0} for row in log.rows]
-    for name, records in (("events", events), ("metrics", rows)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    Log(folder / "events.jsonl").append(events)
+    Log(folder / "metrics.jsonl").append(rows)
     return folder
 
 
