@@ -9,7 +9,7 @@ The stages are those of DeepSeek-V3.2-Exp's report and of GLM-5's (arXiv 2602.15
            the dense attention, summed over heads and over the keys of a chunk, made to sum to one.
   sparse   Attention reads what the indexer selects. The indexer learns the same KL among the
            selected chunks only; everything else learns the language-model loss.
-  RL       Steps of train_sync.py. No gradient reaches the indexer.
+What follows is RL, in which no gradient reaches the indexer: lab/recipe.py does some steps of it.
 Neither loss reaches the other's parameters: the indexer's input is detached (model.py), selection
 has no gradient, and p is detached here. The chunk of the query itself is always selected; it has no
 competitor, so p leaves it out.
@@ -27,7 +27,6 @@ Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chu
       M answer tokens of a text · V' tokens of the task's alphabet
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,14 +38,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-from learner import Learner, learner_step, new_groups
-from losses import Damper
-from model import GPT, ModelConfig, Packed, attend_packed, dense_packed, pack_tokens
-from reward import Task, alphabet_of, make_task, verify_group
-from rollout import generate
-from runtime.config import Config, flag
-from runtime.messages import apply_verdicts
-from runtime.setup import make_generator
+from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens
+from reward import Task, alphabet_of, make_task
+from runtime.config import flag
 from runtime.tokenizer import END, encode
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys
@@ -107,7 +101,7 @@ def make_batch(length: int, seed: int, start: int, budget: int) -> tuple[Tensor,
     task = make_task(f"recall:{length}", seed)
     first, columns = make_text(task, start)  # all texts of a length have the same columns
     count = max(4, budget // len(first))
-    texts = [first, *(make_text(task, start + i)[0] for i in range(1, count))]
+    texts = [make_text(task, start + i)[0] for i in range(count)]
     return torch.tensor(texts), torch.tensor(columns), torch.from_numpy(alphabet_of(task))
 
 
@@ -117,16 +111,27 @@ def make_batch(length: int, seed: int, start: int, budget: int) -> tuple[Tensor,
 def make_recipe_model(config: RecipeConfig, seed: int) -> GPT:
     """Two layers are the least for recall: one finds the key of a value, the next compares keys."""
     shape = {"layers": 2, "width": 64, "heads": 8, "kv_heads": 4, "head_width": 16, "hidden": 128}
-    shape |= {"positions": "rope", "rope_base": 1000.0, "qk_norm": True}
-    shape |= {"attention": "dsa", "scoring": "indexer", "index_heads": 4, "index_width": 16}
-    shape |= {"chunk_size": config.chunk_size, "top_k": config.top_k}
-    return GPT(ModelConfig(**shape, context=2 * config.lengths[-1]), seed)
+    model = ModelConfig(
+        **shape,
+        context=2 * config.lengths[-1],
+        positions="rope",
+        rope_base=1000.0,
+        qk_norm=True,
+        attention="dsa",
+        scoring="indexer",
+        index_heads=4,
+        index_width=16,
+        chunk_size=config.chunk_size,
+        top_k=config.top_k,
+    )
+    return GPT(model, seed)
 
 
 def watched_attention(config: ModelConfig, B: int, T: int, sparse: bool, seen: list) -> Callable:
     """Attention of B texts of T tokens, dense or sparse, by masks. Each layer that calls it appends
-    to `seen`: the indexer's scores [N, K] (-inf: no candidate), the chunks that it selects
-    bool [N, K], and the attention that chunks get, averaged over heads [N, K] (sums to one)."""
+    to `seen` the indexer's scores of the chunks that compete, or (sparse) are selected among them
+    [N, K] (-inf: the others), and the attention that chunks get, averaged over heads [N, K], which
+    sums to one."""
     tables = dsa.packed_tables(torch.arange(0, B * T + 1, T), config.chunk_size)
     causal, K = torch.ones(T, T, dtype=torch.bool).tril(), tables.widest
 
@@ -138,28 +143,27 @@ def watched_attention(config: ModelConfig, B: int, T: int, sparse: bool, seen: l
         q_index, k_index, weights = index
         means = dsa.chunk_means(k_index[:, None], tables)
         scores = dsa.index_scores(q_index, means, weights, tables)  # [N, 1, K]
-        picks = dsa.top_chunks(scores, tables, config.top_k)[:, 0] - tables.first[:, None]
-        picks = picks.where(picks >= 0, K)  # nothing picked: one column more, cut off below
-        selected = torch.zeros(B * T, K + 1, dtype=torch.bool).scatter(1, picks, True)[:, :K]
         visible = causal
         if sparse:
+            picks = dsa.top_chunks(scores, tables, config.top_k)[:, 0] - tables.first[:, None]
+            picks = picks.where(picks >= 0, K)  # nothing picked: one column more, cut off below
+            selected = torch.zeros(B * T, K + 1, dtype=torch.bool).scatter(1, picks, True)[:, :K]
+            scores = scores.masked_fill(~selected[:, None], -torch.inf)
             keys = selected.repeat_interleave(config.chunk_size, 1)[:, :T]
             visible = causal & keys.view(B, 1, T, T)
         logits = grid(q) * config.head_width**-0.5 @ grid(k).mT  # [B, H, T, T]
         weights = logits.masked_fill_(~visible, -torch.inf).softmax(-1)
         mass = F.pad(weights.detach().mean(1), (0, K * config.chunk_size - T))  # whole chunks
-        seen.append((scores[:, 0], selected, mass.view(B * T, K, -1).sum(-1)))
+        seen.append((scores[:, 0], mass.view(B * T, K, -1).sum(-1)))
         return (weights @ grid(v)).transpose(1, 2).reshape(q.shape)
 
     return attend
 
 
-def indexer_loss(scores: Tensor, selected: Tensor, mass: Tensor, sparse: bool) -> Tensor:
-    """KL(p || softmax(scores)) over a query's candidates, or (sparse) the selected ones among them:
-    the mean over the queries that have any. All arguments [N, K]; p is `mass` without the query's
-    own chunk, which is no candidate."""
+def indexer_loss(scores: Tensor, mass: Tensor) -> Tensor:
+    """KL(p || softmax(scores)) over the chunks that a query scores: the mean over the queries that
+    have any. Both [N, K]; p is `mass` without the others, such as the query's own chunk."""
     among = scores > -torch.inf
-    among = among & selected if sparse else among
     p = mass.masked_fill(~among, 0)
     p = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
     log_q = scores.masked_fill(~among, -1e30).log_softmax(-1)
@@ -167,24 +171,31 @@ def indexer_loss(scores: Tensor, selected: Tensor, mass: Tensor, sparse: bool) -
     return divergence.sum() / among.any(-1).sum().clamp(min=1)
 
 
-def losses_of(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, stage: str) -> tuple:
-    """Loss of the answers, loss of the indexer (summed over layers), and which answers are exact.
+def answer(model: GPT, batch: tuple, attend: Callable) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy of the answers, and which are exact: given the right tokens before, all
+    tokens of such an answer are the most probable of the alphabet, as in greedy decoding.
 
-    tokens [B, T], columns [M], alphabet [V'] -> scalar, scalar, bool [B, M / 3].
+    tokens [B, T], columns [M], alphabet [V'] -> scalar, bool [B, M / 3].
     """
-    (B, T), seen = tokens.shape, []
-    if stage == "dense":
-        packed = pack_tokens(list(tokens))
-        attend = lambda layer, q, k, v, index: dense_packed(q, k, v, packed)  # noqa: E731
-    else:
-        attend = watched_attention(model.config, B, T, stage == "sparse", seen)
+    tokens, columns, alphabet = batch
+    B, T = tokens.shape
     hidden = model.body(tokens.flatten(), torch.arange(T).repeat(B), attend)
     # among the task's alphabet (digits and end) only, as the generator and RL do
     logits = model.logits(hidden.view(B, T, -1)[:, columns - 1], alphabet)  # [B, M, V']
-    answers = torch.searchsorted(alphabet, tokens[:, columns])  # [B, M], places in the alphabet
-    exact = (logits.argmax(-1) == answers).view(B, -1, 3).all(-1)
-    kl = sum(indexer_loss(*layer, stage == "sparse") for layer in seen)
-    return F.cross_entropy(logits.flatten(0, 1), answers.flatten()), kl, exact
+    right = torch.searchsorted(alphabet, tokens[:, columns])  # [B, M], places in the alphabet
+    exact = (logits.argmax(-1) == right).view(B, -1, 3).all(-1)
+    return F.cross_entropy(logits.flatten(0, 1), right.flatten()), exact
+
+
+def losses_of(model: GPT, batch: tuple, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of the answers, loss of the indexer, summed over layers (dense stage: 0), and which
+    answers are exact."""
+    tokens, seen = batch[0], []
+    attend = attention_of(model, tokens, "dense")
+    if stage != "dense":
+        attend = watched_attention(model.config, *tokens.shape, stage == "sparse", seen)
+    loss, exact = answer(model, batch, attend)
+    return loss, sum([indexer_loss(*layer) for layer in seen], torch.zeros(())), exact
 
 
 # ------------------------------------------------------------------------------------ the stages
@@ -200,7 +211,7 @@ def parts_of(model: GPT) -> dict[str, list]:
 
 
 def make_optimizers(model: GPT, config: RecipeConfig, stage: str) -> list:
-    """[(parameters, optimizer, learning rate)] of what a stage trains; the rest is frozen."""
+    """The optimizers of what a stage trains; the rest is frozen."""
     share, rates, optimizers = config.sparse_lr if stage == "sparse" else 1.0, {}, []
     if stage != "warm-up":
         rates = {"matrices": config.matrix_lr * share, "others": config.lr * share}
@@ -212,22 +223,22 @@ def make_optimizers(model: GPT, config: RecipeConfig, stage: str) -> list:
             p.requires_grad_(kind in rates)
         if kind in rates:
             make = muon if kind == "matrices" else torch.optim.AdamW
-            optimizers.append((parameters, make(parameters, weight_decay=0.0), rates[kind]))
+            optimizers.append(make(parameters, lr=rates[kind], weight_decay=0.0))
     return optimizers
 
 
 def train_step(model: GPT, batch: tuple, stage: str, optimizers: list, decay: float) -> dict:
     """One step of a stage: its losses, clipped gradients, weights. Returns what happened."""
     model.flat_grad.zero_()
-    loss, kl, exact = losses_of(model, *batch, stage)
+    loss, kl, exact = losses_of(model, batch, stage)
     {"dense": loss, "warm-up": kl, "sparse": loss + kl}[stage].backward()
-    for parameters, optimizer, rate in optimizers:
+    for optimizer in optimizers:
+        (group,) = optimizer.param_groups
         # each by itself: a common norm would let one loss scale the other's step
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.param_groups[0]["lr"] = rate * decay
+        torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+        group["lr"] = optimizer.defaults["lr"] * decay
         optimizer.step()
-    found = {"loss": loss, "kl": torch.as_tensor(kl), "exact": exact.float().mean()}
-    return {name: float(value.detach()) for name, value in found.items()}
+    return {"loss": loss.item(), "kl": kl.item(), "exact": exact.float().mean().item()}
 
 
 def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple[int, int]:
@@ -260,35 +271,12 @@ def train_stage(model: GPT, config: RecipeConfig, seed: int, stage: str, steps: 
     return {key: round(float(np.mean([row[key] for row in last])), 4) for key in last[0]}
 
 
-def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
-    """A few steps of train_sync.py on prompts of 8 times the attended keys; no gradient reaches
-    the indexer. Returns the mean reward of each step."""
-    how = Config(task=f"recall:{config.lengths[2]}", seed=seed, steps=config.rl_steps)
-    how = dataclasses.replace(how, groups_per_step=8, slots=32, lr=1e-4, reference_every=0)
-    task = make_task(how.task, seed)
-    flat = torch.nn.Parameter(model.flat)
-    flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
-    learner = Learner(model, torch.optim.AdamW([flat], weight_decay=0.0), Damper(), alphabet)
-    generator, rewards = make_generator(how, task, model), []
-    before = [p.clone() for p in parts_of(model)["indexer"]]
-    for _ in tqdm(range(how.steps), f"seed {seed} RL"):
-        generator.set_weights(learner.version, None)
-        groups = generate(generator, new_groups(learner, task, how.groups_per_step))
-        for group in groups:
-            apply_verdicts(group, verify_group(group, task, how))
-        learner_step(learner, groups, how)
-        episodes = [t.reward for group in groups for t in group.trajectories]
-        rewards.append(round(float(np.mean(episodes)), 4))
-    assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
-    return rewards
-
-
 # -------------------------------------------------------------------------------------- the exam
 
 
-def attention_of(model: GPT, packed: Packed, kind: str) -> Callable:
-    """Attention of a packed forward pass: "dense", "dsa" by the indexer, or "mean" keys."""
-    c = model.config
+def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
+    """Attention of texts [B, T]: "dense", "dsa" by the indexer, or "mean" keys."""
+    c, packed = model.config, pack_tokens(list(tokens))
     if kind == "dense":
         return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
     if kind == "dsa":
@@ -297,23 +285,20 @@ def attention_of(model: GPT, packed: Packed, kind: str) -> Callable:
     return lambda layer, q, k, v, index: dsa.dsa_attention(q, k, v, tables, c.top_k)
 
 
-def exam(length: int, problems: int) -> tuple[Tensor, Tensor]:
-    """Held-out prompts of recall:`length` with their answers: tokens [P, T], alphabet [V']."""
+def exam(length: int, problems: int) -> tuple[Tensor, ...]:
+    """Held-out prompts of recall:`length` with their answers, as from `make_batch`."""
     task = make_task(f"recall:{length}")
     found = [task.reset(i, "eval") for i in range(problems)]
-    tokens = [encode(p["prompt"] + p["answer"]) + [END] for p in found]
-    return torch.tensor(tokens), torch.from_numpy(alphabet_of(task))
+    tokens = torch.tensor([encode(p["prompt"] + p["answer"]) + [END] for p in found])
+    columns = torch.arange(tokens.shape[1])[-3:]
+    return tokens, columns, torch.from_numpy(alphabet_of(task))
 
 
 @torch.no_grad()
-def accuracy(model: GPT, tokens: Tensor, alphabet: Tensor, kind: str) -> float:
-    """Share of prompts that are answered exactly, as greedy decoding would: given the right tokens
-    before it, each token of the answer [P, 3] is the most probable one of the alphabet."""
+def accuracy(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, kind: str) -> float:
+    """Share of the prompts of an exam that are answered exactly, with one kind of attention."""
     exact = []
     for part in tokens.split(max(1, 8192 // tokens.shape[1])):
-        packed = pack_tokens(list(part[:, :-1]))
-        attend = attention_of(model, packed, kind)
-        hidden = model.body(packed.tokens, packed.positions, attend)
-        best = model.logits(hidden.view(len(part), -1, model.config.width)[:, -3:], alphabet)
-        exact.append((alphabet[best.argmax(-1)] == part[:, -3:]).all(-1))
-    return float(torch.cat(exact).float().mean())
+        attend = attention_of(model, part, kind)
+        exact.append(answer(model, (part, columns, alphabet), attend)[1])
+    return torch.cat(exact).float().mean().item()

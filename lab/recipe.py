@@ -8,7 +8,7 @@ place among many. The same model is examined with dense attention; with an index
 trained; with mean keys instead of an indexer; after the indexer's warm-up; after the whole recipe;
 and after some steps of RL with the indexer frozen. All of them but the first attend to
 `chunk_size * top_k` keys, whatever the length of the prompt.
-Left out: the stages themselves (pretrain.py).
+Left out: the stages before RL (pretrain.py).
 """
 
 import time
@@ -16,13 +16,21 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from lab.plots import between, column, markdown, save_result
-from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, rl_stage, train_stage
-from runtime.config import UserError
+from learner import Learner, learner_step, new_groups
+from losses import Damper
+from model import GPT
+from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, parts_of, train_stage
+from reward import alphabet_of, make_task, verify_group
+from rollout import generate
+from runtime.config import Config, UserError
 from runtime.devices import cores, describe_machine
+from runtime.messages import apply_verdicts
+from runtime.setup import make_generator
 
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
@@ -61,6 +69,29 @@ def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
         result["stages"]["RL"] = rl_stage(model, config, seed)
         examine("after RL")
     return result | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
+    """A few steps of train_sync.py on prompts of 8 times the attended keys; no gradient reaches
+    the indexer. Returns the mean reward of each step."""
+    sizes = {"steps": config.rl_steps, "groups_per_step": 8, "slots": 32}
+    how = Config(task=f"recall:{config.lengths[2]}", seed=seed, lr=1e-4, reference_every=0, **sizes)
+    task = make_task(how.task, seed)
+    flat = torch.nn.Parameter(model.flat)
+    flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
+    learner = Learner(model, torch.optim.AdamW([flat], weight_decay=0.0), Damper(), alphabet)
+    generator, rewards = make_generator(how, task, model), []
+    before = [p.clone() for p in parts_of(model)["indexer"]]
+    for _ in tqdm(range(how.steps), f"seed {seed} RL"):
+        generator.set_weights(learner.version, None)
+        groups = generate(generator, new_groups(learner, task, how.groups_per_step))
+        for group in groups:
+            apply_verdicts(group, verify_group(group, task, how))
+        learner_step(learner, groups, how)
+        episodes = [t.reward for group in groups for t in group.trajectories]
+        rewards.append(round(float(np.mean(episodes)), 4))
+    assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
+    return rewards
 
 
 def accuracy_table(runs: list[dict], lengths: list[int], attended: int) -> list[str]:
