@@ -63,15 +63,8 @@ def bench_objectives(folder: Path, steps: int = 150) -> None:
     arms = [*product(OBJECTIVES, (0, 4, 16), [1.0], ["float32"])]
     arms += product(OBJECTIVES, [4], [1.0], ["float8_e4m3fn"])
     arms += product(["cispo"], (4, 16), (0.0, 0.15, 1e9), ["float32"])
-    plan = []
-    for objective, eta, threshold, weights in arms:
-        flags = {
-            "objective": objective,
-            "max_staleness": eta,
-            "kl_threshold": threshold,
-            "rollout_weights": weights,
-        }
-        plan.append(flags)
+    names = ("objective", "max_staleness", "kl_threshold", "rollout_weights")
+    plan = [dict(zip(names, arm, strict=True)) for arm in arms]
     alike = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
     for row, run in campaign_runs(folder, "objectives", plan, **alike):
         metrics = read_lines(run / "metrics.jsonl")

@@ -59,9 +59,7 @@ def enumerate_task(vocab: int, length: int) -> EnumeratedTask:
     first_row = (vocab ** torch.arange(length) - 1) // (vocab - 1)  # of the prefixes of a length
     prefix = first_row + number[:, None] // (place * vocab)
     # Most of the reward is for a last digit that fits the first two: prefixes matter.
-    a = number // 16 % 4
-    b = number // 4 % 4
-    c = number % 4
+    a, b, c = (number // worth % 4 for worth in (16, 4, 1))
     rewards = 0.2 * (a == 2) + 0.2 * (b > a) + 0.6 * (c == (a + b) % 4)
     tokens = number[:, None] // place % vocab
     shape = (int(prefix.max()) + 1, vocab)

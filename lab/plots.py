@@ -131,7 +131,7 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
     rows = []
-    bars = []  # (row, seconds from the left, event)
+    bars = []  # (row, seconds from the left, seconds, colour)
     width = 0.0
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
@@ -144,23 +144,17 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         width = max(width, last["t"] + last["seconds"] - left)
         processes = sorted(set(column(spans, "process")))
         for event in spans:
-            row = len(rows) + processes.index(event["process"])
-            bars.append((row, event["t"] - left, event))
+            row, begin = len(rows) + processes.index(event["process"]), event["t"] - left
+            colour = SHADES[event["version"] % 8] if "version" in event else PURPLE
+            bars.append((row, begin, event["seconds"], colour))
         rows += [f"{name_of(run)}: {process}" for process in processes]
     if not rows:
         return
     figure = new_figure((9, 0.9 + 0.36 * len(rows)))
     axis = figure.subplots()
-    for row, begin, event in bars:
-        if begin < width and begin + event["seconds"] > 0:
-            colour = SHADES[event["version"] % 8] if "version" in event else PURPLE
-            axis.barh(
-                row,
-                event["seconds"],
-                left=begin,
-                color=colour,
-                height=0.7,
-            )
+    shown = [bar for bar in bars if bar[1] < width and bar[1] + bar[2] > 0]
+    places, begins, seconds, colours = zip(*shown, strict=True)
+    axis.barh(places, seconds, left=begins, color=colours, height=0.7)
     axis.set(xlim=(0, width), ylim=(len(rows) - 0.5, -0.5))
     axis.set_xlabel("time (s); one colour a policy version, pink = verifying, blank = idle")
     axis.set_yticks(range(len(rows)), rows, parse_math=False)
@@ -205,22 +199,9 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
             style = style or STYLES[i % len(STYLES)]
             colour = style[:7]
             seeds = np.atleast_2d(y)
-            axis.plot(
-                x,
-                np.median(seeds, 0),
-                style[7:] or "-",
-                color=colour,
-                label=label,
-                ms=4,
-            )
-            axis.fill_between(
-                x,
-                seeds.min(0),
-                seeds.max(0),
-                color=colour,
-                alpha=0.15,
-                lw=0,
-            )
+            median = np.median(seeds, 0)
+            axis.plot(x, median, style[7:] or "-", color=colour, label=label, ms=4)
+            axis.fill_between(x, seeds.min(0), seeds.max(0), color=colour, alpha=0.15, lw=0)
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
