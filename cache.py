@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dsa
-from model import GPT, attend_packed, pack_tokens, sparse_kernels
-from runtime.prefixes import PAD_BLOCK, padded
+from model import GPT, PAD_BLOCK, attend_packed, pack_tokens, padded, sparse_kernels
 
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
