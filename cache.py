@@ -49,47 +49,37 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
         k, v = like.new_zeros(2, c.layers, slots, c.kv_heads, T, c.head_width).transpose(3, 4)
         return Cache(k, v, None, None, None)
     k, v = like.new_zeros(2, c.layers, slots, T, c.kv_heads, c.head_width)
-    scored = k
-    if c.indexed:
-        scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
+    scored = like.new_zeros(c.layers, slots, T, 1, c.index_width) if c.indexed else k
     empty = torch.zeros(slots, device=like.device).long()
     tables = dsa.cache_tables(empty, T, c.chunk_size)
-    means = scored  # single keys are their own means
-    if c.chunk_size > 1:
-        means = torch.zeros_like(scored[:, :, : tables.widest])
+    # single keys are their own means
+    means = torch.zeros_like(scored[:, :, : tables.widest]) if c.chunk_size > 1 else scored
     return Cache(k, v, scored, means, tables)
 
 
-def write_keys(
+def remember(
     cache: Cache,
     layer: int,
     place: tuple,  # slots [N], positions [N]
-    k: Tensor,  # [N or more, Hkv, D]
-    v: Tensor,
-    index: tuple | None,  # the indexer's queries, keys [N or more, E], weights
+    chunks: Tensor | None,  # ids of the chunks in which they lie (dsa)
+    keys: tuple,  # k and v [N or more, Hkv, D], the indexer's queries, keys [N or more, E], weights
 ) -> None:
     """Put the keys and values of N tokens in their places; rows behind the first N are filler."""
     N = len(place[0])
+    k, v, index = keys
     cache.k[layer][place] = k[:N]
     cache.v[layer][place] = v[:N]
     if index is not None:
         cache.scored[layer][place] = index[1][:N, None]
+    if chunks is not None:
+        scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
+        means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)
 
 
 # ------------------------------------------------------------------------- whole sequences
 
 
-def prefix(cache: Cache, slot: int, keys: int) -> list[Tensor]:
-    """Views of what a slot holds of its first `keys` tokens (means: at least of their chunks)."""
-    return [x[:, slot, :keys] for x in cache[:4] if x is not None]
-
-
-def prefill_groups(
-    model: GPT,
-    cache: Cache,
-    prompts: dict,
-    known: dict,
-) -> None:
+def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None:
     """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
 
     prompts: slot -> (group id, tokens); known: group id -> its prompt's keys and values so far.
@@ -99,10 +89,10 @@ def prefill_groups(
         if group not in known:
             first.setdefault(group, slot)
     slots = torch.tensor([*first.values()], device=cache.k.device)
-    sequences = [prompts[slot][1] for slot in first.values()]
-    prefill(model, cache, slots, sequences)
+    prefill(model, cache, slots, [prompts[slot][1] for slot in first.values()])
     for slot, (group, tokens) in prompts.items():
-        parts = prefix(cache, slot, len(tokens))
+        # what the slot holds of its first tokens (means: at least of their chunks)
+        parts = [x[:, slot, : len(tokens)] for x in cache[:4] if x is not None]
         if group not in known:
             known[group] = [x.clone() for x in parts]
         for part, ready in zip(parts, known[group], strict=True):
@@ -110,16 +100,12 @@ def prefill_groups(
 
 
 @torch.inference_mode()
-def prefill(
-    model: GPT,
-    cache: Cache,
-    slots: Tensor,  # [B]
-    sequences: list,  # B arrays or lists of token ids
-) -> None:
+def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
     """Write keys and values of whole sequences into their cache slots, one sequence a slot.
 
-    Only sequences whose grids have the same width go together: SDPA's order of summation changes
-    with the width (from 200 tokens on, torch 2.13, CPU).
+    slots [B], sequences: B arrays or lists of token ids. Only sequences whose grids have the same
+    width go together: SDPA's order of summation changes with the width (from 200 tokens on, torch
+    2.13, CPU).
     """
     places = {}  # width of the grid -> places in `sequences`
     for i, sequence in enumerate(sequences):
@@ -128,52 +114,26 @@ def prefill(
         _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
 
 
-def _prefill_width(
-    model: GPT,
-    cache: Cache,
-    slots: Tensor,
-    sequences: list,
-) -> None:
+def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
     lengths = [len(s) for s in sequences]
     N = sum(lengths)
     filler = [[0]] * (MIN_ROWS - N)  # too few rows change the rounding
     packed = pack_tokens([*sequences, *filler], model.flat.device)
     counts = torch.tensor(lengths, device=slots.device)
-    row_slots = torch.repeat_interleave(slots, counts)  # [N]
-    place = (row_slots, packed.positions[:N])
+    place = (torch.repeat_interleave(slots, counts), packed.positions[:N])
+    chunks = None
+    if cache.tables is not None:  # as far as the longest sequence fills them
+        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=slots.device)
+        chunks = (cache.tables.first[slots, None] + local).flatten()
     attend_all = attend_packed(model.config, packed, cache.k.shape[2])
 
-    def attend(
-        layer,
-        q,
-        k,
-        v,
-        index,
-    ):
-        write_keys(cache, layer, place, k, v, index)
-        if cache.tables is not None:
-            store_means(cache, layer, slots, max(lengths))
+    def attend(layer, q, *keys):
+        remember(cache, layer, place, chunks, keys)
         if layer == model.config.layers - 1:  # nothing but its keys and values is read
             return q
-        return attend_all(layer, q, k, v, index)
+        return attend_all(layer, q, *keys)
 
     model.body(packed.tokens, packed.positions, attend, rows=slots[:0])
-
-
-def store_means(
-    cache: Cache,
-    layer: int,
-    slots: Tensor,
-    longest: int,
-) -> None:
-    """Mean keys of the chunks of these slots [B], as far as the longest sequence fills them."""
-    tables = cache.tables
-    count = -(-longest // tables.chunk_size)
-    local = torch.arange(count, device=slots.device)
-    chunks = (tables.first[slots, None] + local).flatten()
-    keys = cache.scored[layer].flatten(0, 1)
-    means = cache.means[layer].flatten(0, 1)
-    means[chunks] = dsa.chunk_means(keys, tables, chunks)
 
 
 # ------------------------------------------------------------------------ one token a slot
@@ -194,63 +154,38 @@ def decode(
     """
     place = (torch.arange(len(tokens), device=tokens.device), positions)
     if cache.tables is None:
-        read = dense_reader(model, cache, positions, longest)
+        chunks, read = None, dense_reader(model, cache, positions, longest)
     else:
-        read = sparse_reader(model, cache, positions)
+        tables = dsa.advance(cache.tables, positions + 1)
+        chunks, read = tables.own, sparse_reader(model, cache, tables)
 
-    def attend(
-        layer,
-        q,
-        k,
-        v,
-        index,
-    ):
-        write_keys(cache, layer, place, k, v, index)
-        return read(layer, q, index)
+    def attend(layer, q, *keys):
+        remember(cache, layer, place, chunks, keys)
+        return read(layer, q, keys[-1])
 
     return model.body(tokens, positions, attend)
 
 
-def dense_reader(
-    model: GPT,
-    cache: Cache,
-    positions: Tensor,
-    longest: int,
-) -> Callable:
+def dense_reader(model: GPT, cache: Cache, positions: Tensor, longest: int) -> Callable:
     """Every query attends to the keys of its slot at positions up to its own."""
     T = keys_to_read(model, cache, longest)
     future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
     mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
-
-    def read(layer, q, index):
-        keys = cache.k[layer, :, :T]  # [B, T, Hkv, D]
-        values = cache.v[layer, :, :T]
-        return attend_slots(q, keys, values, mask)
-
-    return read
+    return lambda layer, q, index: attend_slots(
+        q, cache.k[layer, :, :T], cache.v[layer, :, :T], mask
+    )
 
 
-def sparse_reader(model: GPT, cache: Cache, positions: Tensor) -> Callable:
+def sparse_reader(model: GPT, cache: Cache, tables: dsa.Tables) -> Callable:
     """Every query selects chunks of its slot by their mean keys, and attends to those."""
-    dsa_attention = sparse_kernels(model.config, positions.device)
-    tables = dsa.advance(cache.tables, positions + 1)
+    dsa_attention = sparse_kernels(model.config, cache.k.device)
 
     def read(layer, q, index):
-        scored = cache.scored[layer].flatten(0, 1)
-        means = cache.means[layer].flatten(0, 1)
-        dsa.update_means(means, scored, tables)
+        k, v, scored, means = (x[layer].flatten(0, 1) for x in cache[:4])  # [B * T, H, D]
         if index is not None:
             q_index, _, weights = index
             index = (q_index.contiguous(), scored[:, 0], weights)
-        return dsa_attention(
-            q.contiguous(),
-            cache.k[layer].flatten(0, 1),  # [B * T, Hkv, D]
-            cache.v[layer].flatten(0, 1),
-            tables,
-            model.config.top_k,
-            index,
-            means,
-        )
+        return dsa_attention(q.contiguous(), k, v, tables, model.config.top_k, index, means)
 
     return read
 
