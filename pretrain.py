@@ -43,10 +43,9 @@ from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT, ModelConfig, Packed, attend_packed, dense_packed, pack_tokens
 from reward import Task, alphabet_of, make_task, verify_group
-from rollout import generate
+from rollout import generate, make_generator
 from runtime.config import Config, flag
 from runtime.messages import apply_verdicts
-from runtime.setup import make_generator
 from runtime.tokenizer import END, encode
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys

@@ -6,19 +6,19 @@ not known yet (the policy's turn) one is sampled, where it is (prompt, environme
 simply fed. A finished slot is refilled at once. New weights are adopted between two tokens.
 Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
-Sampling noise is a pure function of (run seed, group, sample, position). So an episode depends on
-its prompt, its noise key and the weight version at each position, and on nothing that shares the
-batch: bitwise on CPU (one thread, the same number of slots), whatever the slot, the neighbours or
-the order of arrival.
+Sampling noise is a hash of (run seed, group, sample, position): there is no generator state to
+seed, save or share. So an episode depends on its prompt, its noise key and the weight version at
+each position, and on nothing that shares the batch: bitwise on CPU (one thread, the same number of
+slots), whatever the slot, the neighbours or the order of arrival.
 
 Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d model width
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -29,15 +29,15 @@ from cache import Cache, captured, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
 from reward import Task, alphabet_of, respond
 from runtime import limits
-from runtime.config import Config
+from runtime.config import Config, capacity_of
 from runtime.messages import ARRAYS, Group, Trajectory
-from runtime.sampling import noise_keys, sample, uniforms
 from runtime.tokenizer import encode
 
 FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
 COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
+MASK32 = 0xFFFFFFFF
 
 
 @torch.no_grad()
@@ -57,6 +57,52 @@ def naive_generate(model: GPT, prompt: list[int], environment, noise_key: int, t
         if tokens[-1] in environment.stop:
             break
     return tokens, logprobs
+
+
+# ------------------------------------------------------------------------------ sampling noise
+
+
+def mix(x):
+    """A 32-bit integer hash of values in [0, 2^32), ints or int64 arrays ("lowbias32", found by
+    C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * factor & MASK32
+    return x ^ (x >> 16)
+
+
+@lru_cache(1024)
+def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
+    """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
+    low, high = 0x9E3779B9, 0x85EBCA6B
+    for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
+        low = mix((low ^ part) & MASK32)
+        high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
+    return ((high & 0x3FFFFFFF) << 32 | low).tolist()
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in (0, 1), float32 [B], for each key and position, int64 [B] each. It has 23 bits
+    and a half: neither 0 nor 1 can come out."""
+    bits = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))
+    return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+
+
+@torch.no_grad()
+def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
+
+    Inverse transform: the first token whose cumulative probability exceeds the row's number in
+    `uniform` [B]. Temperature 0 is greedy.
+    """
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+    if temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        cumulative = logprobs.exp().cumsum(-1)
+        # the last sum is 1 up to rounding; times it, no number lies beyond the last token
+        level = uniform[:, None] * cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
 def next_tokens(model: GPT, cache: Cache, head: Tensor, inputs: tuple, V: int, temperature: float):
@@ -109,6 +155,7 @@ def make_environment(config: Config, task: Task) -> Environment:
 # -------------------------------------------------------------------------------- the generator
 
 
+@dataclass(eq=False)
 class Generator:
     """Continuous batching: `submit` groups, call `step` until `busy` is False, collect groups.
 
@@ -116,29 +163,27 @@ class Generator:
     been through the model; a slot samples when all known tokens have been.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        environment: Environment,
-        *,
-        slots: int,
-        capacity: int,
-        group_size: int,
-        seed: int = 0,
-        temperature: float = 1.0,
-        swap: str = "keep",
-        worker: int = 0,
-        weights: torch.dtype = torch.float32,
-        graphs: bool = False,
-    ):
-        assert capacity <= model.config.context, (capacity, model.config.context)
-        self.model, self.environment, self.capacity = model, environment, capacity
-        self.group_size, self.seed, self.temperature = group_size, seed, temperature
-        self.swap, self.worker, self.weights = swap, worker, weights
-        self.alphabet = torch.from_numpy(environment.alphabet).to(model.flat.device)
-        self.stops = np.isin(np.arange(model.config.vocab_size), list(environment.stop))
-        self.cache, self.head = make_cache(model, slots, capacity), self._output_matrix()
-        self.arrays = {name: np.zeros((slots, capacity), kind) for name, kind in ARRAYS.items()}
+    model: GPT
+    environment: Environment
+    _: KW_ONLY
+    slots: int
+    capacity: int
+    group_size: int
+    seed: int = 0
+    temperature: float = 1.0
+    swap: str = "keep"
+    worker: int = 0
+    weights: torch.dtype = torch.float32
+    graphs: bool = False
+
+    def __post_init__(self):
+        model, slots, stop = self.model, self.slots, self.environment.stop
+        assert self.capacity <= model.config.context, (self.capacity, model.config.context)
+        self.alphabet = torch.from_numpy(self.environment.alphabet).to(model.flat.device)
+        self.stops = np.isin(np.arange(model.config.vocab_size), list(stop))
+        self.cache, self.head = make_cache(model, slots, self.capacity), self._output_matrix()
+        shape = slots, self.capacity
+        self.arrays = {name: np.zeros(shape, kind) for name, kind in ARRAYS.items()}
         self.tokens, self.loss_mask, self.logprobs, self.versions = self.arrays.values()
         self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
         self.cached, self.keys, self.turn_start, self.turn_limit = np.zeros((4, slots), np.int64)
@@ -151,11 +196,11 @@ class Generator:
         self.version, self.new_weights = 0, None
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
-        self.counts = dict.fromkeys((*COUNTED, "swaps", "busy"), 0)
+        self.counts = Counter(dict.fromkeys((*COUNTED, "swaps", "busy"), 0))
         self.next_tokens = torch.inference_mode()(next_tokens)
-        if graphs:
+        if self.graphs:
             self.next_tokens = torch.no_grad()(captured(next_tokens))
-        self.fed_prompts = FED_PROMPTS if graphs else 0
+        self.fed_prompts = FED_PROMPTS if self.graphs else 0
 
     @property
     def busy(self) -> bool:
@@ -192,14 +237,16 @@ class Generator:
         refilled = time.monotonic()
         self._decode()
         now = time.monotonic()
-        self.counts["decode"] += now - refilled
-        self.counts["busy"] += now - begin
+        self.counts.update(decode=now - refilled, busy=now - begin)
         return True
 
     def take_finished(self) -> list[Group]:
         """Groups that are complete, in order of completion; each is handed out once."""
         finished, self.finished = self.finished, []
         return finished
+
+    def _event(self, kind: str, group_id: int, size: int) -> None:
+        self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
 
     # ------------------------------------------------------------------------------- weight swap
 
@@ -217,15 +264,14 @@ class Generator:
         self.prompts.clear()  # an episode must not depend on when its siblings began
         self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
         self.counts["swaps"] += 1
-        self.events.append((time.monotonic(), "swap", -1, version, {"size": len(occupied)}))
+        self._event("swap", -1, len(occupied))
         for b in occupied:
             self.episodes[b].swaps += [int(self.cached[b]), version]
-        filled = [b for b in occupied if self.cached[b] > 0]
-        if self.swap == "recompute" and filled:
+        if self.swap == "recompute":
+            filled = [b for b in occupied if self.cached[b] > 0]
             slots = torch.tensor(filled, device=self.alphabet.device)
-            prefill(
-                self.model, self.cache, slots, [self.tokens[b, : self.cached[b]] for b in filled]
-            )
+            sequences = [self.tokens[b, : self.cached[b]] for b in filled]
+            prefill(self.model, self.cache, slots, sequences)
 
     def _output_matrix(self) -> Tensor:
         """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
@@ -237,7 +283,10 @@ class Generator:
     # ------------------------------------------------------------------------------------ slots
 
     def _refill(self) -> None:
-        """Give free slots to waiting samples, in order; a group never begins under old weights."""
+        """Give free slots to waiting samples, in order; a group never begins under old weights.
+
+        All of a prompt but its last token, which `_decode` feeds, goes into the cache at once.
+        """
         if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
             return
         prompts = {}  # slot -> its group, and the prompt tokens that must be in the cache
@@ -245,28 +294,30 @@ class Generator:
             if not self.waiting or self.waiting[0][0].start > self.version:
                 break
             group, sample_index = self.waiting.popleft()
-            if prompt := self._begin(b, group, sample_index):
-                prompts[b] = group.group_id, prompt
+            problem = group.problem
+            prompt = self.environment.encode_prompt(problem)
+            n, most = len(prompt), self.capacity - 1
+            assert 0 < n <= most, f"prompt of {n} tokens: must be 1 to {most}"
+            self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
+            self.versions[b], self.running[b] = -1, True
+            first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
+            if first:
+                prompts[b] = group.group_id, prompt[:first]
+            self.known[b], self.cached[b], self.turn_start[b] = n, first, n
+            self.turn_limit[b] = problem.get("turn_tokens", self.environment.turn_tokens)
+            key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
+            self.keys[b] = key
+            self.episodes[b] = Trajectory(
+                group.group_id,
+                sample_index,
+                key,
+                worker=self.worker,
+                started=time.monotonic(),
+                swaps=[first, self.version],
+            )
+            if sample_index == 0:
+                self._event("start", group.group_id, n)
         prefill_groups(self.model, self.cache, prompts, self.prompts)
-
-    def _begin(self, b: int, group: Group, sample_index: int) -> list[int]:
-        """Put one sample into slot b; returns the prompt tokens that must be in the cache: all but
-        the last one, which `_decode` feeds, or none."""
-        prompt, now = self.environment.encode_prompt(group.problem), time.monotonic()
-        n, most = len(prompt), self.capacity - 1
-        assert 0 < n <= most, f"prompt of {n} tokens: must be 1 to {most}"
-        self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
-        self.versions[b], self.running[b] = -1, True
-        first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
-        self.known[b], self.cached[b], self.turn_start[b] = n, first, n
-        self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
-        self.keys[b] = key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-        episode = Trajectory(group.group_id, sample_index, key, worker=self.worker, started=now)
-        episode.swaps = [first, self.version]
-        self.episodes[b] = episode
-        if sample_index == 0:
-            self.events.append((now, "start", group.group_id, self.version, {"size": n}))
-        return prompt[:first]
 
     # ----------------------------------------------------------------------------------- decode
 
@@ -288,10 +339,8 @@ class Generator:
         self.loss_mask[rows, at] = True
         self.versions[rows, at] = self.version
         self.known[rows] += 1
-        self.counts["steps"] += 1
-        self.counts["slot_steps"] += int(self.running.sum())
-        self.counts["tokens"] += len(rows)
-        self.counts["context"] += longest
+        busy = int(self.running.sum())
+        self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
 
         limit = at + 1 - self.turn_start[rows] >= self.turn_limit[rows]
         ended = rows[self.stops[tokens] | limit | (at + 1 >= self.capacity)]
@@ -358,8 +407,24 @@ class Generator:
             self.finished.append(self.groups.pop(group.group_id))
             self.prompts.pop(group.group_id, None)
             size = sum(len(t.tokens) for t in group.trajectories)
-            details = "finish", group.group_id, self.version, {"size": size}
-            self.events.append((episode.finished, *details))
+            self._event("finish", group.group_id, size)
+
+
+def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:
+    """The generator that a run uses for training episodes."""
+    return Generator(
+        model,
+        make_environment(config, task),
+        slots=config.slots,
+        capacity=capacity_of(config, task),
+        group_size=config.group_size,
+        seed=config.seed,
+        temperature=config.temperature,
+        swap=config.swap,
+        worker=worker,
+        weights=getattr(torch, config.rollout_weights),
+        graphs=model.flat.is_cuda and model.config.attention == "dense",
+    )
 
 
 def generate(generator: Generator, groups: list[Group]) -> list[Group]:

@@ -18,7 +18,6 @@ import losses
 import reward
 from learner import Learner, evaluate
 from model import GPT, PRESETS, ModelConfig
-from rollout import Generator, make_environment
 from runtime import limits
 from runtime.checkpoint import (
     checkpoint,
@@ -181,23 +180,6 @@ def make_learner(config: Config, task: reward.Task, device: str, stored=None) ->
     alphabet = torch.from_numpy(reward.alphabet_of(task)).to(device)
     reference = copy.deepcopy(model) if config.reference_every else None
     return Learner(model, optimizer, damper, alphabet, reference)
-
-
-def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
-    """The generator that a run uses for training episodes."""
-    return Generator(
-        model,
-        make_environment(config, task),
-        slots=config.slots,
-        capacity=capacity_of(config, task),
-        group_size=config.group_size,
-        seed=config.seed,
-        temperature=config.temperature,
-        swap=config.swap,
-        worker=worker,
-        weights=getattr(torch, config.rollout_weights),
-        graphs=model.flat.is_cuda and model.config.attention == "dense",
-    )
 
 
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:

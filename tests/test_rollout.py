@@ -21,11 +21,20 @@ from cache import decode, make_cache, prefill
 from learner import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, alphabet_of, make_task, verify_group
-from rollout import Environment, Generator, generate, naive_generate
+from rollout import (
+    Environment,
+    Generator,
+    generate,
+    make_generator,
+    mix,
+    naive_generate,
+    noise_keys,
+    sample,
+    uniforms,
+)
 from runtime.config import Config
 from runtime.messages import Group
-from runtime.sampling import mix, noise_keys, sample, uniforms
-from runtime.setup import make_generator, make_model, task_of
+from runtime.setup import make_model, task_of
 from runtime.tokenizer import encode
 
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
