@@ -210,12 +210,11 @@ def attend_slots(
 def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
     """How many keys of each slot a dense step reads, so that every slot's result is bitwise what
     the whole cache gives (on a GPU: as many as there are, rounded up)."""
-    c = model.config
     capacity = cache.k.shape[2]
     if cache.k.is_cuda:
         return min(padded(longest + 1), capacity)
-    heads = (c.heads, c.kv_heads)
-    lengths = key_lengths(attend_slots, heads, c.head_width, capacity, cache.k.dtype)
+    c = model.config
+    lengths = key_lengths(c.heads, c.kv_heads, c.head_width, capacity, cache.k.dtype)
     return next(n for n in lengths if n > longest)
 
 
@@ -223,10 +222,8 @@ def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
 
 
 @functools.cache
-def key_lengths(attend: Callable, heads: tuple, width: int, capacity: int, dtype) -> list[int]:
+def key_lengths(heads: int, kv_heads: int, width: int, capacity: int, dtype) -> list[int]:
     """Lengths, ascending, to which a step on CPU may cut its cache without changing a bit.
-
-    attend(q [1, Hq, D], k and v [1, T, Hkv, D], mask [1, T]); heads (Hq, Hkv); width D.
 
     An episode must be bitwise the same whatever its neighbours are, and the longest neighbour
     decides how many keys are read. But the order in which a library sums depends on that number
@@ -239,14 +236,14 @@ def key_lengths(attend: Callable, heads: tuple, width: int, capacity: int, dtype
     them all.
     """
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, heads[0], width, generator=generator, dtype=dtype)
-    k, v = torch.randn(2, 1, heads[1], capacity, width, generator=generator, dtype=dtype)
+    q = torch.randn(1, heads, width, generator=generator, dtype=dtype)
+    k, v = torch.randn(2, 1, kv_heads, capacity, width, generator=generator, dtype=dtype)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # as they lie in the cache
 
     def result(length: int, visible: int) -> Tensor:
         mask = torch.zeros(1, length, dtype=dtype)
         mask[:, visible:] = -torch.inf
-        return attend(q, k[:, :length], v[:, :length], mask)
+        return attend_slots(q, k[:, :length], v[:, :length], mask)
 
     lengths = range(PAD_BLOCK, capacity, PAD_BLOCK)
     lengths = [n for n in lengths if n <= 512 or n % 512 == 0]  # fewer questions
@@ -254,36 +251,31 @@ def key_lengths(attend: Callable, heads: tuple, width: int, capacity: int, dtype
     return [*same, capacity]
 
 
-def captured(step: Callable) -> Callable:
-    """A function with the call of step(model, cache, head, inputs, ...), run as CUDA graphs.
+def captured(step: Callable, inputs: tuple, graphs: dict) -> tuple:
+    """step(inputs), run as a CUDA graph.
 
-    inputs: tokens, positions and uniform numbers, [B] each, and the longest position (int).
+    inputs: tokens, positions and uniform numbers, [B] each, and the longest position (int);
+    graphs: longest position -> a graph, its inputs and its results, those captured so far.
 
     A step launches hundreds of kernels, which takes longer than to run them; a graph launches them
     all at once. On an H100 a step of `tiny` takes 0.19 ms instead of 1.09, of `medium` 0.94
     instead of 3.2.
 
     A graph repeats what was done with the same memory. So inputs are copied to a fixed place,
-    weights and head may change in place only, and the number of keys read is fixed: there is a
-    graph for each power of two from 16.
+    weights and output matrix may change in place only, and the number of keys read is fixed: there
+    is a graph for each power of two from 16.
     """
-    graphs: dict[int, tuple] = {}  # longest position -> a graph, its inputs and its results
-
-    def replay(model, cache, head, inputs, *options):
-        *values, longest = inputs
-        longest = max(16, 2 ** int(longest).bit_length()) - 1
-        if longest not in graphs:
-            places = [value.clone() for value in values]
-            arguments = (model, cache, head, (*places, longest), *options)
-            step(*arguments)  # what libraries set up at their first call cannot be captured
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results = step(*arguments)
-            graphs[longest] = graph, places, results
-        graph, places, results = graphs[longest]
-        for place, value in zip(places, values, strict=True):
-            place.copy_(value)
-        graph.replay()
-        return results
-
-    return replay
+    *values, longest = inputs
+    longest = max(16, 2 ** int(longest).bit_length()) - 1
+    if longest not in graphs:
+        places = [value.clone() for value in values]
+        step((*places, longest))  # what libraries set up at their first call cannot be captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step((*places, longest))
+        graphs[longest] = graph, places, results
+    graph, places, results = graphs[longest]
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+    graph.replay()
+    return results

@@ -112,7 +112,7 @@ def packed_tables(cu_seqlens: Tensor, chunk_size: int, capacity: int | None = No
     longest = int(lengths.max())
     capacity = capacity or longest
     require(capacity >= longest, f"capacity must be >= {longest}, got {capacity}")
-    chunks = (lengths + chunk_size - 1) // chunk_size  # [sequences]
+    chunks = -(-lengths // chunk_size)  # [sequences]
     first = chunks.cumsum(0) - chunks  # [sequences] id of the first chunk
     owner = torch.repeat_interleave(chunks)  # [NC] sequence of a chunk
     local = _range(len(owner), edges) - first[owner]
@@ -284,18 +284,13 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> Tensor:
 
 
 @torch.no_grad()
-def select_chunks(
-    q: Tensor,  # [N, Hq, D]
-    k: Tensor,  # [M, Hkv, D]
-    tables: Tables,
-    top_k: int,
-    index: tuple | None = None,  # q_index [N, J, E], k_index [M, E], weights [N, J]
-    means: Tensor | None = None,  # ready-made `chunk_means` of the keys that are scored
-) -> Tensor:
+def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None) -> Tensor:
     """Scores and selects block by block: memory linear in N, where all scores are N x K.
 
-    Scores are those of `index_scores` if there is an index, else of `mean_scores`. Returns what
-    `top_chunks` does. Selection has no gradient.
+    q [N, Hq, D], k [M, Hkv, D], index = (q_index [N, J, E], k_index [M, E], weights [N, J]) or
+    None, means = ready-made `chunk_means` of the keys that are scored. Scores are those of
+    `index_scores` if there is an index, else of `mean_scores`. Returns what `top_chunks` does.
+    Selection has no gradient.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     weights = q  # stand-in: means of the keys are scored without

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import Cache, captured, decode, make_cache, prefill, prefill_groups
+from cache import captured, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
 from reward import Task, alphabet_of, respond
 from runtime import limits
@@ -105,17 +105,6 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor,
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
-def next_tokens(model: GPT, cache: Cache, head: Tensor, inputs: tuple, V: int, temperature: float):
-    """Feed every slot one token and sample what follows.
-
-    inputs: tokens, positions, uniform [B] each, and the longest position; head [d, V and padding].
-    Returns what `sample` does.
-    """
-    tokens, positions, uniform, longest = inputs
-    hidden = decode(model, cache, tokens, positions, longest)  # [B, d]
-    return sample((hidden @ head)[:, :V], uniform, temperature)
-
-
 # ----------------------------------------------------------------------- the talk with the task
 
 
@@ -177,13 +166,13 @@ class Generator:
     graphs: bool = False
 
     def __post_init__(self):
-        model, slots, stop = self.model, self.slots, self.environment.stop
-        assert self.capacity <= model.config.context, (self.capacity, model.config.context)
+        model, slots, capacity = self.model, self.slots, self.capacity
+        assert capacity <= model.config.context, (capacity, model.config.context)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(model.flat.device)
-        self.stops = np.isin(np.arange(model.config.vocab_size), list(stop))
-        self.cache, self.head = make_cache(model, slots, self.capacity), self._output_matrix()
-        shape = slots, self.capacity
-        self.arrays = {name: np.zeros(shape, kind) for name, kind in ARRAYS.items()}
+        self.stops = np.isin(np.arange(model.config.vocab_size), list(self.environment.stop))
+        self.cache = make_cache(model, slots, capacity)
+        self.head = self._output_matrix()
+        self.arrays = {name: np.zeros((slots, capacity), kind) for name, kind in ARRAYS.items()}
         self.tokens, self.loss_mask, self.logprobs, self.versions = self.arrays.values()
         self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
         self.cached, self.keys, self.turn_start, self.turn_limit = np.zeros((4, slots), np.int64)
@@ -193,13 +182,12 @@ class Generator:
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
         self.replies = {}  # slot -> (future, deadline): environments beside
-        self.version, self.new_weights = 0, None
+        self.version = 0
+        self.new_weights = None  # (version, flat) that were offered and not adopted yet
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter(dict.fromkeys((*COUNTED, "swaps", "busy"), 0))
-        self.next_tokens = torch.inference_mode()(next_tokens)
-        if self.graphs:
-            self.next_tokens = torch.no_grad()(captured(next_tokens))
+        self.captures = {}  # CUDA graphs of a step: see `captured`
         self.fed_prompts = FED_PROMPTS if self.graphs else 0
 
     @property
@@ -294,46 +282,56 @@ class Generator:
             if not self.waiting or self.waiting[0][0].start > self.version:
                 break
             group, sample_index = self.waiting.popleft()
-            problem = group.problem
-            prompt = self.environment.encode_prompt(problem)
-            n, most = len(prompt), self.capacity - 1
-            assert 0 < n <= most, f"prompt of {n} tokens: must be 1 to {most}"
-            self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
-            self.versions[b], self.running[b] = -1, True
+            prompt = self.environment.encode_prompt(group.problem)
+            n = len(prompt)
+            assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
             first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
             if first:
                 prompts[b] = group.group_id, prompt[:first]
-            self.known[b], self.cached[b], self.turn_start[b] = n, first, n
-            self.turn_limit[b] = problem.get("turn_tokens", self.environment.turn_tokens)
+            self.tokens[b, :n] = prompt
+            self.loss_mask[b], self.logprobs[b], self.versions[b] = False, 0.0, -1
+            self.running[b] = True
+            self.known[b] = self.turn_start[b] = n
+            self.cached[b] = first
+            self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
             self.keys[b] = key
-            self.episodes[b] = Trajectory(
-                group.group_id,
-                sample_index,
-                key,
-                worker=self.worker,
-                started=time.monotonic(),
-                swaps=[first, self.version],
-            )
+            episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
+            episode.started = time.monotonic()
+            episode.swaps = [first, self.version]
+            self.episodes[b] = episode
             if sample_index == 0:
                 self._event("start", group.group_id, n)
         prefill_groups(self.model, self.cache, prompts, self.prompts)
 
     # ----------------------------------------------------------------------------------- decode
 
+    def _next_tokens(self, inputs: tuple) -> tuple[Tensor, Tensor]:
+        """Feed every slot one token and sample what follows: what `sample` returns.
+
+        inputs: tokens, positions, uniform [B] each, and the longest position.
+        """
+        tokens, positions, uniform, longest = inputs
+        hidden = decode(self.model, self.cache, tokens, positions, longest)  # [B, d]
+        logits = (hidden @ self.head)[:, : len(self.alphabet)]
+        return sample(logits, uniform, self.temperature)
+
     def _decode(self) -> None:
         """Feed one token to every slot, sample where the next one is not known."""
-        slots, longest = np.arange(len(self.cached)), int(self.cached[self.running].max())
-        tokens = self.tokens[slots, self.cached].astype(np.int64)
+        longest = int(self.cached[self.running].max())
+        tokens = self.tokens[np.arange(self.slots), self.cached].astype(np.int64)
         # noise belongs to the position of the token that is sampled
         arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1)
         inputs = *(torch.from_numpy(x).to(self.alphabet.device) for x in arrays), longest
-        how = self.head, inputs, len(self.alphabet), self.temperature
-        chosen, logprobs = (x.cpu().numpy() for x in self.next_tokens(self.model, self.cache, *how))
+        step = self._next_tokens
+        with torch.inference_mode(not self.graphs):
+            results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
+        chosen, logprobs = (x.cpu().numpy() for x in results)
 
         self.cached[self.running] += 1
         rows = np.flatnonzero(self.running & (self.cached == self.known))  # the policy's turn
-        at, tokens = self.known[rows], self.environment.alphabet[chosen[rows]]
+        at = self.known[rows]
+        tokens = self.environment.alphabet[chosen[rows]]
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs[rows]
         self.loss_mask[rows, at] = True
@@ -372,31 +370,29 @@ class Generator:
     def _collect_replies(self) -> None:
         """Take the replies of environments that ran beside generation; give up on late ones."""
         for b, (future, deadline) in list(self.replies.items()):
-            if future.done():
+            done = future.done()
+            if done or time.monotonic() > deadline:
+                del self.replies[b]
                 self.running[b] = True
-                self._observe(b, *future.result())
-            elif time.monotonic() > deadline:
-                self._finish(b, "env_timeout")
-            else:
-                continue
-            del self.replies[b]
+                self._observe(b, *(future.result() if done else ["env_timeout"]))
 
     def _observe(self, b: int, observation: list[int] | None | str) -> None:
         """Append the environment's tokens, or finish the episode."""
         if observation is None or isinstance(observation, str):
             return self._finish(b, observation or "stop")
-        start, stop = self.known[b], self.known[b] + len(observation)
+        start = self.known[b]
+        stop = start + len(observation)
         if stop >= self.capacity:
             return self._finish(b, "length")
         self.tokens[b, start:stop] = observation
-        self.known[b], self.turn_start[b] = stop, stop
+        self.known[b] = self.turn_start[b] = stop
 
     def _finish(self, b: int, reason: str) -> None:
         """Turn slot b into a Trajectory and free it; a group leaves when all its samples are in."""
-        episode, n = self.episodes[b], self.known[b]
+        episode = self.episodes[b]
         group = self.groups[episode.group_id]
         for name, array in self.arrays.items():
-            setattr(episode, name, array[b, :n].copy())
+            setattr(episode, name, array[b, : self.known[b]].copy())
         episode.finish, _, episode.failure = reason.partition(": ")
         episode.finished = time.monotonic()
         group.trajectories.append(episode)
@@ -406,8 +402,7 @@ class Generator:
             group.trajectories.sort(key=lambda t: t.sample_index)
             self.finished.append(self.groups.pop(group.group_id))
             self.prompts.pop(group.group_id, None)
-            size = sum(len(t.tokens) for t in group.trajectories)
-            self._event("finish", group.group_id, size)
+            self._event("finish", group.group_id, sum(len(t.tokens) for t in group.trajectories))
 
 
 def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:

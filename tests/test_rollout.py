@@ -854,7 +854,9 @@ def test_a_cpu_captures_nothing(attention, monkeypatch):
     monkeypatch.setattr(rollout, "captured", lambda *_, **__: pytest.fail("captured"))
     config = Config(attention=attention, slots=8)
     task = task_of(config)
-    assert make_generator(config, task, make_model(config, task)).fed_prompts == 0
+    generator = make_generator(config, task, make_model(config, task))
+    generate(generator, [Group(0, 0, task.reset(0, "train"))])
+    assert generator.fed_prompts == 0
 
 
 @kinds
