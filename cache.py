@@ -1,8 +1,7 @@
 """cache.py: generation with the GPT: a cache of keys and values, prefill, one token per step.
 
 A cache is a static batch of slots, one running sequence each. `prefill` writes whole sequences
-into slots; `decode` feeds every slot one token. It reads the cache by `dense_reader`, or by
-`sparse_reader` (dsa.py).
+into slots; `decode` feeds every slot one token. Both write into it by `remember`.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
@@ -79,11 +78,13 @@ def remember(
 # ------------------------------------------------------------------------- whole sequences
 
 
-def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None:
-    """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
-
-    prompts: slot -> (group id, tokens); known: group id -> its prompt's keys and values so far.
-    """
+def prefill_groups(
+    model: GPT,
+    cache: Cache,
+    prompts: dict,  # slot -> (group id, tokens)
+    known: dict,  # group id -> its prompt's keys and values so far
+) -> None:
+    """Fill slots whose prompts many share: a prompt is computed once a group, then copied."""
     first = {}  # group id -> the first of its slots, which computes the prompt
     for slot, (group, _) in prompts.items():
         if group not in known:
@@ -100,12 +101,16 @@ def prefill_groups(model: GPT, cache: Cache, prompts: dict, known: dict) -> None
 
 
 @torch.inference_mode()
-def prefill(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
+def prefill(
+    model: GPT,
+    cache: Cache,
+    slots: Tensor,  # [B]
+    sequences: list,  # B arrays or lists of token ids
+) -> None:
     """Write keys and values of whole sequences into their cache slots, one sequence a slot.
 
-    slots [B], sequences: B arrays or lists of token ids. Only sequences whose grids have the same
-    width go together: SDPA's order of summation changes with the width (from 200 tokens on, torch
-    2.13, CPU).
+    Only sequences whose grids have the same width go together: SDPA's order of summation changes
+    with the width (from 200 tokens on, torch 2.13, CPU).
     """
     places = {}  # width of the grid -> places in `sequences`
     for i, sequence in enumerate(sequences):
@@ -152,42 +157,29 @@ def decode(
     Dense attention reads no key behind `longest`. Row b depends on slot b only, bitwise: shapes are
     static and masked keys add exact zeros.
     """
+    c = model.config
     place = (torch.arange(len(tokens), device=tokens.device), positions)
-    if cache.tables is None:
-        chunks, read = None, dense_reader(model, cache, positions, longest)
-    else:
+    if cache.tables is None:  # every query attends to the keys of its slot up to its own
+        chunks = None
+        T = keys_to_read(model, cache, longest)
+        future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
+        mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
+    else:  # every query selects chunks of its slot by their means, and attends to those
         tables = dsa.advance(cache.tables, positions + 1)
-        chunks, read = tables.own, sparse_reader(model, cache, tables)
+        chunks = tables.own
+        dsa_attention = sparse_kernels(c, positions.device)
 
     def attend(layer, q, *keys):
         remember(cache, layer, place, chunks, keys)
-        return read(layer, q, keys[-1])
+        if cache.tables is None:
+            return attend_slots(q, cache.k[layer, :, :T], cache.v[layer, :, :T], mask)
+        k, v, scored, means = (x[layer].flatten(0, 1) for x in cache[:4])  # [B * T, H, D or E]
+        index = keys[-1]
+        if index is not None:
+            index = (index[0].contiguous(), scored[:, 0], index[2])
+        return dsa_attention(q.contiguous(), k, v, tables, c.top_k, index, means)
 
     return model.body(tokens, positions, attend)
-
-
-def dense_reader(model: GPT, cache: Cache, positions: Tensor, longest: int) -> Callable:
-    """Every query attends to the keys of its slot at positions up to its own."""
-    T = keys_to_read(model, cache, longest)
-    future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
-    mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
-    return lambda layer, q, index: attend_slots(
-        q, cache.k[layer, :, :T], cache.v[layer, :, :T], mask
-    )
-
-
-def sparse_reader(model: GPT, cache: Cache, tables: dsa.Tables) -> Callable:
-    """Every query selects chunks of its slot by their mean keys, and attends to those."""
-    dsa_attention = sparse_kernels(model.config, cache.k.device)
-
-    def read(layer, q, index):
-        k, v, scored, means = (x[layer].flatten(0, 1) for x in cache[:4])  # [B * T, H, D]
-        if index is not None:
-            q_index, _, weights = index
-            index = (q_index.contiguous(), scored[:, 0], weights)
-        return dsa_attention(q.contiguous(), k, v, tables, model.config.top_k, index, means)
-
-    return read
 
 
 def attend_slots(

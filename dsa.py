@@ -95,7 +95,11 @@ class Tables(NamedTuple):
         return self.first + self.past.clamp(min=0)
 
 
-def packed_tables(cu_seqlens: Tensor, chunk_size: int, capacity: int | None = None) -> Tables:
+def packed_tables(
+    cu_seqlens: Tensor,
+    chunk_size: int,
+    capacity: int | None = None,
+) -> Tables:
     """Tables for sequences packed one after the other, where query n is key row n.
 
     cu_seqlens: int64 [sequences + 1], 0 first, never decreasing, the number of tokens last;
@@ -379,8 +383,13 @@ def rotary(x: Tensor, positions: Tensor) -> Tensor:
     left, right, still = x.tensor_split((quarter, 2 * quarter), dim=-1)
     step = _range(quarter, x) / quarter
     angle = positions[:, None, None] * 10_000.0**-step  # [N, 1, E / 4], float32
-    cos, sin = angle.cos(), angle.sin()
-    turned = (left * cos - right * sin, right * cos + left * sin, still)
+    cos = angle.cos()
+    sin = angle.sin()
+    turned = (
+        left * cos - right * sin,
+        right * cos + left * sin,
+        still,
+    )
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
