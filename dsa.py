@@ -37,12 +37,17 @@ GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
 # ---------------------------------------------------------------------------- the naive form
 
 
-def naive_attention(q, k, v, chunk_size: int, top_k: int, index: tuple | None = None) -> Tensor:
-    """Sparse attention of ONE sequence, query by query: q [T, Hq, D], k and v [T, Hkv, D] ->
-    [T, Hq, D].
+def naive_attention(
+    q: Tensor,  # [T, Hq, D]
+    k: Tensor,  # [T, Hkv, D]
+    v: Tensor,  # [T, Hkv, D]
+    chunk_size: int,
+    top_k: int,
+    index=None,  # q_index [T, J, E], k_index [T, E], weights [T, J]
+) -> Tensor:
+    """Sparse attention of ONE sequence, query by query -> [T, Hq, D].
 
-    Chunks are scored by the indexer if there is an index (q_index [T, J, E], k_index [T, E],
-    weights [T, J]), else by the summed queries of a group.
+    Chunks are scored by the indexer if there is an index, else by the summed queries of a group.
     """
     keys = k if index is None else index[1]
     means = torch.stack([chunk.mean(0) for chunk in keys.split(chunk_size)])  # [chunks, ...]
@@ -116,23 +121,21 @@ def packed_tables(
     longest = int(lengths.max())
     capacity = capacity or longest
     require(capacity >= longest, f"capacity must be >= {longest}, got {capacity}")
-    chunks = -(-lengths // chunk_size)  # [sequences]
-    first = chunks.cumsum(0) - chunks  # [sequences] id of the first chunk
-    owner = torch.repeat_interleave(chunks)  # [NC] sequence of a chunk
-    local = _range(len(owner), edges) - first[owner]
-    pos = local * chunk_size
     sequence = torch.repeat_interleave(lengths)  # [N] sequence of a query
     q_pos = _range(len(sequence), edges) - edges[sequence]
+    opens = q_pos % chunk_size == 0  # [N] whether a chunk begins here
+    row = opens.nonzero()[:, 0]  # [NC]
+    pos = q_pos[row]
     return Tables(
         chunk_size=chunk_size,
         widest=-(-capacity // chunk_size),
         rows=len(q_pos),
         cached=False,
-        row=edges[owner] + pos,
+        row=row,
         pos=pos,
-        len=(lengths[owner] - pos).clamp(max=chunk_size),
+        len=(lengths[sequence[row]] - pos).clamp(max=chunk_size),
         q_pos=q_pos,
-        first=first[sequence],
+        first=opens.cumsum(0) - 1 - q_pos // chunk_size,
     )
 
 
@@ -146,16 +149,14 @@ def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
     """
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
-    tables = full._replace(cached=True, first=full.first[::capacity])
-    return advance(tables, lengths)
+    return advance(full._replace(cached=True, first=full.first[::capacity]), lengths)
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
     """Moves cache tables to new lengths, int64 [B], without building the chunks again."""
     slots = len(tables.first)
     capacity = tables.rows // slots
-    inside = lengths.clamp(0, capacity).equal(lengths)
-    fits = tables.cached and inside and len(lengths) == slots
+    fits = tables.cached and len(lengths) == slots and lengths.clamp(0, capacity).equal(lengths)
     require(fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}")
     return tables._replace(q_pos=lengths - 1)
 
@@ -191,7 +192,8 @@ def mean_scores(q: Tensor, means: Tensor, tables: Tables) -> Tensor:
     group = _work(q).unflatten(1, (means.shape[1], -1)).sum(2)  # [N, Hkv, D]
     group = _gather(group, rows)  # [t, n, Hkv, D]
     # always contiguous: other strides, other rounding
-    keys, group = (x.transpose(1, 2).contiguous() for x in (keys, group))  # [t, Hkv, K or n, D]
+    keys = keys.transpose(1, 2).contiguous()  # [t, Hkv, K, D]
+    group = group.transpose(1, 2).contiguous()  # [t, Hkv, n, D]
     scores = (group @ keys.mT).transpose(1, 2)  # [t, n, Hkv, K]
     return _candidates(scores, cell, tables)
 
@@ -288,13 +290,18 @@ def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> Tensor:
 
 
 @torch.no_grad()
-def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None) -> Tensor:
+def select_chunks(
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [M, Hkv, D]
+    tables: Tables,
+    top_k: int,
+    index=None,  # q_index [N, J, E], k_index [M, E], weights [N, J]
+    means=None,  # ready-made `chunk_means` of the keys that are scored
+) -> Tensor:
     """Scores and selects block by block: memory linear in N, where all scores are N x K.
 
-    q [N, Hq, D], k [M, Hkv, D], index = (q_index [N, J, E], k_index [M, E], weights [N, J]) or
-    None, means = ready-made `chunk_means` of the keys that are scored. Scores are those of
-    `index_scores` if there is an index, else of `mean_scores`. Returns what `top_chunks` does.
-    Selection has no gradient.
+    Scores are those of `index_scores` if there is an index, else of `mean_scores`. Returns what
+    `top_chunks` does. Selection has no gradient.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     weights = q  # stand-in: means of the keys are scored without
@@ -304,9 +311,8 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None) -> T
     check_tensors(q, k, tables, weights)
     if means is None:
         means = chunk_means(k, tables)
-    step = len(q) if tables.cached else QUERY_BLOCK
     picks = []
-    for part, block in _blocks(tables, step):
+    for part, block in _blocks(tables, len(q) if tables.cached else QUERY_BLOCK):
         if index is None:
             scores = mean_scores(q[part], means, block)
         else:
@@ -340,7 +346,7 @@ def sparse_attention(
     return torch.cat([_attend(q[part], k, v, sel[part], block) for part, block in blocks])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sel: Tensor, tables: Tables) -> Tensor:
+def _attend(q, k, v, sel, tables: Tables) -> Tensor:  # of a block: shapes as above, N = n
     heads = _range(k.shape[1], k)
     offset = _range(tables.chunk_size, k)
     chunk = sel[..., None]  # [n, Hs, S, 1]; -1 is the last one here, and not visible
@@ -360,8 +366,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sel: Tensor, tables: Tables) -> Ten
     return out.flatten(1, 2).to(q.dtype)
 
 
-def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None) -> Tensor:
-    """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
+def dsa_attention(
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [M, Hkv, D]
+    v: Tensor,  # [M, Hkv, D]
+    tables: Tables,
+    top_k: int,
+    index=None,
+    means=None,
+) -> Tensor:
+    """Score, select and attend -> [N, Hq, D].
 
     `index` and `means` as for `select_chunks`. While top_k covers all chunks this is dense
     attention.

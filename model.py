@@ -305,8 +305,13 @@ def dense_packed(
     def spread(x):  # [N, H, D] -> [B, H, T, D]
         return x.index_select(0, cells).unflatten(0, packed.grid.shape).transpose(1, 2)
 
-    heads = (spread(x) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        spread(q),
+        spread(k),
+        spread(v),
+        is_causal=True,
+        enable_gqa=True,
+    )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell)
 
 
@@ -373,7 +378,7 @@ def generated_logprobs(
 # ------------------------------------------------------- what is in common is computed once
 
 
-def share_prefixes(packed: Packed, rows: Tensor) -> tuple[Packed, Tensor, Tensor]:
+def share_prefixes(packed: Packed, rows: Tensor) -> tuple:
     """Leaves out of a packed batch what would be computed twice, and what nobody reads.
 
     Answers to one prompt begin alike, and equal beginnings have equal hidden states: they are

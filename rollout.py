@@ -88,7 +88,7 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple:
     """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
 
     Inverse transform: the first token whose cumulative probability exceeds the row's number in
@@ -117,8 +117,8 @@ class Environment:
     "env_timeout"): that episode is marked with it, counted, and generation goes on.
     """
 
-    encode_prompt: Callable[[dict], list[int]]
-    respond: Callable[[list[tuple]], list[list[int] | None | str]]
+    encode_prompt: Callable  # problem -> its prompt's token ids
+    respond: Callable
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
     stop: frozenset[int]  # token ids that end a turn
     turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
@@ -306,7 +306,7 @@ class Generator:
 
     # ----------------------------------------------------------------------------------- decode
 
-    def _next_tokens(self, inputs: tuple) -> tuple[Tensor, Tensor]:
+    def _next_tokens(self, inputs: tuple) -> tuple:
         """Feed every slot one token and sample what follows: what `sample` returns.
 
         inputs: tokens, positions, uniform [B] each, and the longest position.
@@ -347,7 +347,8 @@ class Generator:
 
     def _end_turns(self, ended: list[int]) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
-        environment, requests = self.environment, {}
+        environment = self.environment
+        requests = {}
         for b in ended:
             episode, known = self.episodes[b], int(self.known[b])
             episode.turns.append((int(self.turn_start[b]), known))
