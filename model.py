@@ -113,7 +113,8 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Layer(nn.Module):
-    """One block: x + attention(norm x), then x + SwiGLU(norm x) (arXiv 2002.05202).
+    """Weights of one block, x + attention(norm x), then x + SwiGLU(norm x) (arXiv 2002.05202);
+    `GPT.body` passes through it.
 
     Matrices are [in, out], which MKL multiplies faster when there are few rows.
     """
