@@ -1,8 +1,7 @@
 """cache.py: generation with the GPT: a cache of keys and values, prefill, one token per step.
 
 A cache is a static batch of slots, one running sequence each. `prefill` writes whole sequences
-into slots; `decode` feeds every slot one token. It reads the cache by `dense_reader`, or by
-`sparse_reader` (dsa.py).
+into slots; `decode` feeds every slot one token. Both write into it by `remember`.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
@@ -22,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dsa
-from model import GPT, attend_packed, pack_tokens, sparse_kernels
-from runtime.prefixes import PAD_BLOCK, padded
+from model import GPT, PAD_BLOCK, attend_packed, pack_tokens, padded, sparse_kernels
 
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 
@@ -50,60 +48,52 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
         k, v = like.new_zeros(2, c.layers, slots, c.kv_heads, T, c.head_width).transpose(3, 4)
         return Cache(k, v, None, None, None)
     k, v = like.new_zeros(2, c.layers, slots, T, c.kv_heads, c.head_width)
-    scored = k
-    if c.indexed:
-        scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
+    scored = like.new_zeros(c.layers, slots, T, 1, c.index_width) if c.indexed else k
     empty = torch.zeros(slots, device=like.device).long()
     tables = dsa.cache_tables(empty, T, c.chunk_size)
-    means = scored  # single keys are their own means
-    if c.chunk_size > 1:
-        means = torch.zeros_like(scored[:, :, : tables.widest])
+    # single keys are their own means
+    means = torch.zeros_like(scored[:, :, : tables.widest]) if c.chunk_size > 1 else scored
     return Cache(k, v, scored, means, tables)
 
 
-def write_keys(
+def remember(
     cache: Cache,
     layer: int,
     place: tuple,  # slots [N], positions [N]
-    k: Tensor,  # [N or more, Hkv, D]
-    v: Tensor,
-    index: tuple | None,  # the indexer's queries, keys [N or more, E], weights
+    chunks: Tensor | None,  # ids of the chunks in which they lie (dsa)
+    keys: tuple,  # k and v [N or more, Hkv, D], the indexer's queries, keys [N or more, E], weights
 ) -> None:
     """Put the keys and values of N tokens in their places; rows behind the first N are filler."""
     N = len(place[0])
+    k, v, index = keys
     cache.k[layer][place] = k[:N]
     cache.v[layer][place] = v[:N]
     if index is not None:
         cache.scored[layer][place] = index[1][:N, None]
+    if chunks is not None:
+        scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
+        means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)
 
 
 # ------------------------------------------------------------------------- whole sequences
 
 
-def prefix(cache: Cache, slot: int, keys: int) -> list[Tensor]:
-    """Views of what a slot holds of its first `keys` tokens (means: at least of their chunks)."""
-    return [x[:, slot, :keys] for x in cache[:4] if x is not None]
-
-
 def prefill_groups(
     model: GPT,
     cache: Cache,
-    prompts: dict,
-    known: dict,
+    prompts: dict,  # slot -> (group id, tokens)
+    known: dict,  # group id -> its prompt's keys and values so far
 ) -> None:
-    """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
-
-    prompts: slot -> (group id, tokens); known: group id -> its prompt's keys and values so far.
-    """
+    """Fill slots whose prompts many share: a prompt is computed once a group, then copied."""
     first = {}  # group id -> the first of its slots, which computes the prompt
     for slot, (group, _) in prompts.items():
         if group not in known:
             first.setdefault(group, slot)
     slots = torch.tensor([*first.values()], device=cache.k.device)
-    sequences = [prompts[slot][1] for slot in first.values()]
-    prefill(model, cache, slots, sequences)
+    prefill(model, cache, slots, [prompts[slot][1] for slot in first.values()])
     for slot, (group, tokens) in prompts.items():
-        parts = prefix(cache, slot, len(tokens))
+        # what the slot holds of its first tokens (means: at least of their chunks)
+        parts = [x[:, slot, : len(tokens)] for x in cache[:4] if x is not None]
         if group not in known:
             known[group] = [x.clone() for x in parts]
         for part, ready in zip(parts, known[group], strict=True):
@@ -129,52 +119,26 @@ def prefill(
         _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
 
 
-def _prefill_width(
-    model: GPT,
-    cache: Cache,
-    slots: Tensor,
-    sequences: list,
-) -> None:
+def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
     lengths = [len(s) for s in sequences]
     N = sum(lengths)
     filler = [[0]] * (MIN_ROWS - N)  # too few rows change the rounding
     packed = pack_tokens([*sequences, *filler], model.flat.device)
     counts = torch.tensor(lengths, device=slots.device)
-    row_slots = torch.repeat_interleave(slots, counts)  # [N]
-    place = (row_slots, packed.positions[:N])
+    place = (torch.repeat_interleave(slots, counts), packed.positions[:N])
+    chunks = None
+    if cache.tables is not None:  # as far as the longest sequence fills them
+        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=slots.device)
+        chunks = (cache.tables.first[slots, None] + local).flatten()
     attend_all = attend_packed(model.config, packed, cache.k.shape[2])
 
-    def attend(
-        layer,
-        q,
-        k,
-        v,
-        index,
-    ):
-        write_keys(cache, layer, place, k, v, index)
-        if cache.tables is not None:
-            store_means(cache, layer, slots, max(lengths))
+    def attend(layer, q, *keys):
+        remember(cache, layer, place, chunks, keys)
         if layer == model.config.layers - 1:  # nothing but its keys and values is read
             return q
-        return attend_all(layer, q, k, v, index)
+        return attend_all(layer, q, *keys)
 
     model.body(packed.tokens, packed.positions, attend, rows=slots[:0])
-
-
-def store_means(
-    cache: Cache,
-    layer: int,
-    slots: Tensor,
-    longest: int,
-) -> None:
-    """Mean keys of the chunks of these slots [B], as far as the longest sequence fills them."""
-    tables = cache.tables
-    count = -(-longest // tables.chunk_size)
-    local = torch.arange(count, device=slots.device)
-    chunks = (tables.first[slots, None] + local).flatten()
-    keys = cache.scored[layer].flatten(0, 1)
-    means = cache.means[layer].flatten(0, 1)
-    means[chunks] = dsa.chunk_means(keys, tables, chunks)
 
 
 # ------------------------------------------------------------------------ one token a slot
@@ -193,67 +157,29 @@ def decode(
     Dense attention reads no key behind `longest`. Row b depends on slot b only, bitwise: shapes are
     static and masked keys add exact zeros.
     """
+    c = model.config
     place = (torch.arange(len(tokens), device=tokens.device), positions)
-    if cache.tables is None:
-        read = dense_reader(model, cache, positions, longest)
-    else:
-        read = sparse_reader(model, cache, positions)
+    if cache.tables is None:  # every query attends to the keys of its slot up to its own
+        chunks = None
+        T = keys_to_read(model, cache, longest)
+        future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
+        mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
+    else:  # every query selects chunks of its slot by their means, and attends to those
+        tables = dsa.advance(cache.tables, positions + 1)
+        chunks = tables.own
+        dsa_attention = sparse_kernels(c, positions.device)
 
-    def attend(
-        layer,
-        q,
-        k,
-        v,
-        index,
-    ):
-        write_keys(cache, layer, place, k, v, index)
-        return read(layer, q, index)
+    def attend(layer, q, *keys):
+        remember(cache, layer, place, chunks, keys)
+        if cache.tables is None:
+            return attend_slots(q, cache.k[layer, :, :T], cache.v[layer, :, :T], mask)
+        k, v, scored, means = (x[layer].flatten(0, 1) for x in cache[:4])  # [B * T, H, D or E]
+        index = keys[-1]
+        if index is not None:
+            index = (index[0].contiguous(), scored[:, 0], index[2])
+        return dsa_attention(q.contiguous(), k, v, tables, c.top_k, index, means)
 
     return model.body(tokens, positions, attend)
-
-
-def dense_reader(
-    model: GPT,
-    cache: Cache,
-    positions: Tensor,
-    longest: int,
-) -> Callable:
-    """Every query attends to the keys of its slot at positions up to its own."""
-    T = keys_to_read(model, cache, longest)
-    future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
-    mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
-
-    def read(layer, q, index):
-        keys = cache.k[layer, :, :T]  # [B, T, Hkv, D]
-        values = cache.v[layer, :, :T]
-        return attend_slots(q, keys, values, mask)
-
-    return read
-
-
-def sparse_reader(model: GPT, cache: Cache, positions: Tensor) -> Callable:
-    """Every query selects chunks of its slot by their mean keys, and attends to those."""
-    dsa_attention = sparse_kernels(model.config, positions.device)
-    tables = dsa.advance(cache.tables, positions + 1)
-
-    def read(layer, q, index):
-        scored = cache.scored[layer].flatten(0, 1)
-        means = cache.means[layer].flatten(0, 1)
-        dsa.update_means(means, scored, tables)
-        if index is not None:
-            q_index, _, weights = index
-            index = (q_index.contiguous(), scored[:, 0], weights)
-        return dsa_attention(
-            q.contiguous(),
-            cache.k[layer].flatten(0, 1),  # [B * T, Hkv, D]
-            cache.v[layer].flatten(0, 1),
-            tables,
-            model.config.top_k,
-            index,
-            means,
-        )
-
-    return read
 
 
 def attend_slots(
@@ -276,12 +202,11 @@ def attend_slots(
 def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
     """How many keys of each slot a dense step reads, so that every slot's result is bitwise what
     the whole cache gives (on a GPU: as many as there are, rounded up)."""
-    c = model.config
     capacity = cache.k.shape[2]
     if cache.k.is_cuda:
         return min(padded(longest + 1), capacity)
-    heads = (c.heads, c.kv_heads)
-    lengths = key_lengths(attend_slots, heads, c.head_width, capacity, cache.k.dtype)
+    c = model.config
+    lengths = key_lengths(c.heads, c.kv_heads, c.head_width, capacity, cache.k.dtype)
     return next(n for n in lengths if n > longest)
 
 
@@ -289,10 +214,14 @@ def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
 
 
 @functools.cache
-def key_lengths(attend: Callable, heads: tuple, width: int, capacity: int, dtype) -> list[int]:
+def key_lengths(
+    heads: int,
+    kv_heads: int,
+    width: int,
+    capacity: int,
+    dtype: torch.dtype,
+) -> list[int]:
     """Lengths, ascending, to which a step on CPU may cut its cache without changing a bit.
-
-    attend(q [1, Hq, D], k and v [1, T, Hkv, D], mask [1, T]); heads (Hq, Hkv); width D.
 
     An episode must be bitwise the same whatever its neighbours are, and the longest neighbour
     decides how many keys are read. But the order in which a library sums depends on that number
@@ -305,14 +234,14 @@ def key_lengths(attend: Callable, heads: tuple, width: int, capacity: int, dtype
     them all.
     """
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, heads[0], width, generator=generator, dtype=dtype)
-    k, v = torch.randn(2, 1, heads[1], capacity, width, generator=generator, dtype=dtype)
+    q = torch.randn(1, heads, width, generator=generator, dtype=dtype)
+    k, v = torch.randn(2, 1, kv_heads, capacity, width, generator=generator, dtype=dtype)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # as they lie in the cache
 
     def result(length: int, visible: int) -> Tensor:
         mask = torch.zeros(1, length, dtype=dtype)
         mask[:, visible:] = -torch.inf
-        return attend(q, k[:, :length], v[:, :length], mask)
+        return attend_slots(q, k[:, :length], v[:, :length], mask)
 
     lengths = range(PAD_BLOCK, capacity, PAD_BLOCK)
     lengths = [n for n in lengths if n <= 512 or n % 512 == 0]  # fewer questions
@@ -320,36 +249,32 @@ def key_lengths(attend: Callable, heads: tuple, width: int, capacity: int, dtype
     return [*same, capacity]
 
 
-def captured(step: Callable) -> Callable:
-    """A function with the call of step(model, cache, head, inputs, ...), run as CUDA graphs.
-
-    inputs: tokens, positions and uniform numbers, [B] each, and the longest position (int).
+def captured(
+    step: Callable,  # inputs -> results
+    inputs: tuple,  # tokens, positions and uniform numbers, [B] each, and the longest position
+    graphs: dict,  # longest position -> a graph, its inputs and results: those captured so far
+) -> tuple:
+    """step(inputs), run as a CUDA graph.
 
     A step launches hundreds of kernels, which takes longer than to run them; a graph launches them
     all at once. On an H100 a step of `tiny` takes 0.19 ms instead of 1.09, of `medium` 0.94
     instead of 3.2.
 
     A graph repeats what was done with the same memory. So inputs are copied to a fixed place,
-    weights and head may change in place only, and the number of keys read is fixed: there is a
-    graph for each power of two from 16.
+    weights and output matrix may change in place only, and the number of keys read is fixed: there
+    is a graph for each power of two from 16.
     """
-    graphs: dict[int, tuple] = {}  # longest position -> a graph, its inputs and its results
-
-    def replay(model, cache, head, inputs, *options):
-        *values, longest = inputs
-        longest = max(16, 2 ** int(longest).bit_length()) - 1
-        if longest not in graphs:
-            places = [value.clone() for value in values]
-            arguments = (model, cache, head, (*places, longest), *options)
-            step(*arguments)  # what libraries set up at their first call cannot be captured
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results = step(*arguments)
-            graphs[longest] = graph, places, results
-        graph, places, results = graphs[longest]
-        for place, value in zip(places, values, strict=True):
-            place.copy_(value)
-        graph.replay()
-        return results
-
-    return replay
+    *values, longest = inputs
+    longest = max(16, 2 ** int(longest).bit_length()) - 1
+    if longest not in graphs:
+        places = [value.clone() for value in values]
+        step((*places, longest))  # what libraries set up at their first call cannot be captured
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step((*places, longest))
+        graphs[longest] = graph, places, results
+    graph, places, results = graphs[longest]
+    for place, value in zip(places, values, strict=True):
+        place.copy_(value)
+    graph.replay()
+    return results

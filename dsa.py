@@ -43,34 +43,30 @@ def naive_attention(
     v: Tensor,  # [T, Hkv, D]
     chunk_size: int,
     top_k: int,
-    index: tuple | None = None,  # q_index [T, J, E], k_index [T, E], weights [T, J]
+    index=None,  # q_index [T, J, E], k_index [T, E], weights [T, J]
 ) -> Tensor:
     """Sparse attention of ONE sequence, query by query -> [T, Hq, D].
 
     Chunks are scored by the indexer if there is an index, else by the summed queries of a group.
     """
-
-    def means(keys, chunks):  # of the first so many chunks: [T, ...] -> [chunks, ...]
-        return keys[: chunks * chunk_size].unflatten(0, (chunks, chunk_size)).mean(1)
-
-    out = torch.empty_like(q)
-    group = q.shape[1] // k.shape[1]  # query heads that share a key head
+    keys = k if index is None else index[1]
+    means = torch.stack([chunk.mean(0) for chunk in keys.split(chunk_size)])  # [chunks, ...]
+    group = q.unflatten(1, (k.shape[1], -1))  # [T, Hkv, G, D], query heads that share a key head
+    out = torch.empty_like(group)
     for t in range(len(q)):
         own = t // chunk_size  # the query's own chunk; all before it are in the past
-        for g in range(k.shape[1]):
-            heads = slice(g * group, (g + 1) * group)
+        for h in range(k.shape[1]):
             if index is None:
-                scores = means(k, own)[:, g] @ q[t, heads].sum(0)
+                scores = means[:own, h] @ group[t, h].sum(0)
             else:
-                q_index, k_index, weights = index
-                hits = (q_index[t] @ means(k_index, own).T).relu()
-                scores = weights[t] @ hits
+                q_index, _, weights = index
+                scores = weights[t] @ (q_index[t] @ means[:own].T).relu()
             best = scores.argsort(descending=True, stable=True)  # ties: the lowest id first
             selected = [own, *best.tolist()][:top_k]
             seen = [s for s in range(t + 1) if s // chunk_size in selected]
-            logits = q[t, heads] @ k[seen, g].T / q.shape[2] ** 0.5
-            out[t, heads] = logits.softmax(-1) @ v[seen, g]
-    return out
+            logits = group[t, h] @ k[seen, h].T / q.shape[2] ** 0.5
+            out[t, h] = logits.softmax(-1) @ v[seen, h]
+    return out.flatten(1, 2)
 
 
 # ----------------------------------------------------------- tables: where chunks and queries lie
@@ -92,7 +88,16 @@ class Tables(NamedTuple):
     len: Tensor  # [NC] key rows the chunk has (in a cache: filled or not)
     q_pos: Tensor  # [N] position of the query; -1: an empty slot, which sees nothing
     first: Tensor  # [N] id of the first chunk of the query's sequence
-    past: Tensor  # [N] chunks entirely in its past = local id of its own chunk; -1: empty slot
+
+    @property
+    def past(self) -> Tensor:
+        """[N] chunks entirely in a query's past = local id of its own; -1: an empty slot."""
+        return self.q_pos // self.chunk_size
+
+    @property
+    def own(self) -> Tensor:
+        """[N] id of the query's own chunk; of an empty slot, of its first."""
+        return self.first + self.past.clamp(min=0)
 
 
 def packed_tables(
@@ -116,24 +121,21 @@ def packed_tables(
     longest = int(lengths.max())
     capacity = capacity or longest
     require(capacity >= longest, f"capacity must be >= {longest}, got {capacity}")
-    chunks = (lengths + chunk_size - 1) // chunk_size  # [sequences]
-    first = chunks.cumsum(0) - chunks  # [sequences] id of the first chunk
-    owner = torch.repeat_interleave(chunks)  # [NC] sequence of a chunk
-    local = _range(len(owner), edges) - first[owner]
-    pos = local * chunk_size
     sequence = torch.repeat_interleave(lengths)  # [N] sequence of a query
     q_pos = _range(len(sequence), edges) - edges[sequence]
+    opens = q_pos % chunk_size == 0  # [N] whether a chunk begins here
+    row = opens.nonzero()[:, 0]  # [NC]
+    pos = q_pos[row]
     return Tables(
         chunk_size=chunk_size,
         widest=-(-capacity // chunk_size),
         rows=len(q_pos),
         cached=False,
-        row=edges[owner] + pos,
+        row=row,
         pos=pos,
-        len=(lengths[owner] - pos).clamp(max=chunk_size),
+        len=(lengths[sequence[row]] - pos).clamp(max=chunk_size),
         q_pos=q_pos,
-        first=first[sequence],
-        past=q_pos // chunk_size,
+        first=opens.cumsum(0) - 1 - q_pos // chunk_size,
     )
 
 
@@ -147,46 +149,32 @@ def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
     """
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
-    tables = full._replace(cached=True, first=full.first[::capacity])
-    return advance(tables, lengths)
+    return advance(full._replace(cached=True, first=full.first[::capacity]), lengths)
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
     """Moves cache tables to new lengths, int64 [B], without building the chunks again."""
     slots = len(tables.first)
     capacity = tables.rows // slots
-    inside = lengths.clamp(0, capacity).equal(lengths)
-    fits = tables.cached and inside and len(lengths) == slots
+    fits = tables.cached and len(lengths) == slots and lengths.clamp(0, capacity).equal(lengths)
     require(fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}")
-    q_pos = lengths - 1
-    past = q_pos // tables.chunk_size  # -1 where the slot is empty
-    return tables._replace(q_pos=q_pos, past=past)
+    return tables._replace(q_pos=lengths - 1)
 
 
 def chunk_means(k: Tensor, tables: Tables, chunks=...) -> Tensor:
     """Mean key of every chunk, or of the `chunks` given.
 
     k [M, H, D], chunks int64 [c] -> [c or NC, H, D] (half precision: float32). Means of complete
-    chunks never change: a decoder keeps them (`update_means`) and does not read its cache again.
-    At C = 1 the keys are their own means and need no copy.
+    chunks never change: a decoder keeps them, refreshes those of the queries' `own` chunks, and
+    does not read its cache again. The mean of a half-filled chunk is meaningless and harmless: only
+    complete chunks are ever candidates. At C = 1 the keys are their own means and need no copy.
     """
     size = tables.len[chunks, None]  # [c, 1]
     offset = _range(tables.chunk_size, k)
     rows = tables.row[chunks, None] + torch.minimum(offset, size - 1)  # [c, C]
-    absent = offset >= size
     keys = _gather(k, rows)  # [c, C, H, D]
-    keys = keys.masked_fill(absent[..., None, None], 0)
+    keys = keys.masked_fill((offset >= size)[..., None, None], 0)
     return keys.sum(1) / size[..., None]
-
-
-def update_means(means: Tensor, k: Tensor, tables: Tables) -> None:
-    """Refreshes in place the mean of each query's own chunk: call it once per decoded token.
-
-    means [NC, H, D] as from `chunk_means`, k [M, H, D] with the new keys written. The mean of a
-    half-filled chunk is meaningless and harmless: only complete chunks are ever candidates.
-    """
-    own = tables.first + tables.past.clamp(min=0)
-    means[own] = chunk_means(k, tables, own)
 
 
 # ---------------------------------------------------------------------------------- score
@@ -222,8 +210,7 @@ def index_scores(
     of its keys: ours, C times cheaper than scoring tokens, with the same parameters, and the KL to
     a chunk's attention mass can train it.
     """
-    want = q_index.shape[:2]
-    require(weights.shape == want, f"weights must be {list(want)}, got {list(weights.shape)}")
+    require_shape("weights", weights, q_index.shape[:2])
     keys, rows, cell = _tiles(means, tables)
     keys = keys.squeeze(2)  # [t, K, E]
     hits = torch.einsum("tnje,tke->tnjk", _gather(q_index, rows), keys).relu()
@@ -266,8 +253,7 @@ def _blocks(tables: Tables, step: int):
     """Splits the queries: yields slices of `step` queries with their tables."""
     for start in range(0, len(tables.q_pos), step):
         part = slice(start, start + step)
-        columns = (column[part] for column in tables[-3:])
-        yield part, Tables(*tables[:-3], *columns)
+        yield part, tables._replace(q_pos=tables.q_pos[part], first=tables.first[part])
 
 
 # --------------------------------------------------------------------------------- select
@@ -309,8 +295,8 @@ def select_chunks(
     k: Tensor,  # [M, Hkv, D]
     tables: Tables,
     top_k: int,
-    index: tuple | None = None,  # q_index [N, J, E], k_index [M, E], weights [N, J]
-    means: Tensor | None = None,  # ready-made `chunk_means` of the keys that are scored
+    index=None,  # q_index [N, J, E], k_index [M, E], weights [N, J]
+    means=None,  # ready-made `chunk_means` of the keys that are scored
 ) -> Tensor:
     """Scores and selects block by block: memory linear in N, where all scores are N x K.
 
@@ -318,17 +304,15 @@ def select_chunks(
     `top_chunks` does. Selection has no gradient.
     Raises ValueError for shapes, dtypes or devices that do not fit.
     """
-    if index is None:
-        check_tensors(q, k, tables)
-    else:
+    weights = q  # stand-in: means of the keys are scored without
+    if index is not None:
         q, k, weights = index
         k = k[:, None]  # one key head
-        check_tensors(q, k, tables, weights)
+    check_tensors(q, k, tables, weights)
     if means is None:
         means = chunk_means(k, tables)
-    step = len(q) if tables.cached else QUERY_BLOCK
     picks = []
-    for part, block in _blocks(tables, step):
+    for part, block in _blocks(tables, len(q) if tables.cached else QUERY_BLOCK):
         if index is None:
             scores = mean_scores(q[part], means, block)
         else:
@@ -354,52 +338,44 @@ def sparse_attention(
     Raises ValueError for a duplicate or foreign chunk id, and for inputs that do not fit.
     """
     check_tensors(q, k, tables, v)
-    require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
+    require_shape("v", v, k.shape)
     check_selection(sel, tables, k.shape[1])
     gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # elements of a query's keys
     step = max(1, GATHER_ELEMENTS // gathered)
-    outs = []
-    for part, block in _blocks(tables, step):
-        outs.append(_attend(q[part], k, v, sel[part], block))
-    return torch.cat(outs)
+    blocks = _blocks(tables, step)
+    return torch.cat([_attend(q[part], k, v, sel[part], block) for part, block in blocks])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sel: Tensor, tables: Tables) -> Tensor:
+def _attend(q, k, v, sel, tables: Tables) -> Tensor:  # of a block: shapes as above, N = n
     heads = _range(k.shape[1], k)
     offset = _range(tables.chunk_size, k)
-    chunk = sel.clamp(min=0)[..., None]  # [n, Hs, S, 1]
-    q_pos = tables.q_pos[:, None, None, None]
-    visible = tables.pos[chunk] + offset <= q_pos  # [n, Hs, S, C]
-    visible &= sel[..., None] >= 0
+    chunk = sel[..., None]  # [n, Hs, S, 1]; -1 is the last one here, and not visible
+    visible = tables.pos[chunk] + offset <= tables.q_pos[:, None, None, None]  # [n, Hs, S, C]
+    visible &= chunk >= 0
     # What is hidden is not read: in its place stands the first key of the query's own chunk, which
     # every query may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
-    own = tables.row[tables.first + tables.past.clamp(min=0)]
-    own = own[:, None, None, None]
+    own = tables.row[tables.own][:, None, None, None]
     rows = torch.where(visible, tables.row[chunk] + offset, own)
     rows = rows.flatten(2) * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
-    keys = _gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
-    values = _gather(v.flatten(0, 1), rows)
+    keys, values = (_gather(x.flatten(0, 1), rows) for x in (k, v))  # [n, Hkv, S * C, D]
     hidden = ~visible.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
-    queries = _work(q).unflatten(1, (len(heads), -1))  # [n, Hkv, G, D]
-    queries = queries * q.shape[2] ** -0.5
+    queries = _work(q).unflatten(1, (len(heads), -1)) * q.shape[2] ** -0.5  # [n, Hkv, G, D]
     logits = queries @ keys.mT  # [n, Hkv, G, S * C]
-    least = torch.finfo(logits.dtype).min
-    weights = logits.masked_fill(hidden, least).softmax(-1)
-    out = weights @ values
-    out = out.masked_fill(hidden.all(-1, keepdim=True), 0)
+    weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
+    out = (weights @ values).masked_fill(hidden.all(-1, keepdim=True), 0)
     return out.flatten(1, 2).to(q.dtype)
 
 
 def dsa_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [M, Hkv, D]
+    v: Tensor,  # [M, Hkv, D]
     tables: Tables,
     top_k: int,
-    index: tuple | None = None,
-    means: Tensor | None = None,
+    index=None,
+    means=None,
 ) -> Tensor:
-    """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
+    """Score, select and attend -> [N, Hq, D].
 
     `index` and `means` as for `select_chunks`. While top_k covers all chunks this is dense
     attention.
@@ -423,9 +399,12 @@ def rotary(x: Tensor, positions: Tensor) -> Tensor:
     angle = positions[:, None, None] * 10_000.0**-step  # [N, 1, E / 4], float32
     cos = angle.cos()
     sin = angle.sin()
-    turned = left * cos - right * sin
-    other = right * cos + left * sin
-    return torch.cat([turned, other, still], dim=-1).to(x.dtype)
+    turned = (
+        left * cos - right * sin,
+        right * cos + left * sin,
+        still,
+    )
+    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 class Indexer(nn.Module):
@@ -473,6 +452,11 @@ def require(condition, message: str) -> None:
     """Raises ValueError."""
     if not condition:
         raise ValueError(message)
+
+
+def require_shape(name: str, x: Tensor, shape: tuple) -> None:
+    """Raises ValueError if the tensor has another shape."""
+    require(x.shape == shape, f"{name} must be {list(shape)}, got {list(x.shape)}")
 
 
 def require_power(name: str, value: int, most: int) -> None:

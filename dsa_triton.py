@@ -330,7 +330,7 @@ def _blocks(tables: Tables, query_block: int) -> Tensor:
     are empty, but their number is known without asking the device.
     """
     if query_block == 1:
-        own = tables.row[tables.first + tables.past.clamp(min=0)]
+        own = tables.row[tables.own]
         place = (tables.q_pos - tables.past * tables.chunk_size).masked_fill(tables.past < 0, -1)
         start = torch.arange(len(own), device=own.device)
         columns = (start, torch.ones_like(own), own, place)
@@ -470,7 +470,7 @@ def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
 
 def _check_attention(q, k, v, tables: Tables, query_block: int) -> None:
     dsa.check_tensors(q, k, tables, v)
-    require(v.shape == k.shape, f"v must be {list(k.shape)} as k is, got {list(v.shape)}")
+    dsa.require_shape("v", v, k.shape)
     _check(tables, query_block, q=q, k=k, v=v)
 
 
@@ -527,8 +527,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     if learned:
         q, k, weights = index
         dsa.check_tensors(q, k[:, None], tables, weights)
-        fits = weights.shape == q.shape[:2]
-        require(fits, f"weights must be {list(q.shape[:2])}, got {list(weights.shape)}")
+        dsa.require_shape("weights", weights, q.shape[:2])
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
     if tables.cached or width > STREAMED + 1:
         sel = dsa.select_chunks(q, k, tables, top_k, index, means)

@@ -276,13 +276,11 @@ def train_stage(model: GPT, config: RecipeConfig, seed: int, stage: str, steps: 
 
 def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
     """Attention of texts [B, T]: "dense", "dsa" by the indexer, or "mean" keys."""
-    c, packed = model.config, pack_tokens(list(tokens))
+    packed = pack_tokens(list(tokens))
     if kind == "dense":
         return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
-    if kind == "dsa":
-        return attend_packed(c, packed)
-    tables = dsa.packed_tables(packed.cu_seqlens, c.chunk_size)
-    return lambda layer, q, k, v, index: dsa.dsa_attention(q, k, v, tables, c.top_k)
+    attend = attend_packed(model.config, packed)
+    return attend if kind == "dsa" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
 
 
 def exam(length: int, problems: int) -> tuple[Tensor, ...]:

@@ -6,38 +6,38 @@ not known yet (the policy's turn) one is sampled, where it is (prompt, environme
 simply fed. A finished slot is refilled at once. New weights are adopted between two tokens.
 Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
-Sampling noise is a pure function of (run seed, group, sample, position). So an episode depends on
-its prompt, its noise key and the weight version at each position, and on nothing that shares the
-batch: bitwise on CPU (one thread, the same number of slots), whatever the slot, the neighbours or
-the order of arrival.
+Sampling noise is a hash of (run seed, group, sample, position): there is no generator state to
+seed, save or share. So an episode depends on its prompt, its noise key and the weight version at
+each position, and on nothing that shares the batch: bitwise on CPU (one thread, the same number of
+slots), whatever the slot, the neighbours or the order of arrival.
 
 Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d model width
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import Cache, captured, decode, make_cache, prefill, prefill_groups
+from cache import captured, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
-from reward import Task, alphabet_of, respond
+from reward import Task, alphabet_of, capacity_of, respond
 from runtime import limits
 from runtime.config import Config
 from runtime.messages import ARRAYS, Group, Trajectory
-from runtime.sampling import noise_keys, sample, uniforms
 from runtime.tokenizer import encode
 
 FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
 COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
+MASK32 = 0xFFFFFFFF
 
 
 @torch.no_grad()
@@ -59,15 +59,50 @@ def naive_generate(model: GPT, prompt: list[int], environment, noise_key: int, t
     return tokens, logprobs
 
 
-def next_tokens(model: GPT, cache: Cache, head: Tensor, inputs: tuple, V: int, temperature: float):
-    """Feed every slot one token and sample what follows.
+# ------------------------------------------------------------------------------ sampling noise
 
-    inputs: tokens, positions, uniform [B] each, and the longest position; head [d, V and padding].
-    Returns what `sample` does.
+
+def mix(x):
+    """A 32-bit integer hash of values in [0, 2^32), ints or int64 arrays ("lowbias32", found by
+    C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * factor & MASK32
+    return x ^ (x >> 16)
+
+
+@lru_cache(1024)
+def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
+    """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
+    low, high = 0x9E3779B9, 0x85EBCA6B
+    for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
+        low = mix((low ^ part) & MASK32)
+        high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
+    return ((high & 0x3FFFFFFF) << 32 | low).tolist()
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in (0, 1), float32 [B], for each key and position, int64 [B] each. It has 23 bits
+    and a half: neither 0 nor 1 can come out."""
+    bits = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))
+    return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+
+
+@torch.no_grad()
+def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple:
+    """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
+
+    Inverse transform: the first token whose cumulative probability exceeds the row's number in
+    `uniform` [B]. Temperature 0 is greedy.
     """
-    tokens, positions, uniform, longest = inputs
-    hidden = decode(model, cache, tokens, positions, longest)  # [B, d]
-    return sample((hidden @ head)[:, :V], uniform, temperature)
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+    if temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        cumulative = logprobs.exp().cumsum(-1)
+        # the last sum is 1 up to rounding; times it, no number lies beyond the last token
+        level = uniform[:, None] * cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
 
 
 # ----------------------------------------------------------------------- the talk with the task
@@ -82,8 +117,8 @@ class Environment:
     "env_timeout"): that episode is marked with it, counted, and generation goes on.
     """
 
-    encode_prompt: Callable[[dict], list[int]]
-    respond: Callable[[list[tuple]], list[list[int] | None | str]]
+    encode_prompt: Callable  # problem -> its prompt's token ids
+    respond: Callable
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
     stop: frozenset[int]  # token ids that end a turn
     turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
@@ -109,6 +144,7 @@ def make_environment(config: Config, task: Task) -> Environment:
 # -------------------------------------------------------------------------------- the generator
 
 
+@dataclass(eq=False)
 class Generator:
     """Continuous batching: `submit` groups, call `step` until `busy` is False, collect groups.
 
@@ -116,28 +152,26 @@ class Generator:
     been through the model; a slot samples when all known tokens have been.
     """
 
-    def __init__(
-        self,
-        model: GPT,
-        environment: Environment,
-        *,
-        slots: int,
-        capacity: int,
-        group_size: int,
-        seed: int = 0,
-        temperature: float = 1.0,
-        swap: str = "keep",
-        worker: int = 0,
-        weights: torch.dtype = torch.float32,
-        graphs: bool = False,
-    ):
+    model: GPT
+    environment: Environment
+    _: KW_ONLY
+    slots: int
+    capacity: int
+    group_size: int
+    seed: int = 0
+    temperature: float = 1.0
+    swap: str = "keep"
+    worker: int = 0
+    weights: torch.dtype = torch.float32
+    graphs: bool = False
+
+    def __post_init__(self):
+        model, slots, capacity = self.model, self.slots, self.capacity
         assert capacity <= model.config.context, (capacity, model.config.context)
-        self.model, self.environment, self.capacity = model, environment, capacity
-        self.group_size, self.seed, self.temperature = group_size, seed, temperature
-        self.swap, self.worker, self.weights = swap, worker, weights
-        self.alphabet = torch.from_numpy(environment.alphabet).to(model.flat.device)
-        self.stops = np.isin(np.arange(model.config.vocab_size), list(environment.stop))
-        self.cache, self.head = make_cache(model, slots, capacity), self._output_matrix()
+        self.alphabet = torch.from_numpy(self.environment.alphabet).to(model.flat.device)
+        self.stops = np.isin(np.arange(model.config.vocab_size), list(self.environment.stop))
+        self.cache = make_cache(model, slots, capacity)
+        self.head = self._output_matrix()
         self.arrays = {name: np.zeros((slots, capacity), kind) for name, kind in ARRAYS.items()}
         self.tokens, self.loss_mask, self.logprobs, self.versions = self.arrays.values()
         self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
@@ -148,14 +182,13 @@ class Generator:
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
         self.replies = {}  # slot -> (future, deadline): environments beside
-        self.version, self.new_weights = 0, None
+        self.version = 0
+        self.new_weights = None  # (version, flat) that were offered and not adopted yet
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
-        self.counts = dict.fromkeys((*COUNTED, "swaps", "busy"), 0)
-        self.next_tokens = torch.inference_mode()(next_tokens)
-        if graphs:
-            self.next_tokens = torch.no_grad()(captured(next_tokens))
-        self.fed_prompts = FED_PROMPTS if graphs else 0
+        self.counts = Counter(dict.fromkeys((*COUNTED, "swaps", "busy"), 0))
+        self.captures = {}  # CUDA graphs of a step: see `captured`
+        self.fed_prompts = FED_PROMPTS if self.graphs else 0
 
     @property
     def busy(self) -> bool:
@@ -192,14 +225,16 @@ class Generator:
         refilled = time.monotonic()
         self._decode()
         now = time.monotonic()
-        self.counts["decode"] += now - refilled
-        self.counts["busy"] += now - begin
+        self.counts.update(decode=now - refilled, busy=now - begin)
         return True
 
     def take_finished(self) -> list[Group]:
         """Groups that are complete, in order of completion; each is handed out once."""
         finished, self.finished = self.finished, []
         return finished
+
+    def _event(self, kind: str, group_id: int, size: int) -> None:
+        self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
 
     # ------------------------------------------------------------------------------- weight swap
 
@@ -217,15 +252,14 @@ class Generator:
         self.prompts.clear()  # an episode must not depend on when its siblings began
         self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
         self.counts["swaps"] += 1
-        self.events.append((time.monotonic(), "swap", -1, version, {"size": len(occupied)}))
+        self._event("swap", -1, len(occupied))
         for b in occupied:
             self.episodes[b].swaps += [int(self.cached[b]), version]
-        filled = [b for b in occupied if self.cached[b] > 0]
-        if self.swap == "recompute" and filled:
+        if self.swap == "recompute":
+            filled = [b for b in occupied if self.cached[b] > 0]
             slots = torch.tensor(filled, device=self.alphabet.device)
-            prefill(
-                self.model, self.cache, slots, [self.tokens[b, : self.cached[b]] for b in filled]
-            )
+            sequences = [self.tokens[b, : self.cached[b]] for b in filled]
+            prefill(self.model, self.cache, slots, sequences)
 
     def _output_matrix(self) -> Tensor:
         """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
@@ -237,7 +271,10 @@ class Generator:
     # ------------------------------------------------------------------------------------ slots
 
     def _refill(self) -> None:
-        """Give free slots to waiting samples, in order; a group never begins under old weights."""
+        """Give free slots to waiting samples, in order; a group never begins under old weights.
+
+        All of a prompt but its last token, which `_decode` feeds, goes into the cache at once.
+        """
         if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
             return
         prompts = {}  # slot -> its group, and the prompt tokens that must be in the cache
@@ -245,53 +282,63 @@ class Generator:
             if not self.waiting or self.waiting[0][0].start > self.version:
                 break
             group, sample_index = self.waiting.popleft()
-            if prompt := self._begin(b, group, sample_index):
-                prompts[b] = group.group_id, prompt
+            prompt = self.environment.encode_prompt(group.problem)
+            n = len(prompt)
+            assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
+            first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
+            if first:
+                prompts[b] = group.group_id, prompt[:first]
+            self.tokens[b, :n] = prompt
+            self.loss_mask[b], self.logprobs[b], self.versions[b] = False, 0.0, -1
+            self.running[b] = True
+            self.known[b] = self.turn_start[b] = n
+            self.cached[b] = first
+            self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
+            key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
+            self.keys[b] = key
+            episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
+            episode.started = time.monotonic()
+            episode.swaps = [first, self.version]
+            self.episodes[b] = episode
+            if sample_index == 0:
+                self._event("start", group.group_id, n)
         prefill_groups(self.model, self.cache, prompts, self.prompts)
-
-    def _begin(self, b: int, group: Group, sample_index: int) -> list[int]:
-        """Put one sample into slot b; returns the prompt tokens that must be in the cache: all but
-        the last one, which `_decode` feeds, or none."""
-        prompt, now = self.environment.encode_prompt(group.problem), time.monotonic()
-        n, most = len(prompt), self.capacity - 1
-        assert 0 < n <= most, f"prompt of {n} tokens: must be 1 to {most}"
-        self.tokens[b, :n], self.loss_mask[b], self.logprobs[b] = prompt, False, 0.0
-        self.versions[b], self.running[b] = -1, True
-        first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
-        self.known[b], self.cached[b], self.turn_start[b] = n, first, n
-        self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
-        self.keys[b] = key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-        episode = Trajectory(group.group_id, sample_index, key, worker=self.worker, started=now)
-        episode.swaps = [first, self.version]
-        self.episodes[b] = episode
-        if sample_index == 0:
-            self.events.append((now, "start", group.group_id, self.version, {"size": n}))
-        return prompt[:first]
 
     # ----------------------------------------------------------------------------------- decode
 
+    def _next_tokens(self, inputs: tuple) -> tuple:
+        """Feed every slot one token and sample what follows: what `sample` returns.
+
+        inputs: tokens, positions, uniform [B] each, and the longest position.
+        """
+        tokens, positions, uniform, longest = inputs
+        hidden = decode(self.model, self.cache, tokens, positions, longest)  # [B, d]
+        logits = (hidden @ self.head)[:, : len(self.alphabet)]
+        return sample(logits, uniform, self.temperature)
+
     def _decode(self) -> None:
         """Feed one token to every slot, sample where the next one is not known."""
-        slots, longest = np.arange(len(self.cached)), int(self.cached[self.running].max())
-        tokens = self.tokens[slots, self.cached].astype(np.int64)
+        longest = int(self.cached[self.running].max())
+        tokens = self.tokens[np.arange(self.slots), self.cached].astype(np.int64)
         # noise belongs to the position of the token that is sampled
         arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1)
         inputs = *(torch.from_numpy(x).to(self.alphabet.device) for x in arrays), longest
-        how = self.head, inputs, len(self.alphabet), self.temperature
-        chosen, logprobs = (x.cpu().numpy() for x in self.next_tokens(self.model, self.cache, *how))
+        step = self._next_tokens
+        with torch.inference_mode(not self.graphs):
+            results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
+        chosen, logprobs = (x.cpu().numpy() for x in results)
 
         self.cached[self.running] += 1
         rows = np.flatnonzero(self.running & (self.cached == self.known))  # the policy's turn
-        at, tokens = self.known[rows], self.environment.alphabet[chosen[rows]]
+        at = self.known[rows]
+        tokens = self.environment.alphabet[chosen[rows]]
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs[rows]
         self.loss_mask[rows, at] = True
         self.versions[rows, at] = self.version
         self.known[rows] += 1
-        self.counts["steps"] += 1
-        self.counts["slot_steps"] += int(self.running.sum())
-        self.counts["tokens"] += len(rows)
-        self.counts["context"] += longest
+        busy = int(self.running.sum())
+        self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
 
         limit = at + 1 - self.turn_start[rows] >= self.turn_limit[rows]
         ended = rows[self.stops[tokens] | limit | (at + 1 >= self.capacity)]
@@ -300,7 +347,8 @@ class Generator:
 
     def _end_turns(self, ended: list[int]) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
-        environment, requests = self.environment, {}
+        environment = self.environment
+        requests = {}
         for b in ended:
             episode, known = self.episodes[b], int(self.known[b])
             episode.turns.append((int(self.turn_start[b]), known))
@@ -323,31 +371,29 @@ class Generator:
     def _collect_replies(self) -> None:
         """Take the replies of environments that ran beside generation; give up on late ones."""
         for b, (future, deadline) in list(self.replies.items()):
-            if future.done():
+            done = future.done()
+            if done or time.monotonic() > deadline:
+                del self.replies[b]
                 self.running[b] = True
-                self._observe(b, *future.result())
-            elif time.monotonic() > deadline:
-                self._finish(b, "env_timeout")
-            else:
-                continue
-            del self.replies[b]
+                self._observe(b, *(future.result() if done else ["env_timeout"]))
 
     def _observe(self, b: int, observation: list[int] | None | str) -> None:
         """Append the environment's tokens, or finish the episode."""
         if observation is None or isinstance(observation, str):
             return self._finish(b, observation or "stop")
-        start, stop = self.known[b], self.known[b] + len(observation)
+        start = self.known[b]
+        stop = start + len(observation)
         if stop >= self.capacity:
             return self._finish(b, "length")
         self.tokens[b, start:stop] = observation
-        self.known[b], self.turn_start[b] = stop, stop
+        self.known[b] = self.turn_start[b] = stop
 
     def _finish(self, b: int, reason: str) -> None:
         """Turn slot b into a Trajectory and free it; a group leaves when all its samples are in."""
-        episode, n = self.episodes[b], self.known[b]
+        episode = self.episodes[b]
         group = self.groups[episode.group_id]
         for name, array in self.arrays.items():
-            setattr(episode, name, array[b, :n].copy())
+            setattr(episode, name, array[b, : self.known[b]].copy())
         episode.finish, _, episode.failure = reason.partition(": ")
         episode.finished = time.monotonic()
         group.trajectories.append(episode)
@@ -357,9 +403,24 @@ class Generator:
             group.trajectories.sort(key=lambda t: t.sample_index)
             self.finished.append(self.groups.pop(group.group_id))
             self.prompts.pop(group.group_id, None)
-            size = sum(len(t.tokens) for t in group.trajectories)
-            details = "finish", group.group_id, self.version, {"size": size}
-            self.events.append((episode.finished, *details))
+            self._event("finish", group.group_id, sum(len(t.tokens) for t in group.trajectories))
+
+
+def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:
+    """The generator that a run uses for training episodes."""
+    return Generator(
+        model,
+        make_environment(config, task),
+        slots=config.slots,
+        capacity=capacity_of(config, task),
+        group_size=config.group_size,
+        seed=config.seed,
+        temperature=config.temperature,
+        swap=config.swap,
+        worker=worker,
+        weights=getattr(torch, config.rollout_weights),
+        graphs=model.flat.is_cuda and model.config.attention == "dense",
+    )
 
 
 def generate(generator: Generator, groups: list[Group]) -> list[Group]:

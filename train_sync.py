@@ -11,12 +11,12 @@ Left out: processes, queues, staleness (here it is always 0).
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from learner import learner_step, new_groups
 from reward import verify_group
-from rollout import COUNTED, generate
+from rollout import COUNTED, generate, make_generator
 from runtime.books import close_step, exit_code, finish
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, UserError, flag_name, run_main
 from runtime.messages import apply_verdicts
-from runtime.setup import make_generator, open_training
+from runtime.setup import open_training
 
 
 def train(config: Config) -> None:

@@ -30,14 +30,13 @@ from buffer import staleness
 from learner import learner_step, micro_batch_loss, naive_step, pack, token_logprobs
 from model import naive_forward
 from reward import split_answers
-from rollout import make_environment, naive_generate
+from rollout import make_environment, make_generator, naive_generate, uniforms
 from runtime import flow
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
 from runtime.messages import Generated, Verified, pack_messages, unpack_messages
-from runtime.sampling import uniforms
-from runtime.setup import make_generator, make_model
+from runtime.setup import make_model
 from runtime.tokenizer import decode_bytes, encode
 from runtime.workers import judge
 

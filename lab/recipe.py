@@ -26,11 +26,10 @@ from losses import Damper
 from model import GPT
 from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, parts_of, train_stage
 from reward import alphabet_of, make_task, verify_group
-from rollout import generate
+from rollout import generate, make_generator
 from runtime.config import Config, UserError
 from runtime.devices import cores, describe_machine
 from runtime.messages import apply_verdicts
-from runtime.setup import make_generator
 
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 

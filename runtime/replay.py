@@ -23,14 +23,14 @@ from tqdm import tqdm
 
 from learner import Learner, learner_step, make_learner
 from reward import Task, verify_group
-from rollout import Generator
+from rollout import Generator, make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices, set_threads
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import Group, apply_verdicts
-from runtime.setup import make_generator, make_model, resumed, task_of
+from runtime.setup import make_model, resumed, task_of
 
 
 def replayable(group: Group) -> dict:

@@ -16,7 +16,6 @@ import torch
 import reward
 from learner import Learner, evaluate, make_learner
 from model import GPT, PRESETS, ModelConfig
-from rollout import Generator, make_environment
 from runtime import limits
 from runtime.checkpoint import (
     checkpoint,
@@ -136,23 +135,6 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         raise UserError(f"--init {config.init}: {needed}") from error
     model.flat.copy_(weights)
     return model
-
-
-def make_generator(config: Config, task: reward.Task, model: GPT, worker: int = 0) -> Generator:
-    """The generator that a run uses for training episodes."""
-    return Generator(
-        model,
-        make_environment(config, task),
-        slots=config.slots,
-        capacity=reward.capacity_of(config, task),
-        group_size=config.group_size,
-        seed=config.seed,
-        temperature=config.temperature,
-        swap=config.swap,
-        worker=worker,
-        weights=getattr(torch, config.rollout_weights),
-        graphs=model.flat.is_cuda and model.config.attention == "dense",
-    )
 
 
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:

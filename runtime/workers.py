@@ -18,14 +18,14 @@ import torch.distributed as dist
 from learner import learner_step, make_learner
 from model import GPT, ModelConfig
 from reward import Task, verify_group
-from rollout import COUNTED
+from rollout import COUNTED, make_generator
 from runtime import devices
 from runtime.checkpoint import load_checkpoint, restore
 from runtime.config import Config
 from runtime.mailbox import Mailbox
 from runtime.messages import Generated, Group, Judgement, Verified
 from runtime.processes import Line
-from runtime.setup import make_generator, task_of
+from runtime.setup import task_of
 
 # A finished group waits this long for others to travel with: 1.05 times the episodes a second.
 TOGETHER_SECONDS = 0.005

@@ -23,10 +23,10 @@ from buffer import may_admit as admissible
 from buffer import staleness as staleness_of
 from losses import group_advantages, token_mean  # noqa: F401
 from model import dense_packed, pack_tokens
+from rollout import sample, uniforms
 from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
-from runtime.sampling import sample, uniforms
 
 NAMES = {
     "ex01": "causal_attention",
@@ -89,7 +89,7 @@ def select(scores, past, top_k):
     """dsa.py: `top_chunks`, one sequence, one head; of its tables it reads `past` and `first`."""
     width = scores.shape[1]
     chunk, zero = torch.arange(width), torch.zeros_like(past)
-    tables = dsa.Tables(1, width, width, False, chunk, chunk, chunk * 0 + 1, past, zero, past)
+    tables = dsa.Tables(1, width, width, False, chunk, chunk, chunk * 0 + 1, past, zero)
     return dsa.top_chunks(scores[:, None], tables, top_k)[:, 0]
 
 
@@ -122,7 +122,7 @@ def damp(window, kl):
 
 
 def draw(logits, keys, positions, temperature):
-    """runtime/sampling.py: `uniforms`, then `sample`."""
+    """rollout.py: `uniforms`, then `sample`."""
     return sample(logits, torch.from_numpy(uniforms(keys, positions)), temperature)
 
 

@@ -10,14 +10,14 @@ from faults import OFFSETS, checkpoint_kills, killed_at
 
 from learner import make_learner, new_groups
 from reward import verify_group
-from rollout import generate
+from rollout import generate, make_generator
 from runtime import checkpoint
 from runtime.checkpoint import completed_groups, load_checkpoint, load_tensors, save_checkpoint
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.messages import Group, Trajectory, apply_verdicts
 from runtime.runlog import LOGS, RunLog
-from runtime.setup import make_generator, make_model, task_of
+from runtime.setup import make_model, task_of
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
 

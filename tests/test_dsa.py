@@ -322,7 +322,7 @@ def test_two_stage_form_keeps_8_chunks_of_512():
     count = (sel >= 0).sum(-1)
     assert sel.shape == (5000, 1, 8) and count[-1] == 8 and count[600] == 2
     last = dsa.packed_tables(edges(0, 5000), 512)
-    last = last._replace(q_pos=last.q_pos[-1:], first=last.first[-1:], past=last.past[-1:])
+    last = last._replace(q_pos=last.q_pos[-1:], first=last.first[-1:])
     got = dsa.sparse_attention(q[-1:], k, v, sel[-1:], last)
     rows = [r for c in sel[-1, 0].tolist() for r in naive_chunks([0, 5000], 512)[c][1]]
     want = masked_attention(q[-1:], k[rows], v[rows], [[list(range(len(rows)))]])
@@ -407,7 +407,7 @@ def decode_all(q, k, v, index, capacity, chunk_size, top_k, learned):
             keys[b, t], values[b, t], index_keys[b, t, 0] = k[b][t], v[b][t], index[b][1][t]
         lengths = torch.tensor([t + 1 if b in live else 0 for b in range(slots)])
         tables = dsa.advance(tables, lengths)
-        dsa.update_means(means, scored.flatten(0, 1), tables)
+        means[tables.own] = dsa.chunk_means(scored.flatten(0, 1), tables, tables.own)
         query = torch.stack([q[b][min(t, len(q[b]) - 1)] for b in range(slots)])
         triple = [torch.stack([x[i][min(t, len(x[i]) - 1)] for x in index]) for i in (0, 2)]
         triple = (triple[0], index_keys.flatten(0, 2), triple[1]) if learned else None
@@ -485,7 +485,7 @@ def test_kept_means_are_bitwise_the_means_of_the_whole_cache():
     means = torch.full_like(whole, NAN)
     for t in range(40):
         tables = dsa.advance(tables, edges(t + 1, min(t + 1, 17), 0))
-        dsa.update_means(means, k, tables)
+        means[tables.own] = dsa.chunk_means(k, tables, tables.own)
     assert torch.equal(means[:5], whole[:5]) and torch.equal(means[5:7], whole[5:7])
     packed = dsa.packed_tables(edges(0, 40), 8)
     assert torch.equal(dsa.chunk_means(k[:40], packed), whole[:5])

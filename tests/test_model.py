@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from qwen3 import named_weights
 
-from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
-from runtime.prefixes import share_prefixes
+from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens, share_prefixes
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns
@@ -187,10 +186,10 @@ def test_pack_tokens_lays_sequences_end_to_end():
     packed = pack_tokens([[5, 6, 7], [8], list(range(17))])
     assert packed.tokens.tolist() == [5, 6, 7, 8, *range(17)]
     assert packed.positions.tolist() == [0, 1, 2, 0, *range(17)]
-    assert packed.cu_seqlens.tolist() == [0, 3, 4, 21]
-    assert packed.shape == (3, 32)  # the width of the grid is a multiple of PAD_BLOCK
-    assert packed.cell_of_row.tolist() == [0, 1, 2, 32, *range(64, 81)]
-    assert packed.token_of_row.tolist() == packed.row_of_token.tolist() == list(range(21))
+    assert packed.grid.shape == (3, 32)  # its width is a multiple of PAD_BLOCK
+    assert packed.grid[0].tolist() == [0, 1, 2, *[-1] * 29]
+    assert rows_of(packed) == [[0, 1, 2], [3], list(range(4, 21))]
+    assert packed.cell.tolist() == [0, 1, 2, 32, *range(64, 81)]
     for bad in ([], [[1], []]):
         with pytest.raises((AssertionError, RuntimeError)):
             pack_tokens(bad)
@@ -208,8 +207,7 @@ def branching(seed=0) -> list[list[int]]:
 
 def rows_of(packed) -> list[list[int]]:
     """For each sequence, its tokens' numbers (places in `packed.tokens`)."""
-    parts = packed.token_of_row.split(packed.cu_seqlens.diff().tolist())
-    return [part.tolist() for part in parts]
+    return [row[row >= 0].tolist() for row in packed.grid]
 
 
 def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
@@ -230,10 +228,10 @@ def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
         for tokens, row in zip(kept, rows_of(shared), strict=True):
             assert row == [node[tokens[: t + 1]] for t in range(len(tokens))]
             assert shared.positions[row].tolist() == list(range(len(row)))
-        assert shared.token_of_row[shared.row_of_token].tolist() == list(range(count))
+        assert shared.grid.flatten()[shared.cell].tolist() == list(range(count))
     different = pack_tokens([[1, 2], [2, 1], [3]])
     shared, wanted, copies = share_prefixes(different, torch.arange(5))
-    assert shared.shape[0] == 3 and sorted(wanted[copies].tolist()) == list(range(5))
+    assert len(shared.grid) == 3 and sorted(wanted[copies].tolist()) == list(range(5))
 
 
 @kinds
@@ -241,7 +239,7 @@ def test_shared_prefixes_are_the_nodes_of_the_prefix_tree():
 def test_what_is_shared_is_computed_once_and_changes_nothing(kind, wanted):
     model, sequences = make(kind, dtype=torch.float64), branching()
     packed, found, seen = pack_tokens(sequences), [], []
-    for module in (model.layers[0], model.norm):  # what goes in at the bottom, what comes out
+    for module in (model.embed_tokens, model.norm):  # what goes in at the bottom, what comes out
         module.register_forward_pre_hook(lambda module, inputs: seen.append(len(inputs[0])))
     some = torch.rand(len(packed.tokens), generator=torch.Generator().manual_seed(0)) < wanted
     rows = some.nonzero()[:, 0].flip(0)  # in any order

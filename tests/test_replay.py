@@ -21,6 +21,7 @@ import train_sync
 from buffer import Buffer
 from learner import learner_step
 from reward import verify_group
+from rollout import make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.flow import AsyncRun, log_discards, settle
@@ -34,7 +35,7 @@ from runtime.messages import (
     unpack_messages,
 )
 from runtime.processes import Lost
-from runtime.setup import make_generator, make_model, open_training
+from runtime.setup import make_model, open_training
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}

@@ -21,11 +21,20 @@ from cache import decode, make_cache, prefill
 from learner import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, alphabet_of, make_task, verify_group
-from rollout import Environment, Generator, generate, naive_generate
+from rollout import (
+    Environment,
+    Generator,
+    generate,
+    make_generator,
+    mix,
+    naive_generate,
+    noise_keys,
+    sample,
+    uniforms,
+)
 from runtime.config import Config
 from runtime.messages import Group
-from runtime.sampling import mix, noise_keys, sample, uniforms
-from runtime.setup import make_generator, make_model, task_of
+from runtime.setup import make_model, task_of
 from runtime.tokenizer import encode
 
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
@@ -845,7 +854,9 @@ def test_a_cpu_captures_nothing(attention, monkeypatch):
     monkeypatch.setattr(rollout, "captured", lambda *_, **__: pytest.fail("captured"))
     config = Config(attention=attention, slots=8)
     task = task_of(config)
-    assert make_generator(config, task, make_model(config, task)).fed_prompts == 0
+    generator = make_generator(config, task, make_model(config, task))
+    generate(generator, [Group(0, 0, task.reset(0, "train"))])
+    assert generator.fed_prompts == 0
 
 
 @kinds

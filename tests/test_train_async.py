@@ -24,7 +24,7 @@ from toys import light_children
 import train_async
 import train_sync
 from buffer import Buffer
-from rollout import generate
+from rollout import generate, make_generator
 from runtime import flow
 from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import Config, TrainingStopped
@@ -32,7 +32,6 @@ from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.messages import Generated, Verified
 from runtime.processes import Lost, WorkersFailed
-from runtime.setup import make_generator
 from runtime.workers import judge
 
 ROOT = Path(__file__).parent.parent

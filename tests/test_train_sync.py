@@ -56,7 +56,7 @@ def batch_of(config, task=None):
     """A learner and one scored batch."""
     task = task or task_of(config)
     learner = make_learner(config, task, make_model(config, task))
-    generator = setup_room.make_generator(config, task, learner.model)
+    generator = rollout.make_generator(config, task, learner.model)
     groups = generate(generator, learner_room.new_groups(learner, task, config.groups_per_step))
     for group in groups:
         apply_verdicts(group, reward.verify_group(group, task, config))

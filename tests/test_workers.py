@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from learner import make_learner, new_groups
-from rollout import generate
+from rollout import generate, make_generator
 from runtime import workers
 from runtime.config import Config
 from runtime.mailbox import Mailbox
 from runtime.messages import Generated, Group, Orders, Verified
-from runtime.setup import make_generator, make_model, task_of
+from runtime.setup import make_model, task_of
 
 CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 
