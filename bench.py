@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reward import own_file
-from runtime.config import UserError, fail, parse
+from runtime.config import Config, UserError, fail, parse
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, refuse_links, write_file
 
@@ -155,6 +155,13 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
         for file in (*folder.glob("*.json"), *folder.glob("*.png")):
             shutil.copy(file, RESULTS)
             print(f"recorded: results/{file.name}")
+
+
+def replay(config: Config) -> None:
+    """`train_async.py --replay RUN`: is the run what its log says?"""
+    from lab.replay import replay
+
+    replay(config)
 
 
 def draw(command: str, runs: list[Path]) -> None:

@@ -18,6 +18,7 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
+from bench import replay
 from learner import learner_step, new_groups
 from reward import problem_of
 from runtime.books import exit_code, finish
@@ -35,7 +36,6 @@ from runtime.flow import (
 from runtime.ledger import table
 from runtime.messages import Generated, Group, Judgement, Orders, Verified, apply_verdicts
 from runtime.processes import Lost, Silent, Worker
-from runtime.replay import replay, replayable
 
 
 def train(config: Config) -> None:
@@ -156,8 +156,7 @@ def land(
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.begun = run.begun or time.monotonic()
-    facts = {"group": group.group_id, "seconds": judgement.seconds, **replayable(group)}
-    facts["lengths"] = [len(t.tokens) for t in group.trajectories]
+    facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
     run.log.event(judged_by, "score", judgement.began, **facts)
 
 

@@ -92,6 +92,16 @@ class Group:
             crc = zlib.crc32(b"".join([getattr(t, name) for t in read]), crc)
         return crc
 
+    @property
+    def evidence(self) -> dict:
+        """What the log keeps of a verified group, so that a replay can be compared with it."""
+        return {
+            "failed": {i: t.finish for i, t in enumerate(self.trajectories) if t.failed},
+            "digest": self.digest,
+            "swaps": [t.swaps for t in self.trajectories],
+            "lengths": [len(t.tokens) for t in self.trajectories],
+        }
+
     def __reduce__(self):
         """Pickled as a few long arrays: a third of the time that many short ones take."""
         return group_from_parts, group_to_parts(self)

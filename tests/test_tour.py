@@ -52,7 +52,7 @@ def test_the_followed_episode_is_worth_following(stations):
         (" 2.190 ", " 2.290 ", "steps: page:"),
         ('event("learner", kind', 'event("nobody", kind', "train_async.py has 0"),
         ("        due = bisect_right", "        late = bisect_right", "may_admit is not what"),
-        ("](../runtime/replay.py)", "]", "runtime/replay.py is nowhere linked"),
+        ("](../lab/replay.py)", "]", "lab/replay.py is nowhere linked"),
         ("](../bench.py)", "](../bunch.py)", "bunch.py is linked, but is not there"),
     ],
 )

@@ -1,4 +1,4 @@
-"""runtime/replay.py: execute a finished asynchronous run again, from its event log.
+"""lab/replay.py: execute a finished asynchronous run again, from its event log.
 
     python train_async.py --replay runs/NAME       # must end at the same weights
 
@@ -31,15 +31,6 @@ from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import Group, apply_verdicts
 from runtime.setup import make_model, resumed, task_of
-
-
-def replayable(group: Group) -> dict:
-    """What the log keeps of a verified group."""
-    return {
-        "failed": {i: t.finish for i, t in enumerate(group.trajectories) if t.failed},
-        "digest": group.digest,
-        "swaps": [t.swaps for t in group.trajectories],
-    }
 
 
 def replay(config: Config) -> None:
