@@ -57,9 +57,30 @@ class ModelConfig:
 
 
 PRESETS = {
-    "tiny": dict(layers=2, width=64, heads=4, kv_heads=2, head_width=16, hidden=160),
-    "small": dict(layers=4, width=128, heads=4, kv_heads=1, head_width=32, hidden=512),
-    "medium": dict(layers=8, width=320, heads=5, kv_heads=1, head_width=64, hidden=1024),
+    "tiny": dict(
+        layers=2,
+        width=64,
+        heads=4,
+        kv_heads=2,
+        head_width=16,
+        hidden=160,
+    ),
+    "small": dict(
+        layers=4,
+        width=128,
+        heads=4,
+        kv_heads=1,
+        head_width=32,
+        hidden=512,
+    ),
+    "medium": dict(
+        layers=8,
+        width=320,
+        heads=5,
+        kv_heads=1,
+        head_width=64,
+        hidden=1024,
+    ),
 }
 
 

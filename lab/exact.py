@@ -32,6 +32,7 @@ from runtime.devices import describe_machine
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
 
+SEED, SAMPLES = 0, 100_000
 CHECKED = (0, 2, 8)  # staleness at which a sampled trace is held against theory
 
 # Corrections that are not objectives of their own: they go before one.
@@ -95,9 +96,9 @@ def response_gradients(slopes: Tensor, theta: Tensor, task: EnumeratedTask) -> T
     return torch.einsum("rt,rtd->rd", slopes, scores.flatten(2))
 
 
-def policies(task: EnumeratedTask, seed: int) -> list[Tensor]:
+def policies(task: EnumeratedTask) -> list[Tensor]:
     """The policy after 0, 1, ... 8 steps of exact gradient ascent: theta [P, V] each."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     theta = 0.5 * torch.randn(task.shape, generator=generator, dtype=torch.float64)
     chain = [theta]
     for _ in STALENESS[1:]:
@@ -209,7 +210,7 @@ def gradient_claim(name, gradients, chances, truth, unbiased):
     return name, errors, chances, 0.0, unbiased
 
 
-def verdict(claim: tuple, samples: int, seed: int) -> dict:
+def verdict(claim: tuple) -> dict:
     """A claim against the mean of a sampled trace.
 
     It is `ok` if the mean is within 3 standard errors of the enumerated expectation, and within 3
@@ -217,11 +218,11 @@ def verdict(claim: tuple, samples: int, seed: int) -> dict:
     show. Equal chances and seed give the same trace, so all objectives are judged on one.
     """
     name, values, chances, truth, unbiased = claim
-    generator = torch.Generator().manual_seed(seed)
-    draws = values[torch.multinomial(chances, samples, True, generator=generator)]
+    generator = torch.Generator().manual_seed(SEED)
+    draws = values[torch.multinomial(chances, SAMPLES, True, generator=generator)]
     estimate = float(draws.mean())
     predicted = float(chances @ values)
-    error = max(float(draws.std()) / samples**0.5, 1e-12)
+    error = max(float(draws.std()) / SAMPLES**0.5, 1e-12)
     within = abs(estimate - truth) <= 3 * error
     hidden = not unbiased and abs(predicted - truth) < 6 * error
     agrees = abs(estimate - predicted) <= 3 * error
@@ -237,10 +238,10 @@ def verdict(claim: tuple, samples: int, seed: int) -> dict:
     }
 
 
-def objectives_part(task: EnumeratedTask, seed: int) -> Part:
+def objectives_part(task: EnumeratedTask) -> Part:
     """Facts of `examine` for every method and staleness, and the claims that are checked."""
     length = task.tokens.shape[1]
-    chain = policies(task, seed)
+    chain = policies(task)
     chances = chances_of(logprobs_of(chain[0], task))
     curves = {method: [] for method in METHODS}
     claims = []
@@ -256,12 +257,12 @@ def objectives_part(task: EnumeratedTask, seed: int) -> Part:
     return curves, claims
 
 
-def advantages_part(task: EnumeratedTask, seed: int) -> Part:
+def advantages_part(task: EnumeratedTask) -> Part:
     """Length and direction of the gradient with group advantages, on-policy, over all R^3 groups.
 
     `share`: its projection on the truth; `cosine`: of the angle between them.
     """
-    theta = policies(task, seed)[2]
+    theta = policies(task)[2]
     curves = {}
     claims = []
     truth = true_gradient(theta, task)
@@ -287,9 +288,9 @@ def advantages_part(task: EnumeratedTask, seed: int) -> Part:
 KL_RIGHT = {"k1": (3, 0), "k2": (0, 1), "k3": (3, 0), "unbiased_k3": (1, 1)}
 
 
-def kl_part(task: EnumeratedTask, seed: int) -> Part:
+def kl_part(task: EnumeratedTask) -> Part:
     """The KL estimators against KL(pi || pi_ref), pi_ref = step 0; claims at the last step."""
-    chain = policies(task, seed)
+    chain = policies(task)
     curves = {name: [] for name in KL_RIGHT}
     claims = []
     for name, rows in curves.items():
@@ -368,18 +369,18 @@ def draw(folder: Path, result: dict) -> None:
     draw_panels(folder / "lab_kl.png", title, panels)
 
 
-def bench_lab(folder: Path, seed: int = 0, samples: int = 100_000) -> None:
+def bench_lab(folder: Path) -> None:
     """Measure everything; lab.json and lab_*.png in `folder`, and the table of claims."""
     torch.set_num_threads(1)
     parts = [(name, objectives_part, task) for name, task in TASKS.items()]
     parts += [(f"kl, {name}", kl_part, task) for name, task in TASKS.items()]
     parts += [("advantages", advantages_part, TASKS["three tokens"])]
     parts += [("lengths", drop_part), ("swap", swap_part, enumerate_task(4, 4))]
-    result = {"machine": describe_machine(), "seed": seed, "samples": samples}
+    result = {"machine": describe_machine(), "seed": SEED, "samples": SAMPLES}
     verdicts = []
     for name, part, *task in tqdm(parts):
-        result[name], claims = part(*task, seed)
-        verdicts += [verdict(claim, samples, seed) for claim in claims]
+        result[name], claims = part(*task)
+        verdicts += map(verdict, claims)
     result["verdicts"] = verdicts
     save_result(folder, "lab", result)
     draw(folder, result)

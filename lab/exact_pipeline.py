@@ -42,10 +42,10 @@ def learner_logprobs(model, responses):
     return generated_logprobs(model, packed, rows.flatten(), ALPHABET, 1.0)[0].view(rows.shape)
 
 
-def train_model(responses, rewards, seed):
+def train_model(responses, rewards):
     """A tiny GPT (float64) after 0, 1, ... plain gradient steps on the enumerated objective."""
     config = ModelConfig(2, 16, 2, 1, 8, 32, vocab_size=8, context=16, init_std=0.3)
-    model = GPT(config, seed).double()
+    model = GPT(config, seed=0).double()
     model.flatten()
     models = [copy.deepcopy(model)]
     for _ in STEPS:
@@ -83,13 +83,13 @@ def swapped_logprobs(a, b, responses, boundary, mode):
     return torch.cat(recorded, 1)
 
 
-def swap_part(task, seed):
+def swap_part(task):
     """KL of what each mode samples after the swap, to the new weights b and to the old ones a.
 
     `whole_response_to_b` counts the tokens before the swap, too. The claims are about a swap after
     two tokens, at the largest distance.
     """
-    models = train_model(task.tokens, task.rewards, seed)
+    models = train_model(task.tokens, task.rewards)
     curves, claims = {}, []
     with torch.no_grad():
         pure = [learner_logprobs(model, task.tokens) for model in models]
@@ -111,13 +111,13 @@ def swap_part(task, seed):
     return curves, claims
 
 
-def drop_part(seed, steps=375):
+def drop_part(steps=375):
     """Lengths of what is admitted and of what is trained, by rule; time in decode steps.
 
     Eight answers a batch, staleness at most 2; a learner step takes as long as a median answer.
     Log-normal lengths, sigma 1, median 100.
     """
-    lengths = np.ceil(100 * np.exp(np.random.default_rng(seed).standard_normal(3000)))
+    lengths = np.ceil(100 * np.exp(np.random.default_rng(0).standard_normal(3000)))
     starts = np.linspace(0, steps, len(lengths))  # the simulation draws them by version
     groups = np.stack([starts, 0 * lengths, lengths], 1).astype(int).tolist()
     costs = Costs(step=1.0, train=100.0, groups=groups)
@@ -130,7 +130,7 @@ def drop_part(seed, steps=375):
     )
     curves, claims = {}, []
     for rule in ("wait", "drop"):
-        events = Pipeline(replace(config, on_stale=rule), costs, seed).run().events
+        events = Pipeline(replace(config, on_stale=rule), costs).run().events
         length = {e["group"]: float(e["lengths"][0]) for e in events["score"]}
         trained = [length[group] for e in events["train"] for group in e["groups"]]
         admitted = list(length.values())

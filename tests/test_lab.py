@@ -12,7 +12,7 @@ from lab import exact_pipeline
 from lab.plots import RESULTS, load_result
 
 TASKS = {1: lab.TASKS["one token"], 3: lab.TASKS["three tokens"]}
-CHAINS = {length: lab.policies(task, 0) for length, task in TASKS.items()}
+CHAINS = {length: lab.policies(task) for length, task in TASKS.items()}
 
 
 def truth(length, staleness):
@@ -31,7 +31,7 @@ def mean_gradient(method, length, staleness):
 
 def wrong(claims):
     """Verdicts that are not as theory says."""
-    return [row for row in (lab.verdict(claim, 100_000, 0) for claim in claims) if not row["ok"]]
+    return [row for row in (lab.verdict(claim) for claim in claims) if not row["ok"]]
 
 
 def test_a_task_has_every_response_once():
@@ -166,7 +166,7 @@ def test_effective_sample_size_agrees_with_the_diagnostic():
 
 
 def test_group_advantages():
-    curves, claims = lab.advantages_part(TASKS[3], 0)
+    curves, claims = lab.advantages_part(TASKS[3])
     assert math.isclose(curves["rloo"]["share"], 1.0, abs_tol=1e-10)
     assert math.isclose(curves["mean"]["share"], 2 / 3, abs_tol=1e-10)  # (n - 1) / n
     assert curves["grpo"]["cosine"] < 0.9999  # dividing by the spread changes the direction
@@ -174,7 +174,7 @@ def test_group_advantages():
 
 
 def test_kl_estimators():
-    one, three = (lab.kl_part(TASKS[length], 0) for length in (1, 3))
+    one, three = (lab.kl_part(TASKS[length]) for length in (1, 3))
     for curves, claims in (one, three):
         for fact in curves["k1"] + curves["k3"]:
             assert math.isclose(fact["value"], fact["kl"], abs_tol=1e-10)
@@ -197,7 +197,7 @@ def test_the_gradient_of_k3_is_that_of_the_forward_kl():
 
 
 def test_swap_modes():
-    curves, claims = exact_pipeline.swap_part(lab.enumerate_task(4, 4), 0)
+    curves, claims = exact_pipeline.swap_part(lab.enumerate_task(4, 4))
     for boundary in (1, 2, 3):
         keep, recompute, drain = (
             curves[f"{mode}, {boundary}"] for mode in ("keep", "recompute", "drain")
@@ -210,7 +210,7 @@ def test_swap_modes():
 
 
 def test_dropping_loses_long_answers_and_waiting_does_not():
-    curves, claims = exact_pipeline.drop_part(0, 100)
+    curves, claims = exact_pipeline.drop_part(100)
     (all_of_them, waited), (admitted, kept) = (
         [curves[rule][name] for name in ("admitted", "trained")] for rule in ("wait", "drop")
     )
@@ -223,7 +223,7 @@ def test_dropping_loses_long_answers_and_waiting_does_not():
 
 @pytest.mark.parametrize("spelling", lab.TASKS)
 def test_sampled_traces_agree_with_theory(spelling):
-    _, claims = lab.objectives_part(lab.TASKS[spelling], 0)
+    _, claims = lab.objectives_part(lab.TASKS[spelling])
     assert len(claims) == 3 * len(lab.METHODS) and wrong(claims) == []
 
 
@@ -241,7 +241,7 @@ def test_a_wrong_objective_is_found(flaw, monkeypatch):
         return right(new, proximal, old, advantages, mask, sequence, count, constants)
 
     monkeypatch.setitem(losses.OBJECTIVES, "decoupled_ppo", broken)
-    _, claims = lab.objectives_part(TASKS[1], 0)
+    _, claims = lab.objectives_part(TASKS[1])
     found = {row["name"].split(",")[0] for row in wrong(claims)}
     assert {"decoupled_ppo"} <= found <= {"decoupled_ppo", "opsm"}  # opsm is built on it
 
