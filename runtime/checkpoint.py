@@ -51,7 +51,7 @@ def load_tensors(path: Path, digest: bool = False) -> dict:
     digest: its sha256 stands behind it.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with open_plain(path, most=memory) as file:
+    with open_plain(path, most=memory // 3) as file:  # the file, its tensors, the model
         data = file.read()
     if digest:
         data, told = data[:-32], data[-32:]
@@ -85,12 +85,13 @@ def load_checkpoint(folder: Path) -> dict:
 
 def drop_what_follows(folder: Path, state: dict) -> str:
     """Remove what came after a checkpoint: it is done again; says what that was. (Opening the logs
-    cuts them.)"""
+    cuts them; a summary is of a run that has ended.)"""
     dropped = []
     for path in sorted((folder / "checkpoints").glob("step*.pt")):
         if path.name > f"step{state['version']:07d}.pt":
             path.unlink()
             dropped.append(path.name)
+    (folder / "summary.json").unlink(missing_ok=True)
     state["marks"]["metrics"] = behind_evaluations(folder / "metrics.jsonl", state)
     for name in LOGS:
         path = folder / f"{name}.jsonl"
@@ -102,7 +103,7 @@ def drop_what_follows(folder: Path, state: dict) -> str:
 def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
     """The mark of the metrics, moved behind late evaluations of steps that the checkpoint has."""
     mark = state["marks"]["metrics"]
-    with contextlib.suppress(UserError):  # a torn end
+    with contextlib.suppress(UserError, KeyError, TypeError):  # a torn end, or a stranger's
         for row, found in scan(path):
             if found[0] > mark[0]:
                 if row["step"] > state["version"]:
@@ -174,7 +175,8 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         learner.reference.flat.copy_(state["reference"])
     for name in ("version", "next_group", "skipped", "skipped_in_row"):
         setattr(learner, name, state[name])
-    if ledger and learner.version >= config.steps:
+    done = Path(config.resume, "summary.json").exists()  # without it, the end is still to come
+    if ledger and learner.version >= config.steps + (not done):
         done = f"must be more than the {learner.version} steps that the run has"
         raise UserError(f"--steps {config.steps}: {done}")
 

@@ -6,6 +6,7 @@ or gone costs that request, and is replaced.
 Left out: training, where rollout and reward workers run the task (processes.py).
 """
 
+import atexit
 import contextlib
 import os
 import signal
@@ -29,18 +30,18 @@ GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but 
 
 
 class Examiner:
-    """Asks a child process for replies and verdicts; it is started at once, and again when lost."""
+    """Asks a child process for replies and verdicts; it is started when it is needed."""
 
     def __init__(self, config: Config, log: Path):
         self.config, self.log = config, log
         self.deaths = 0  # of children in this evaluation
         self.waited = 0.0  # seconds since the task was in time
-        self.start()
+        self.process = None
+        atexit.register(self.close)  # however the run ends
 
     def start(self) -> None:
-        """Start a child; it says when it is ready."""
+        """Start a child, and wait until it is ready."""
         self.pipe, there = Pipe()
-        self.ready = None
         code = f"import sys; sys.path[:] = {sys.path}; from runtime.exam import serve; serve()"
         with self.log.open("ab") as log, there:
             self.process = subprocess.Popen(
@@ -51,12 +52,15 @@ class Examiner:
                 start_new_session=True,
             )
         self.pipe.send((os.getpid(), self.config))
+        self.receive(START_SECONDS)
 
     def close(self) -> None:
         """End the child, and whatever it has forked."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.pipe.close()
+        if self.process:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.exit_code = self.process.wait()
+            self.pipe.close()
+        self.process = None
 
     def respond(self, requests: list[tuple]) -> list:
         """What `reward.respond` says to each request."""
@@ -76,12 +80,13 @@ class Examiner:
         patience = 2 * self.config.reward_seconds + GRACE_SECONDS
         while len(answers) < len(requests):
             try:
-                self.ready = self.ready or self.receive(START_SECONDS)
+                if not self.process:
+                    self.start()
                 self.pipe.send((who, requests[len(answers) :]))
                 while len(answers) < len(requests):
                     answers.append(self.receive(patience))
             except (EOFError, OSError) as error:  # TimeoutError is an OSError, too
-                answers.append(f"{who}_{self.replace(error)}")
+                answers.append(f"{who}_{self.lost(error)}")
         return answers
 
     def receive(self, seconds: float):
@@ -97,17 +102,17 @@ class Examiner:
             raise TimeoutError
         return self.pipe.recv()
 
-    def replace(self, error: Exception) -> str:
-        """The child is lost: another one, within the budget; returns what the request died of."""
+    def lost(self, error: Exception) -> str:
+        """The child is lost; returns what the request died of. TrainingStopped when the budget is
+        used up."""
         self.close()
-        reason = f"error: it ended its process (exit code {self.process.returncode})"
+        reason = f"error: it ended its process (exit code {self.exit_code})"
         if isinstance(error, TimeoutError):
             reason = "timeout: it hung in a call that no alarm interrupts"
         self.deaths += 1
         if self.deaths > self.config.restarts:
             text = f"evaluation: the task has lost {self.deaths} processes, the last by {reason}"
             raise TrainingStopped(f"{text} (--restarts {self.config.restarts}; log: {self.log})")
-        self.start()
         return reason
 
 

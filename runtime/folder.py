@@ -150,17 +150,19 @@ class Log:
         return self.mark
 
 
-def scan(path: Path) -> Iterator[tuple[dict, tuple[int, int]]]:
-    """The records of a log, each with the mark behind it; UserError names the first line that is
-    not as it was written."""
+def scan(path: Path, end: float = math.inf) -> Iterator[tuple[dict, tuple[int, int]]]:
+    """The records of a log up to byte `end`, each with the mark behind it; UserError names the
+    first line that is not as it was written."""
     size, checksum = 0, 0
     with open_plain(path) as file:
         lines = iter(lambda: file.readline(LONGEST_LINE), b"")
         for number, line in enumerate(lines, start=1):
-            text, _, end = line.rpartition(b', "crc": ')
+            if size >= end:
+                return
+            text, _, told = line.rpartition(b', "crc": ')
             size, checksum = size + len(line), zlib.crc32(text, checksum)
             place = f"{path}, line {number}"
-            if end != b"%d}\n" % checksum:
+            if told != b"%d}\n" % checksum:
                 raise UserError(f"{place}: torn or changed (wrong checksum)")
             yield to_record(text + b"}", place), (size, checksum)
 
@@ -172,5 +174,9 @@ def read_lines(path: Path) -> list[dict]:
 
 def check_log(path: Path, mark: tuple[int, int]) -> None:
     """UserError when a log does not begin with what it had at this mark."""
-    if mark != (0, 0) and mark not in (found for _, found in scan(path)):
+    found = (0, 0)
+    if mark != found:  # of a log that is still empty there may be no file
+        for _, here in scan(path, mark[0]):
+            found = here
+    if mark != found:
         raise UserError(f"{path}: must be whole up to byte {mark[0]:,}")

@@ -80,6 +80,7 @@ def books_of(log: list[dict]) -> Ledger:
 def write_run(folder: Path, log: list[dict], totals: dict | None = None, steps: int = 12) -> Path:
     folder.mkdir(exist_ok=True)
     Log(folder / "events.jsonl").append(log)
+    (folder / "config.json").write_text('{"mode": "async"}')
     if totals:
         summary = {"steps": steps, "ledger": totals}
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -197,7 +198,9 @@ def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_p
     assert lost.returncode == 1 and text in lost.stderr, lost.stderr
     short = run(log[: len(log) // 2])
     assert short.returncode == 1 and "summary.json" in short.stderr
-    assert run(log, steps=5).returncode == 0  # a summary from before the run was resumed
+    assert run(log, steps=5).returncode == 1  # a run that goes on has no summary
+    (tmp_path / "config.json").write_text('{"mode": "sync"}')
+    assert "must be a run of train_async.py" in check(tmp_path).stderr
     (tmp_path / "events.jsonl").unlink()
     missing = check(tmp_path)
     assert missing.returncode == 1 and "Traceback" not in missing.stderr

@@ -260,6 +260,15 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
     assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"] == 4
     replayed(folder)
 
+    # killed between the last checkpoint and the summary, in the middle of a line
+    (folder / "summary.json").unlink()
+    for name, (size, _) in load_checkpoint(folder)["marks"].items():
+        path = folder / f"{name}.jsonl"
+        path.write_bytes(path.read_bytes()[:size] + b'{"t": 1')
+    train_async.train(dataclasses.replace(Config(), resume=str(folder)))
+    assert summary_of(folder)["steps"] == steps
+    replayed(folder)
+
 
 # ------------------------------------------------------------------------------- without processes
 

@@ -158,6 +158,9 @@ def test_resume_never_overwrites_a_finished_run(tmp_path):
     assert (run / "summary.json").read_text() == before
     train_sync.train(dataclasses.replace(resume, steps=4))
     assert json.loads((run / "config.json").read_text())["steps"] == 4
+    (run / "summary.json").unlink()  # killed just before it
+    train_sync.train(resume)
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
     times = [r["t"] for r in rows_of(run)]
     assert times == sorted(times)  # the clock goes on where it stopped
 
