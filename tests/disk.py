@@ -11,6 +11,7 @@ Used by tests/test_folder.py.
 import contextlib
 import ctypes
 import errno
+import hashlib
 import io
 import json
 import multiprocessing.context
@@ -532,11 +533,195 @@ def kills(folder: Path, count: int, seed: int = 0) -> tuple[Counter, list[str]]:
     return ends, failures
 
 
+# ------------------------------------------------------------------------------------- strangers
+
+NAMES = "config.json metrics.jsonl events.jsonl samples.jsonl config.partial summary.partial "
+NAMES += "reward.partial summary.json reward.png timeline.png lock logs logs/evaluation.log "
+NAMES += (
+    "logs/rollout-0.log checkpoints checkpoints/step0000002.pt checkpoints/step0000004.partial "
+)
+NAMES += "checkpoints/meeting"
+SAID = {  # what a stranger may write into config.json
+    "task": ("evil.py", "../evil.py", "jsonl:/dev/zero", "\x1b]0;owned\x07", "guess\n\x1b[2J"),
+    "init": ("../evil.pt", "/dev/zero", "\x1b[2J"),
+    "out": ("../secret", "/tmp", "\x1b[2J"),
+    "mode": ("\x1b[2J", "../secret"),
+    "model": ("\x1b[31m", "../../secret"),
+}
+
+
+class Evil:
+    """Unpickled freely, it leaves a mark beside the run folder."""
+
+    def __init__(self, mark: Path):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def attacks() -> dict:
+    """name -> function(run folder, folder of the victim) that makes the run folder hostile."""
+    found = {}
+
+    def instead(name: str, make):
+        def put(run: Path, victim: Path) -> None:
+            path = run / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            make(path, victim)
+
+        return put
+
+    def say(key: str, value: str):
+        def put(run: Path, victim: Path) -> None:
+            record = json.loads((run / "config.json").read_text())
+            (run / "config.json").write_text(json.dumps(record | {key: value}))
+
+        return put
+
+    def sparse(path: Path, victim: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+
+    def pickled(path: Path, victim: Path) -> None:
+        memory = io.BytesIO()
+        torch.save({"version": 9, "x": Evil(victim / "ran")}, memory)
+        data = memory.getvalue()
+        path.write_bytes(data + hashlib.sha256(data).digest())
+
+    for name in NAMES.split():
+        found[f"symlink {name}"] = instead(name, lambda p, v: p.symlink_to(v / "canary"))
+        found[f"hard link {name}"] = instead(name, lambda p, v: os.link(v / "canary", p))
+    for name in (
+        "config.json",
+        "events.jsonl",
+        "lock",
+        "summary.json",
+        "checkpoints/step0000003.pt",
+    ):
+        found[f"pipe {name}"] = instead(name, lambda p, v: os.mkfifo(p))
+        found[f"device {name}"] = instead(name, lambda p, v: p.symlink_to("/dev/zero"))
+        found[f"sparse {name}"] = instead(name, sparse)
+    found["pickle"] = instead("checkpoints/step0000009.pt", pickled)
+    for key, values in SAID.items():
+        found |= {f"{key} {value!r}": say(key, value) for value in values}
+    return found
+
+
+def strangers(folder: Path, names=None) -> tuple[Counter, list[str]]:
+    """Hostile run folders: resumed, replayed, drawn, audited. Nothing outside is touched or run."""
+    (folder / "evil").mkdir(parents=True)
+    killed, whole = make_runs(folder)["async"][0], folder / "async-whole"
+    ends, failures = Counter(), []
+    for name, attack in attacks().items():
+        if names and name not in names:
+            continue
+        for words in ("--resume", "--replay", "plot", "ledger"):
+            place = folder / "attack"
+            shutil.rmtree(place, ignore_errors=True)
+            run, victim = place / "run", place / "victim"
+            shutil.copytree(killed if words == "--resume" else whole, run)
+            victim.mkdir()
+            (victim / "canary").write_text("alive")
+            mark = f"import os\nos.mkdir({str(victim / 'ran')!r})\n"
+            for evil in (place / "evil.py", place / "said/evil.py", run / "evil.py"):
+                evil.parent.mkdir(exist_ok=True)
+                evil.write_text(mark)
+            torch.save({"x": Evil(victim / "ran")}, place / "evil.pt")
+            attack(run, victim)
+            before = tree_of(victim)
+            command = {"plot": ["bench.py", "plot"], "ledger": ["runtime.ledger"]}
+            command = command.get(words, ["train_async.py", words])
+            try:
+                end = attempt([*command, str(run)], run, place / "said")
+                assert tree_of(victim) == before, "it has changed what is outside"
+                said = [line for line in end.lines if " is passed over: " not in line]
+                assert end.code in (0, 2) or words == "ledger", f"exit code {end.code}: {said}"
+                assert end.code == 0 or len(said) in (1, 2), said
+                ends[words, f"exit {end.code}"] += 1
+            except AssertionError as error:
+                failures.append(f"{name} {words}: {error!s:.500}")
+    return ends, failures
+
+
+EXAM = """
+import ctypes, os, re, time
+from dataclasses import replace
+
+from tasks.guess import make as original
+
+
+def make(argument, seed):
+    task = original("", seed)
+
+    def reset(index, split):
+        return task.reset(index, split) | {"split": split}
+
+    def step(problem, answers):
+        if problem["split"] == "eval":
+            EVAL
+        else:
+            TRAIN
+        return task.step(problem, answers)
+
+    return replace(task, reset=reset, step=step)
+"""
+EXAMS = {  # what the task does in an evaluation -> what the run must say
+    "ctypes.PyDLL(None).sleep(1000)": "it hung in a call that no alarm interrupts",
+    "re.match('(a+)+b', 'a' * 40)": "it hung in a call that no alarm interrupts",
+    "os.fork() or time.sleep(1000)": "",
+    "os.fork() or time.sleep(1000); os._exit(3)": "it ended its process (exit code 3)",
+    "os._exit(3)": "it ended its process (exit code 3)",
+    "raise RuntimeError('no such tool')": "RuntimeError: no such tool",
+}
+
+
+def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, list[int]]:
+    """A run whose task does a bad thing in every evaluation; its end, and who is left behind."""
+    folder.mkdir(parents=True)
+    path = folder / "mine.py"
+    path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
+    words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
+    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 9".split()
+    words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
+    before = children()
+    end = attempt(words, folder / "run", folder / "said")
+    time.sleep(0.3)
+    left = [pid for pid in children() - before]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return end, left
+
+
+def adopt() -> None:
+    """From now on this process is the parent of whoever is left behind by its children (Linux)."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children() -> set[int]:
+    """The processes whose parent is this one, and that have not ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.add(int(path.parent.name))
+    return found
+
+
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what is left behind is seen
+    adopt()
     where = Path(sys.argv[1]).resolve()
-    counts = [int(word) for word in sys.argv[2:4]] or [300, 100]
-    for name, function, n in zip(("campaign", "kills"), (campaign, kills), counts, strict=False):
-        found, wrong = function(where / name, n) if n else ({}, [])
-        print(name, json.dumps({" / ".join(k): v for k, v in sorted(found.items())}, indent=1))
-        print("\n".join(wrong) or "nothing is wrong", flush=True)
+    counts = [int(word) for word in sys.argv[2:]] or [300, 100, 1]
+    for function, n in zip((campaign, kills, strangers), counts, strict=False):
+        if n:
+            arguments = [] if function is strangers else [n]
+            found, wrong = function(where / function.__name__, *arguments)
+            print(function.__name__)
+            print(
+                *(f"{count:6}  {' / '.join(kind)}" for kind, count in sorted(found.items())),
+                sep="\n",
+            )
+            print("\n".join(wrong) or "nothing is wrong", flush=True)
