@@ -83,7 +83,9 @@ def watch(run: Path, note: int) -> None:
 
     def hook(event: str, facts: tuple) -> None:
         bad = event == "open" and facts[2] and facts[2] & WRITES and outside(facts[0])
-        bad |= event in CHANGES and any(outside(f) for f in facts[:2] if isinstance(f, str | Path))
+        at = f"/proc/self/fd/{facts[-1]}" if facts and facts[-1].__class__ is int else ""
+        names = [f for f in facts[:2] if isinstance(f, str | Path)] if event in CHANGES else []
+        bad |= any(outside(os.path.join(at if "-1" not in at else "", name)) for name in names)
         bad |= event == "os.system"
         bad |= event == "subprocess.Popen" and facts[0] not in (sys.executable, b"uname", "uname")
         if bad:
@@ -646,7 +648,7 @@ def strangers(folder: Path, names=None) -> tuple[Counter, list[str]]:
 
 
 EXAM = """
-import ctypes, os, re, time
+import ctypes, os, re, signal, time
 from dataclasses import replace
 
 from tasks.guess import make as original
@@ -668,8 +670,9 @@ def make(argument, seed):
     return replace(task, reset=reset, step=step)
 """
 EXAMS = {  # what the task does in an evaluation -> what the run must say
-    "ctypes.PyDLL(None).sleep(1000)": "it hung in a call that no alarm interrupts",
-    "re.match('(a+)+b', 'a' * 40)": "it hung in a call that no alarm interrupts",
+    "signal.pthread_sigmask(0, [14]); time.sleep(1000)": "it hung in a call that no alarm",
+    "ctypes.PyDLL(None).sleep(1000)": "no answer of the task for 3 s",
+    "re.match('(a+)+b', 'a' * 40)": "no answer of the task for 3 s",
     "os.fork() or time.sleep(1000)": "",
     "os.fork() or time.sleep(1000); os._exit(3)": "it ended its process (exit code 3)",
     "os._exit(3)": "it ended its process (exit code 3)",
@@ -683,7 +686,7 @@ def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, l
     path = folder / "mine.py"
     path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
     words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
-    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 9".split()
+    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 3".split()
     words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
     before = children()
     end = attempt(words, folder / "run", folder / "said")
