@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +128,8 @@ def begin(words: list[str], run: Path, place: Path, before=lambda: None) -> int:
         torch.set_num_threads(1)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler)
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda *w: sys.stderr.write(warnings.formatwarning(*w[:4]))
         watch(run, note)
         before()
         run_command(words)
@@ -671,8 +674,8 @@ def make(argument, seed):
 """
 EXAMS = {  # what the task does in an evaluation -> what the run must say
     "signal.pthread_sigmask(0, [14]); time.sleep(1000)": "it hung in a call that no alarm",
-    "ctypes.PyDLL(None).sleep(1000)": "no answer of the task for 3 s",
-    "re.match('(a+)+b', 'a' * 40)": "no answer of the task for 3 s",
+    "ctypes.PyDLL(None).sleep(1000)": "no answer of the task for ",
+    "re.match('(a+)+b', 'a' * 40)": "no answer of the task for ",
     "os.fork() or time.sleep(1000)": "",
     "os.fork() or time.sleep(1000); os._exit(3)": "it ended its process (exit code 3)",
     "os._exit(3)": "it ended its process (exit code 3)",
@@ -686,7 +689,7 @@ def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, l
     path = folder / "mine.py"
     path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
     words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
-    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 3".split()
+    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 5".split()
     words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
     before = children()
     end = attempt(words, folder / "run", folder / "said")
