@@ -1,0 +1,733 @@
+"""Damage run folders on purpose: bytes, lines and files, full disks, power cuts, kills, strangers.
+
+    python tests/disk.py FOLDER [DAMAGES] [KILLS]     # everything; prints how often which end came
+
+This process has imported the trainers; every attempt is a child that it forks, with a command line
+of its own, so that it takes a second and not five. A child watches itself: what it opens to write,
+moves or removes outside its run folder, and what it runs, is noted and makes the attempt fail.
+Used by tests/test_folder.py.
+"""
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import io
+import json
+import multiprocessing.context
+import os
+import pickle
+import random
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from matplotlib.backends import backend_agg  # noqa: E402, F401 (a child needs a second less)
+
+import bench  # noqa: E402
+import train_async  # noqa: E402
+import train_sync  # noqa: E402
+from lab import plots  # noqa: E402, F401
+from runtime.config import UserError, run_main  # noqa: E402
+from runtime.folder import read_lines, scan  # noqa: E402
+from runtime.ledger import audit  # noqa: E402
+
+FLAGS = "--task guess --steps 4 --checkpoint-every 1 --eval-every 4 --groups-per-step 4".split()
+FLAGS += "--group-size 4 --slots 16 --samples-every 2".split()
+torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # loads what makes folders of its own
+tempfile.gettempdir()  # tries to write there, once
+LOGS = ("metrics", "events", "samples")
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
+
+
+# ---------------------------------------------------------------------------------- one attempt
+
+
+@dataclass
+class End:
+    """How a command ended: its exit code, what it printed, what it did outside its folder."""
+
+    code: int
+    out: str
+    err: str
+    outside: str
+
+    @property
+    def lines(self) -> list[str]:
+        """What a person reads on stderr, without the progress bar."""
+        lines = self.err.replace("\r", "\n").splitlines()
+        return [line for line in lines if line.strip() and "step/s" not in line]
+
+
+def watch(run: Path, note: int) -> None:
+    """Note what this process changes outside its run folder, and every command but Python."""
+    home = os.path.realpath(run)
+
+    def outside(place) -> bool:
+        if isinstance(place, int) or place is None:
+            return False
+        path = os.path.realpath(os.fsdecode(place))
+        return not path.startswith((home, "/dev/null", "/proc/", "/dev/shm", "/memfd"))
+
+    def hook(event: str, facts: tuple) -> None:
+        bad = event == "open" and facts[2] and facts[2] & WRITES and outside(facts[0])
+        at = f"/proc/self/fd/{facts[-1]}" if facts and facts[-1].__class__ is int else ""
+        names = [f for f in facts[:2] if isinstance(f, str | Path)] if event in CHANGES else []
+        bad |= any(outside(os.path.join(at if "-1" not in at else "", name)) for name in names)
+        bad |= event == "os.system"
+        bad |= event == "subprocess.Popen" and facts[0] not in (sys.executable, b"uname", "uname")
+        if bad:
+            os.write(note, f"{event} {facts!s:.200}\n".encode())
+
+    sys.addaudithook(hook)
+
+
+def run_command(words: list[str]) -> None:
+    """What the shell would do: a trainer, `bench.py ...`, or `runtime.ledger RUN`."""
+    sys.argv = words
+    if words[0] == "bench.py":
+        bench.main(words[1:])
+    elif words[0] == "runtime.ledger":
+        runpy.run_module("runtime.ledger", run_name="__main__")
+    else:
+        train = train_sync.train if words[0] == "train_sync.py" else train_async.train
+        run_main(train, "a trainer in a child")
+
+
+def begin(words: list[str], run: Path, place: Path, before=lambda: None) -> int:
+    """Fork a child that runs a command on a run folder; returns its process id."""
+    place.mkdir(parents=True, exist_ok=True)
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        os.setsid()
+        for number, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(place / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout = open(1, "w", closefd=False)
+        sys.stderr = sys.__stderr__ = open(2, "w", closefd=False)
+        note = os.open(place / "outside", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.chdir(place)
+        # a worker is forked, too: it need not import torch again
+        contexts = multiprocessing.context._concrete_contexts
+        contexts["spawn"] = contexts["fork"]
+        torch.set_num_threads(1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda *w: sys.stderr.write(warnings.formatwarning(*w[:4]))
+        watch(run, note)
+        before()
+        run_command(words)
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def end_of(child: int, place: Path, seconds: float = 60.0) -> End:
+    """Wait for a child; AssertionError when it hangs."""
+    deadline, status = time.monotonic() + seconds, None
+    while status is None:
+        done, found = os.waitpid(child, os.WNOHANG)
+        status = found if done else None
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            raise AssertionError(f"hangs: {(place / 'err').read_text()[-500:]}")
+        time.sleep(0.002)
+    texts = [(place / n).read_text(errors="replace") for n in ("out", "err", "outside")]
+    return End(os.waitstatus_to_exitcode(status), *texts)
+
+
+def attempt(words: list[str], run: Path, place: Path, before=lambda: None) -> End:
+    """Run a command to its end; AssertionError for a traceback, a hang, or a deed outside."""
+    end = end_of(begin(words, run, place, before), place)
+    assert "Traceback" not in end.err + end.out, end.err[-1500:]
+    assert not end.outside, f"it did outside its folder: {end.outside}"
+    hidden = [c for c in end.out + end.err if ord(c) < 32 and c not in "\n\r"]
+    assert not hidden, f"control characters reach the terminal: {hidden}"
+    assert end.code in (0, 1, 2), f"exit code {end.code}: {end.err[-500:]}"
+    return end
+
+
+def tree_of(folder: Path) -> dict:
+    """Every file below a folder with its bytes; the lock is left out, an owner writes its name."""
+    files = (p for p in sorted(folder.rglob("*")) if p.name != "lock")
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in files}
+
+
+def trainer(mode: str) -> str:
+    return f"train_{mode}.py"
+
+
+def judge(run: Path, mode: str, place: Path, sha256: str | None) -> None:
+    """A finished run: its logs are whole, its books balance, its weights are what they must be."""
+    for name in LOGS:
+        list(scan(run / f"{name}.jsonl"))
+    steps = [row["step"] for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+    summary = json.loads((run / "summary.json").read_text())
+    assert steps == list(range(1, summary["steps"] + 1)), f"steps in metrics.jsonl: {steps}"
+    if mode == "sync":
+        assert sha256 in (None, summary["weights_sha256"]), "it ends at other weights"
+    else:
+        totals = audit(run)[1].totals()
+        assert totals["in_flight"] == 0 and totals["admitted"] == totals["trained"], totals
+        if sha256 is not None:
+            end = attempt(["train_async.py", "--replay", str(run)], run, place / "replay")
+            assert end.code == 0, f"replay: {end.err[-500:]}"
+
+
+def make_runs(folder: Path) -> dict[str, tuple[Path, str]]:
+    """For both trainers a run that was killed in step 4 or before, and the weights at its end."""
+    found = {}
+    for mode in ("sync", "async"):
+        extra = ["--reward-workers=0", "--rollout-workers=1"] * (mode == "async")
+        whole, killed = folder / f"{mode}-whole", folder / f"{mode}-killed"
+        words = [trainer(mode), *FLAGS, *extra, "--out"]
+        assert attempt([*words, str(whole)], whole, folder / "made").code == 0
+        for _ in range(20):
+            shutil.rmtree(killed, ignore_errors=True)
+            child = begin([*words, str(killed)], killed, folder / "made")
+            while not (killed / "checkpoints/step0000002.pt").exists():
+                time.sleep(0.001)
+            os.kill(child, signal.SIGKILL)
+            end_of(child, folder / "made")
+            if not (killed / "checkpoints/step0000004.pt").exists():
+                break
+        found[mode] = killed, json.loads((whole / "summary.json").read_text())["weights_sha256"]
+    return found
+
+
+# --------------------------------------------------------------------------------------- damages
+
+
+def damage_line(run: Path, choose: random.Random) -> str:
+    """One line of a log is torn, zeros, shortened, doubled, swapped, removed or changed."""
+    path = run / f"{choose.choice(LOGS[:2])}.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    i, how = choose.randrange(len(lines) - 1), choose.choice(LINES)
+    line, other = lines[i], lines[i + 1]
+    at = choose.randrange(1, len(line) - 1)
+    lines[i : i + 2] = {
+        "torn": [line[:at]],
+        "zeros": [bytes(len(line)), other],
+        "short": [line[:at] + b"\n", other],
+        "doubled": [line, line, other],
+        "swapped": [other, line],
+        "removed": [other],
+        "changed": [line[:at] + bytes([line[at] ^ 1]) + line[at + 1 :], other],
+    }[how]
+    path.write_bytes(b"".join(lines[: i + 1] if how == "torn" else lines))
+    return f"line {how}"
+
+
+LINES = ("torn", "zeros", "short", "doubled", "swapped", "removed", "changed")
+
+
+def damage_tail(run: Path, choose: random.Random) -> str:
+    """What a crash leaves behind the last whole line of a log."""
+    with (run / f"{choose.choice(LOGS)}.jsonl").open("ab") as file:
+        file.write(choose.choice((bytes(4096), b'{"t": 1.5, "ki', b"\n", os.urandom(99))))
+    return "tail"
+
+
+def damage_bytes(run: Path, choose: random.Random) -> str:
+    """Some bits of any file are others."""
+    path = choose.choice([p for p in sorted(run.rglob("*")) if p.is_file() and p.stat().st_size])
+    data = bytearray(path.read_bytes())
+    for _ in range(choose.choice((1, 1, 20))):
+        data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    path.write_bytes(data)
+    return f"bits of {path.suffix or path.name}"
+
+
+def damage_file(run: Path, choose: random.Random) -> str:
+    """A file is missing, empty or cut; or a folder is missing."""
+    path = choose.choice(sorted(run.rglob("*")))
+    if path.is_dir():
+        shutil.rmtree(path)
+        return f"no {path.name}/"
+    how = choose.choice(("no", "empty", "cut"))
+    data = path.read_bytes()
+    path.unlink()
+    if how != "no":
+        path.write_bytes(data[: len(data) // 2 if how == "cut" else 0])
+    return f"{how} {path.suffix or path.name}"
+
+
+VALUES = (None, -1, 0, 1.5, 10**30, float("nan"), "", "\x1b[2J", [], {}, True, "../..", "guess", 5)
+
+
+def damage_config(run: Path, choose: random.Random) -> str:
+    """config.json is something else, or says something else."""
+    path, how = run / "config.json", choose.choice(("text", "value", "value", "value", "key"))
+    record = json.loads(path.read_text())
+    if how == "text":
+        texts = (b"", b"{", b"[]", b"7", b"null", bytes(99), b"[" * 10**5, b"\xff\xfe{}", b"{}")
+        path.write_bytes(choose.choice(texts))
+        return "config text"
+    name = choose.choice([name for name in record if name != "machine"])
+    if how == "value":
+        record[name] = choose.choice(VALUES)
+    else:
+        del record[name]
+    path.write_text(json.dumps(record))
+    return f"config {how}"
+
+
+DAMAGES = (damage_line, damage_line, damage_tail, damage_bytes, damage_file, damage_config)
+
+
+def settings(run: Path) -> dict | None:
+    """What config.json says, without the machine."""
+    try:
+        return json.loads((run / "config.json").read_bytes()) | {"machine": None, "mode": None}
+    except (OSError, ValueError, RecursionError, TypeError):
+        return None
+
+
+def damaged(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> tuple:
+    """Damage a run folder and resume it; what was done, and how it ended."""
+    meant = settings(run)
+    kind = choose.choice(DAMAGES)(run, choose)
+    same, before = settings(run) == meant, tree_of(run)
+    end = attempt([trainer(mode), "--resume", str(run)], run, place)
+    if end.code == 0:
+        judge(run, mode, place, sha256 if same else None)
+    else:
+        passed = [line for line in end.lines if " is passed over: " not in line]
+        assert len(passed) == 1, end.lines
+        assert end.code == 2 or not same, f"exit code {end.code}: {end.lines}"
+        assert end.code == 1 or tree_of(run) == before, "it was refused, and changed"
+    return kind, f"exit {end.code}"
+
+
+class Disk:
+    """From its n-th write on a disk is full, once or for good: os.write, os.fsync, and files."""
+
+    def __init__(self, n: int, forever: bool):
+        self.left, self.forever = n, forever
+
+    def full(self) -> bool:
+        self.left -= 1
+        return self.left == 0 or (self.left < 0 and self.forever)
+
+    def install(self) -> None:
+        """Replace what writes in this process."""
+        write, fsync, open_, disk = os.write, os.fsync, io.open, self
+        error = OSError(errno.ENOSPC, "No space left on device")
+
+        class Raw(io.FileIO):
+            def write(self, data):
+                if disk.full():
+                    super().write(bytes(data)[: len(data) // 2])
+                    raise error
+                return super().write(data)
+
+        def open_file(path, mode="r", *others, **options):
+            if "b" in mode and set(mode) & set("wax") and "+" not in mode:
+                return io.BufferedWriter(Raw(path, mode.replace("b", "")))
+            return open_(path, mode, *others, **options)
+
+        def write_some(descriptor, data):
+            if descriptor > 2 and disk.full():
+                write(descriptor, data[: len(data) // 2])
+                raise error
+            return write(descriptor, data)
+
+        def sync(descriptor):
+            if disk.full():
+                raise error
+            fsync(descriptor)
+
+        os.write, os.fsync, io.open = write_some, sync, open_file
+
+
+def full_disk(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> tuple:
+    """The disk is full while a run goes on; then it is not, and the run goes on again."""
+    disk = Disk(choose.randrange(1, 60), choose.random() < 0.5)
+    words = [trainer(mode), "--resume", str(run)]
+    end = attempt(words, run, place, disk.install)
+    if end.code:
+        assert end.code == 1 and end.lines[-1].startswith("stopped: "), (end.code, end.lines)
+        assert not list(run.rglob("*.partial")), "a partial file is left behind"
+        if attempt(words, run, place).code:
+            return "full disk", "exit 1, then refused: " + finished_without_end(run)
+    judge(run, mode, place, sha256)
+    return "full disk", f"exit {end.code}, then 0" if end.code else "exit 0"
+
+
+def finished_without_end(run: Path) -> str:
+    """A run that was stopped between its last checkpoint and its summary; AssertionError else."""
+    steps = json.loads((run / "config.json").read_text())["steps"]
+    last = (run / f"checkpoints/step{steps:07d}.pt").exists()
+    assert last, "a run that is not finished cannot be resumed"
+    return "all steps are done"
+
+
+class Power:
+    """What is on disk if the power goes off: of each file what it held at its last fsync, of each
+    folder the names that it had at its last fsync.
+
+    Installed in a child: it keeps an open descriptor of every file that it sees, so that no inode
+    has two lives, and dies at its n-th fsync, move or removal, just before or after it. What was
+    not on disk by then may be there, too: `after` throws a coin for every name, and gives every
+    file what was synced and a part of the rest, torn or zeros.
+    """
+
+    def __init__(self, run: Path, n: int, late: bool):
+        self.run, self.left, self.late = run, n, late
+        self.synced, self.names, self.files = {}, {}, {}  # inode: bytes; path: inode; inode: fd
+
+    def install(self) -> None:
+        self.look(synced=True)  # what a run begins with is on disk
+        for name in ("fsync", "replace", "unlink"):
+            setattr(os, name, self.hooked(getattr(os, name), name == "fsync"))
+
+    def look(self, synced: bool = False) -> dict:
+        """The names of all files, now; what is new is kept open."""
+        now = {}
+        for path in self.run.rglob("*"):
+            if path.is_file() and path.name != "lock":
+                inode = now[str(path.relative_to(self.run))] = path.stat().st_ino
+                if inode not in self.files:
+                    self.files[inode] = os.open(path, os.O_RDONLY)
+                if synced:
+                    self.synced[inode] = path.read_bytes()
+        self.names = now if synced else self.names
+        return now
+
+    def hooked(self, real, is_sync: bool):
+        def called(*arguments, **options):
+            self.left -= 1
+            if self.left == 0 and not self.late:
+                self.off()
+            result = real(*arguments, **options)
+            now = self.look()
+            if is_sync:
+                place = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
+                if place.is_dir():
+                    old = {n: i for n, i in self.names.items() if (self.run / n).parent != place}
+                    new = {n: i for n, i in now.items() if (self.run / n).parent == place}
+                    self.names = old | new
+                else:
+                    self.synced[os.fstat(arguments[0]).st_ino] = place.read_bytes()
+            if self.left == 0:
+                self.off()
+            return result
+
+        return called
+
+    def off(self) -> None:
+        """Write down what is on disk, and what may be; and die."""
+        now = self.look()
+        facts = {"names": self.names, "now": now}
+        held = {i: os.pread(fd, os.fstat(fd).st_size, 0) for i, fd in self.files.items()}
+        (self.run.parent / "power").write_bytes(pickle.dumps((facts, self.synced, held)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def after(run: Path, choose: random.Random) -> int:
+        """Make a folder what the disk may hold; returns the newest checkpoint that it must have."""
+        facts, synced, held = pickle.loads((run.parent / "power").read_bytes())
+        (run.parent / "power").unlink()
+        shutil.rmtree(run)
+        for name in sorted({*facts["names"], *facts["now"]}):
+            inode = facts[choose.choice(("names", "now"))].get(name)
+            if inode is None:
+                continue
+            sure, rest = synced.get(inode, b""), b""
+            if held[inode].startswith(sure):
+                rest = held[inode][len(sure) :]
+                rest = rest[: choose.randrange(len(rest) + 1)]
+                rest = choose.choice((rest, bytes(len(rest))))
+            (run / name).parent.mkdir(parents=True, exist_ok=True)
+            (run / name).write_bytes(sure + rest)
+        return max(int(n[-10:-3]) for n in facts["names"] if n.endswith(".pt"))
+
+
+def power_cut(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> tuple:
+    """The power goes off while a run goes on: it goes on again, from no older checkpoint than the
+    newest that was on disk."""
+    power = Power(run, choose.randrange(1, 40), choose.random() < 0.5)
+    words = [trainer(mode), "--resume", str(run)]
+    place.mkdir(parents=True, exist_ok=True)
+    end = end_of(begin(words, run, place, power.install), place)
+    if end.code == -signal.SIGKILL:
+        newest = Power.after(run, choose)
+        end = attempt(words, run, place)
+        if end.code and (run / "checkpoints/step0000004.pt").exists():
+            return "power cut", "refused: " + finished_without_end(run)
+        assert end.code == 0, end.lines
+        at = int((end.out + end.err).partition("goes on at step ")[2].split(";")[0])
+        assert at >= newest, f"goes on at step {at}, checkpoint {newest} was on disk"
+    judge(run, mode, place, sha256)
+    return "power cut", "exit 0"
+
+
+def campaign(folder: Path, damages: int, seed: int = 0) -> tuple[Counter, list[str]]:
+    """So many damages, each to a fresh copy of a run; how they ended, and what must not be."""
+    choose, runs, ends, failures = random.Random(seed), make_runs(folder), Counter(), []
+    for number in range(damages):
+        mode = ("sync", "async")[number % 2]
+        whole, sha256 = runs[mode]
+        work = choose.choice((damaged, damaged, damaged, full_disk, power_cut))
+        place, own = folder / f"{number}", random.Random(f"{seed} {number}")
+        shutil.copytree(whole, place / "run")
+        try:
+            ends[work(place / "run", mode, place / "said", sha256, own)] += 1
+        except (AssertionError, UserError, OSError, ValueError) as error:
+            failures.append(f"{number} {mode} {work.__name__}: {error!s:.600}")
+            continue
+        shutil.rmtree(place)
+    return ends, failures
+
+
+def kills(folder: Path, count: int, seed: int = 0) -> tuple[Counter, list[str]]:
+    """`kill -9` of a parent at random moments, resumed each time until the run is done."""
+    choose, runs, ends, failures = random.Random(seed), make_runs(folder), Counter(), []
+    done = 0
+    while done < count:
+        mode, place = choose.choice(("sync", "async")), folder / f"{sum(ends.values())}"
+        run = place / "run"
+        shutil.copytree(runs[mode][0], run)
+        words = [trainer(mode), "--resume", str(run)]
+        try:
+            for _ in range(6):
+                child = begin(words, run, place / "said")
+                time.sleep(choose.uniform(0.0, 1.6))
+                os.kill(child, signal.SIGKILL)
+                end = end_of(child, place / "said")
+                ends[mode, f"exit {end.code}"] += 1
+                done += end.code == -signal.SIGKILL
+                if end.code != -signal.SIGKILL:
+                    break
+            else:
+                end = attempt(words, run, place / "said")
+            if end.code and not (run / "summary.json").exists():
+                ends[mode, "killed before its summary: " + finished_without_end(run)] += 1
+            else:
+                judge(run, mode, place / "said", runs[mode][1])
+                ends[mode, "finished"] += 1
+            shutil.rmtree(place)
+        except (AssertionError, UserError, OSError, ValueError) as error:
+            failures.append(f"kill {done} {mode}: {error!s:.600}")
+    return ends, failures
+
+
+# ------------------------------------------------------------------------------------- strangers
+
+NAMES = "config.json metrics.jsonl events.jsonl samples.jsonl config.partial summary.partial "
+NAMES += "reward.partial summary.json reward.png timeline.png lock logs logs/evaluation.log "
+NAMES += (
+    "logs/rollout-0.log checkpoints checkpoints/step0000002.pt checkpoints/step0000004.partial "
+)
+NAMES += "checkpoints/meeting"
+SAID = {  # what a stranger may write into config.json
+    "task": ("evil.py", "../evil.py", "jsonl:/dev/zero", "\x1b]0;owned\x07", "guess\n\x1b[2J"),
+    "init": ("../evil.pt", "/dev/zero", "\x1b[2J"),
+    "out": ("../secret", "/tmp", "\x1b[2J"),
+    "mode": ("\x1b[2J", "../secret"),
+    "model": ("\x1b[31m", "../../secret"),
+}
+
+
+class Evil:
+    """Unpickled freely, it leaves a mark beside the run folder."""
+
+    def __init__(self, mark: Path):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def attacks() -> dict:
+    """name -> function(run folder, folder of the victim) that makes the run folder hostile."""
+    found = {}
+
+    def instead(name: str, make):
+        def put(run: Path, victim: Path) -> None:
+            path = run / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
+            make(path, victim)
+
+        return put
+
+    def say(key: str, value: str):
+        def put(run: Path, victim: Path) -> None:
+            record = json.loads((run / "config.json").read_text())
+            (run / "config.json").write_text(json.dumps(record | {key: value}))
+
+        return put
+
+    def sparse(path: Path, victim: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+
+    def pickled(path: Path, victim: Path) -> None:
+        memory = io.BytesIO()
+        torch.save({"version": 9, "x": Evil(victim / "ran")}, memory)
+        data = memory.getvalue()
+        path.write_bytes(data + hashlib.sha256(data).digest())
+
+    for name in NAMES.split():
+        found[f"symlink {name}"] = instead(name, lambda p, v: p.symlink_to(v / "canary"))
+        found[f"hard link {name}"] = instead(name, lambda p, v: os.link(v / "canary", p))
+    for name in (
+        "config.json",
+        "events.jsonl",
+        "lock",
+        "summary.json",
+        "checkpoints/step0000003.pt",
+    ):
+        found[f"pipe {name}"] = instead(name, lambda p, v: os.mkfifo(p))
+        found[f"device {name}"] = instead(name, lambda p, v: p.symlink_to("/dev/zero"))
+        found[f"sparse {name}"] = instead(name, sparse)
+    found["pickle"] = instead("checkpoints/step0000009.pt", pickled)
+    for key, values in SAID.items():
+        found |= {f"{key} {value!r}": say(key, value) for value in values}
+    return found
+
+
+def strangers(folder: Path, names=None) -> tuple[Counter, list[str]]:
+    """Hostile run folders: resumed, replayed, drawn, audited. Nothing outside is touched or run."""
+    (folder / "evil").mkdir(parents=True)
+    killed, whole = make_runs(folder)["async"][0], folder / "async-whole"
+    ends, failures = Counter(), []
+    for name, attack in attacks().items():
+        if names and name not in names:
+            continue
+        for words in ("--resume", "--replay", "plot", "ledger"):
+            place = folder / "attack"
+            shutil.rmtree(place, ignore_errors=True)
+            run, victim = place / "run", place / "victim"
+            shutil.copytree(killed if words == "--resume" else whole, run)
+            victim.mkdir()
+            (victim / "canary").write_text("alive")
+            mark = f"import os\nos.mkdir({str(victim / 'ran')!r})\n"
+            for evil in (place / "evil.py", place / "said/evil.py", run / "evil.py"):
+                evil.parent.mkdir(exist_ok=True)
+                evil.write_text(mark)
+            torch.save({"x": Evil(victim / "ran")}, place / "evil.pt")
+            attack(run, victim)
+            before = tree_of(victim)
+            command = {"plot": ["bench.py", "plot"], "ledger": ["runtime.ledger"]}
+            command = command.get(words, ["train_async.py", words])
+            try:
+                end = attempt([*command, str(run)], run, place / "said")
+                assert tree_of(victim) == before, "it has changed what is outside"
+                said = [line for line in end.lines if " is passed over: " not in line]
+                assert end.code in (0, 2) or words == "ledger", f"exit code {end.code}: {said}"
+                assert end.code == 0 or len(said) in (1, 2), said
+                ends[words, f"exit {end.code}"] += 1
+            except AssertionError as error:
+                failures.append(f"{name} {words}: {error!s:.500}")
+    return ends, failures
+
+
+EXAM = """
+import ctypes, os, re, signal, time
+from dataclasses import replace
+
+from tasks.guess import make as original
+
+
+def make(argument, seed):
+    task = original("", seed)
+
+    def reset(index, split):
+        return task.reset(index, split) | {"split": split}
+
+    def step(problem, answers):
+        if problem["split"] == "eval":
+            EVAL
+        else:
+            TRAIN
+        return task.step(problem, answers)
+
+    return replace(task, reset=reset, step=step)
+"""
+EXAMS = {  # what the task does in an evaluation -> what the run must say
+    "signal.pthread_sigmask(0, [14]); time.sleep(1000)": "it hung in a call that no alarm",
+    "ctypes.PyDLL(None).sleep(1000)": "no answer of the task for ",
+    "re.match('(a+)+b', 'a' * 40)": "no answer of the task for ",
+    "os.fork() or time.sleep(1000)": "",
+    "os.fork() or time.sleep(1000); os._exit(3)": "it ended its process (exit code 3)",
+    "os._exit(3)": "it ended its process (exit code 3)",
+    "raise RuntimeError('no such tool')": "RuntimeError: no such tool",
+}
+
+
+def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, list[int]]:
+    """A run whose task does a bad thing in every evaluation; its end, and who is left behind."""
+    folder.mkdir(parents=True)
+    path = folder / "mine.py"
+    path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
+    words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
+    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 5".split()
+    words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
+    before = children()
+    end = attempt(words, folder / "run", folder / "said")
+    time.sleep(0.3)
+    left = [pid for pid in children() - before]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return end, left
+
+
+def adopt() -> None:
+    """From now on this process is the parent of whoever is left behind by its children (Linux)."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children() -> set[int]:
+    """The processes whose parent is this one, and that have not ended."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.add(int(path.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    adopt()
+    where = Path(sys.argv[1]).resolve()
+    counts = [int(word) for word in sys.argv[2:]] or [300, 100, 1]
+    for function, n in zip((campaign, kills, strangers), counts, strict=False):
+        if n:
+            arguments = [] if function is strangers else [n]
+            found, wrong = function(where / function.__name__, *arguments)
+            print(function.__name__)
+            print(
+                *(f"{count:6}  {' / '.join(kind)}" for kind, count in sorted(found.items())),
+                sep="\n",
+            )
+            print("\n".join(wrong) or "nothing is wrong", flush=True)
