@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.config import printable
 from runtime.folder import read_json, read_lines, write_file
 
 # colour-blind safe (Okabe & Ito, 2008)
@@ -103,7 +104,7 @@ def draw_run(run: Path) -> None:
 def name_of(run: Path) -> str:
     """The task and the trainer of a run."""
     config = read_json(run / "config.json")
-    return f"{config['task']}, {config['mode']}"
+    return printable(f"{config['task']}, {config['mode']}")
 
 
 def draw_reward(run: Path, path: Path) -> None:
@@ -147,7 +148,7 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
             row, begin = len(rows) + processes.index(event["process"]), event["t"] - left
             colour = SHADES[event["version"] % 8] if "version" in event else PURPLE
             bars.append((row, begin, event["seconds"], colour))
-        rows += [f"{name_of(run)}: {process}" for process in processes]
+        rows += [printable(f"{name_of(run)}: {process}") for process in processes]
     if not rows:
         return
     figure = new_figure((9, 0.9 + 0.36 * len(rows)))

@@ -103,7 +103,6 @@ def test_a_folder_has_one_owner(tmp_path):
     own_folder(tmp_path)  # it goes with its process
 
 
-@pytest.mark.xfail(strict=True, reason="read_books reads one line beyond the checkpoint's mark")
 def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):
     folder, sha256 = runs["async"]
     run, log = tmp_path / "run", tmp_path / "run" / "events.jsonl"
@@ -116,7 +115,6 @@ def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):
     disk.judge(run, "async", tmp_path / "said", sha256)
 
 
-@pytest.mark.xfail(strict=True, reason="a run that ends by an error does not close its examiner")
 def test_what_a_task_has_forked_does_not_outlive_a_run_that_fails(tmp_path):
     disk.adopt()
     fork, fail = "if not os.fork(): time.sleep(1000)", "raise RuntimeError('boom')"
@@ -125,7 +123,6 @@ def test_what_a_task_has_forked_does_not_outlive_a_run_that_fails(tmp_path):
     assert not left
 
 
-@pytest.mark.xfail(strict=True, reason="a warning of matplotlib prints control characters")
 def test_a_strangers_words_do_not_reach_the_terminal_when_drawn(tmp_path):
     _, failures = disk.strangers(tmp_path / "strangers", ["mode '\\x1b[2J'"])
     assert not failures
