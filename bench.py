@@ -45,7 +45,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
     "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
-    "scale": ("simulate", 10, "scale.json .png", "the simulator on up to 1,024 devices"),
+    "scale": ("simulate", 10, "scale.json", "the simulator on up to 1,024 devices"),
 }
 FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their flags
 

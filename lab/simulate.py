@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
 from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
-from lab.plots import GREEN, RESULTS, column, draw_panels, print_table, save_result
+from lab.plots import RESULTS, column, print_table, save_result
 from lab.races import run_each
 from runtime.config import Config
 from runtime.devices import describe_machine
@@ -180,7 +180,7 @@ def compare(config: Config, costs: Costs, devices: int) -> dict:
 
 
 def bench_scale(folder: Path, costs: Path = COSTS) -> None:
-    """Predicted speed-up from 8 to 1024 devices, beside what was published; scale.json and .png."""
+    """Predicted speed-up from 8 to 1024 devices, beside what was published; scale.json."""
     task, own_costs = next(iter(load_costs(costs).items()))
     own = Config(steps=12, groups_per_step=PROMPTS, reward_workers=16, reference_every=0)
     text = replace(own, slots=256)
@@ -196,22 +196,7 @@ def bench_scale(folder: Path, costs: Path = COSTS) -> None:
     curves = {"7B on GPUs, by arithmetic": [found[devices, 7.0] for devices in DEVICES]}
     curves[f"{task}, as calibrated"] = [compare(own, own_costs, n) for n in tqdm(DEVICES)]
     save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "curves": curves})
-    draw_scale(folder, published, curves)
     print("assumed:", *ASSUMED, sep="\n")
     for name, rows in {"published": published, **curves}.items():
         print(name)
         print_table(rows)
-
-
-def draw_scale(folder: Path, published: list[dict], curves: dict[str, list]) -> None:
-    """Predicted speed-up against the number of devices; published ones as points."""
-    lines = {}
-    for name, rows in curves.items():
-        lines[f"predicted: {name}"] = (None, DEVICES, column(rows, "speed_up"))
-    points = [row for row in published if row["published"].endswith("x")]
-    speed = [float(claim.split()[-1].rstrip("x")) for claim in column(points, "published")]
-    label = "published (AReaL, PipelineRL, ROLL Flash)"
-    lines[label] = (GREEN + "s", column(points, "devices"), speed)
-    axis = {"xscale": "log", "xlabel": "devices", "ylabel": "speed-up over synchronous (x)"}
-    title = "What asynchrony gains at one batch size: 512 prompts, 16 answers each"
-    draw_panels(folder / "scale.png", title, [(lines, axis)], (7, 4))
