@@ -300,7 +300,6 @@ def test_scale_compares_devices(tmp_path, monkeypatch, capsys):
     assert [row["devices"] for row in result["curves"]["toy, as calibrated"]] == [8, 16]
     (row,) = result["published"]
     assert row["published"] == "about 2x" and 0.5 < row["speed_up"] < 4
-    assert (tmp_path / "scale.png").stat().st_size > 10_000
     assert "a paper" in capsys.readouterr().out
 
 
