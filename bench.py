@@ -39,6 +39,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
+    "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
     "generator": ("speed", 2, "generator.json", "generation beside transformers"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),

@@ -1,6 +1,6 @@
 """campaigns.py: what the project promises of whole runs, measured.
 
-`python bench.py tasks`, `staleness`, `objectives`, `replay` and `faults` run these.
+`python bench.py tasks`, `staleness`, `objectives`, `replay`, `faults` and `disk` run these.
 Left out: synchronous against asynchronous (races.py).
 """
 
@@ -84,6 +84,14 @@ def bench_replay(folder: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         row["same"] = done.returncode == 0
         row["said"] = done.stdout.strip() or done.stderr[-500:]
+
+
+def bench_disk(folder: Path) -> None:
+    """Run folders that are damaged, killed or hostile: each goes on, or is refused in one line."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from disk import everything
+
+    save_result(folder, "disk", {"machine": describe_machine()} | everything(folder))
 
 
 def bench_faults(folder: Path, faults: int = 300) -> None:

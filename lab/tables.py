@@ -219,6 +219,14 @@ def simulator_lines(result: dict, scale: dict) -> list[str]:
     return [text, *markdown(["system", "published", "predicted"], rows)]
 
 
+def disk_lines(result: dict) -> list[str]:
+    """How the commands on each kind of run folder ended."""
+    rows = []
+    for kind in ("damaged", "killed", "hostile"):
+        rows.append([kind, result[kind]["said"], len(result[kind]["wrong"])])
+    return markdown(["run folders", "how it ended", "otherwise"], rows)
+
+
 def machine_lines() -> list[str]:
     """Which figures come from which machine."""
     found: dict[str, list[str]] = {}
@@ -239,6 +247,7 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Staleness": (staleness_lines, "staleness"),
     "Objectives on stale data": (objective_lines, "objectives"),
     "Faults and replay": (fault_lines, "faults", "replay"),
+    "Run folders: damaged, killed, hostile": (disk_lines, "disk"),
     "Sparse attention: training it": (recipe_lines, "recipe"),
     "Sparse attention: decoding on one CPU thread": (decode_lines, "decode-cpu"),
     "Sparse attention: decoding on a GPU": (decode_lines, "decode-cuda"),

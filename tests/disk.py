@@ -708,17 +708,24 @@ def children() -> set[int]:
     return found
 
 
-if __name__ == "__main__":
+def everything(folder: Path, damages: int = 300, killed: int = 100) -> dict:
+    """Damages, kills, strangers: what was tried how often, how it ended, and what must not be."""
     adopt()
-    where = Path(sys.argv[1]).resolve()
-    counts = [int(word) for word in sys.argv[2:]] or [300, 100, 1]
-    for function, n in zip((campaign, kills, strangers), counts, strict=False):
-        if n:
-            arguments = [] if function is strangers else [n]
-            found, wrong = function(where / function.__name__, *arguments)
-            print(function.__name__)
-            print(
-                *(f"{count:6}  {' / '.join(kind)}" for kind, count in sorted(found.items())),
-                sep="\n",
-            )
+    found = {}
+    plan = {"damaged": (campaign, damages), "killed": (kills, killed), "hostile": (strangers, None)}
+    for name, (function, count) in plan.items():
+        if count != 0:
+            ends, wrong = function((folder / name).resolve(), *[count] * (count is not None))
+            ends = {" / ".join(kind): number for kind, number in sorted(ends.items())}
+            words = Counter()
+            for kind, number in ends.items():
+                words[kind.rpartition(" / ")[2]] += number
+            said = ", ".join(f"{number} × {word}" for word, number in words.items())
+            found[name] = {"ends": ends, "said": said, "wrong": wrong}
+            print(f"{name} folders", *(f"{n:6}  {kind}" for kind, n in ends.items()), sep="\n")
             print("\n".join(wrong) or "nothing is wrong", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    everything(Path(sys.argv[1]), *map(int, sys.argv[2:]))
