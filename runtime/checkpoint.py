@@ -113,7 +113,12 @@ def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
 
 
 def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
-    """Save a checkpoint: ids of all groups in flight, and those of them that are complete."""
+    """Save a checkpoint: ids of all groups in flight, and those of them that are complete.
+
+    Not of a step whose metrics could not be written: it is done again.
+    """
+    if log.written != learner.version:
+        return
     log.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
     state = state_of(learner, in_flight, completed)
     state |= {"marks": log.sync(), "seconds": log.now()}

@@ -91,7 +91,7 @@ class RunLog:
         stall: seconds after which `alive` must have been called again."""
         done = state or {"version": 0, "seconds": 0.0, "marks": {}}
         self.stall, self.moved = stall, -math.inf
-        self.run = run
+        self.run, self.written = run, done["version"]  # written: the newest step with metrics
         self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, (0, 0))) for n in LOGS}
         self.start = time.monotonic() - done["seconds"]
         self.bar = tqdm(total=steps, initial=done["version"], unit="step", dynamic_ncols=True)
@@ -136,6 +136,7 @@ class RunLog:
     def step(self, record: dict, **shown) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
         self.metrics(record)
+        self.written = record["step"]
         self.flush()
         self.shown |= shown
         self.bar.set_postfix(self.shown, refresh=False)

@@ -28,6 +28,7 @@ from learner import (
 )
 from model import GPT, PRESETS, ModelConfig
 from rollout import generate
+from runtime import runlog
 from runtime import setup as setup_room
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
@@ -146,6 +147,24 @@ def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fit
     for name, weight in moved.items():  # an indexer is frozen in RL: no gradient reaches it
         assert torch.equal(weight, frozen[name]) == (".indexer." in name), name
     train_sync.train(dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=3))
+
+
+@pytest.mark.parametrize("trainer", [train_sync, train_async])
+def test_a_step_whose_metrics_could_not_be_written_is_done_again(tmp_path, monkeypatch, trainer):
+    run, metrics = tmp_path / "run", runlog.RunLog.metrics
+
+    def full(log, record, at=None):
+        if record["step"] == 3:
+            monkeypatch.setattr(runlog.RunLog, "metrics", metrics)
+            raise OSError(28, "No space left on device")
+        metrics(log, record, at)
+
+    monkeypatch.setattr(runlog.RunLog, "metrics", full)
+    flags = {"rollout_workers": 1, "reward_workers": 0, "steps": 3}
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train(config_of(run, **flags))
+    trainer.train(dataclasses.replace(Config(), resume=str(run)))
+    assert [row["step"] for row in rows_of(run)] == [0, 1, 2, 3]
 
 
 def test_resume_never_overwrites_a_finished_run(tmp_path):
