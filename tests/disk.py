@@ -50,6 +50,7 @@ FLAGS += "--group-size 4 --slots 16 --samples-every 2".split()
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # loads what makes folders of its own
 tempfile.gettempdir()  # tries to write there, once
 LOGS = ("metrics", "events", "samples")
+ENDS = ("summary.json", "config.json")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
