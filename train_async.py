@@ -18,7 +18,6 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 from learner import learner_step, new_groups
-from reward import problem_of
 from runtime.books import exit_code, finish
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
@@ -32,7 +31,7 @@ from runtime.flow import (
     settle,
 )
 from runtime.ledger import table
-from runtime.messages import Generated, Group, Judgement, Orders, Verified, apply_verdicts
+from runtime.messages import Answer, Group, Judgement, apply_verdicts
 from runtime.processes import Lost, Silent, Worker
 from runtime.replay import replay, replayable
 
@@ -43,6 +42,7 @@ def train(config: Config) -> None:
         return replay(config)
     with open_async(config) as run:
         config, learner, log, batch = run.config, run.learner, run.log, None
+        issue(run, "requeue", run.interrupted)
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
@@ -52,16 +52,16 @@ def train(config: Config) -> None:
                 continue
             version, run.training = learner.version, [group.group_id for group in batch]
             for worker in run.pool.of("learner"):
-                run.pool.send(worker, Orders(batch))
+                run.pool.send(worker, batch)
             with log.timed("learner", "train", version=version, groups=run.training) as event:
                 metrics = learner_step(learner, batch, config)
-                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
                 run.training = []
+                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
                 event |= {"in_flight": len(run.in_flight), "of": config.steps}
             with log.timed("learner", "publish", version=learner.version):
                 run.mailbox.publish(learner.version, learner.model.flat)
             admit(run)  # before anything slow
-            close_async_step(run, batch, version, metrics)
+            close_async_step(run, batch, metrics)
         settle(run)
         save(run)
         finish(run, facts_of_flow(run))  # before anything is torn down
@@ -85,28 +85,19 @@ def check_progress(run: AsyncRun) -> None:
 
 def admit(run: AsyncRun) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
-    config, version = run.config, run.learner.version
-    new, again = [], []
+    config, version, groups = run.config, run.learner.version, []
     wanted = (config.steps - version) * config.groups_per_step
     while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
-        if run.interrupted:
-            group_id = run.interrupted.pop(0)
-            group = Group(group_id, version, problem_of(run.task, group_id, "train"))
-            again.append(group)
-        else:
-            (group,) = new_groups(run.learner, run.task, count=1)
-            new.append(group)
-        run.buffer.admit(group.group_id, version)
-    issue(run, "requeue", again)
-    issue(run, "admit", new)
+        groups += new_groups(run.learner, run.task, count=1)
+        run.buffer.admit(groups[-1].group_id, version)
+    issue(run, "admit", groups)
 
 
 def issue(run: AsyncRun, kind: str, groups: list[Group]) -> None:
     """Send groups to the rollout workers, and log who has which."""
     names = run.pool.issue("rollout", groups)
     for group, name in zip(groups, names, strict=True):
-        facts = {"group": group.group_id, "version": group.start, "worker": name}
-        run.log.event("learner", kind, **facts)
+        run.log.event("learner", kind, group=group.group_id, version=group.start, worker=name)
 
 
 def collect(run: AsyncRun, seconds: float) -> None:
@@ -124,18 +115,20 @@ def collect(run: AsyncRun, seconds: float) -> None:
 def handle(run: AsyncRun, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
     match message:
-        case Generated(group, events, _, judgement):
+        case Answer(_, group, judgement, events):
             for at, kind, group_id, version, details in events:
-                facts = {"group": group_id, "version": version, **details}
-                run.log.event(worker.name, kind, at, **facts)
+                run.log.event(worker.name, kind, at, group=group_id, version=version, **details)
             if judgement:  # verified, too
                 land(run, group, judgement, worker.name)
-        case Verified(_, judgement, group):
-            land(run, group, judgement, worker.name)
         case Silent(reason):
             run.log.say(f"{worker.name} {reason} (last: {worker.said}; log: {worker.log})")
         case Lost(reason, groups):
-            bury(run, worker, reason)
+            run.log.say(
+                f"{worker.name} {reason}: restarted (last: {worker.said}; log: {worker.log})"
+            )
+            run.log.event(worker.name, "exit", reason=reason)
+            log_spawn(run, run.pool.workers[worker.name])
+            run.lost.append(f"{worker.name} {reason}")
             if worker.role == "learner":
                 raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
             if worker.role == "rollout":
@@ -155,17 +148,9 @@ def land(
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.begun = run.begun or time.monotonic()
-    facts = {"group": group.group_id, "seconds": judgement.seconds, **replayable(group)}
-    facts["lengths"] = [len(t.tokens) for t in group.trajectories]
-    run.log.event(judged_by, "score", judgement.began, **facts)
-
-
-def bury(run: AsyncRun, worker: Worker, reason: str) -> None:
-    """A worker is gone, and a successor has its name."""
-    run.log.say(f"{worker.name} {reason}: restarted (last: {worker.said}; log: {worker.log})")
-    run.log.event(worker.name, "exit", reason=reason)
-    log_spawn(run, run.pool.workers[worker.role, worker.number])
-    run.lost.append(f"{worker.name} {reason}")
+    _, began, seconds = judgement
+    facts = {"group": group.group_id, "seconds": seconds, **replayable(group)}
+    run.log.event(judged_by, "score", began, **facts)
 
 
 def generate_again(

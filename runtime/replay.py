@@ -39,6 +39,7 @@ def replayable(group: Group) -> dict:
         "failed": {i: t.finish for i, t in enumerate(group.trajectories) if t.failed},
         "digest": group.digest,
         "swaps": [t.swaps for t in group.trajectories],
+        "lengths": [len(t.tokens) for t in group.trajectories],
     }
 
 
