@@ -3,13 +3,10 @@
 Left out: what the numbers mean (learner.py, losses.py), and how lines get to disk (runlog.py).
 """
 
-from collections import Counter
-
-import numpy as np
 from tqdm import tqdm
 
 from bench import summarise
-from buffer import staleness
+from learner import batch_metrics
 from reward import show_group
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped, printable
@@ -44,21 +41,6 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
     if version % config.checkpoint_every == 0:  # after the metrics: it resumes from them, too
         checkpoint(learner, run.folder, log, in_flight, completed)
     check_step(run, groups, metrics)
-
-
-def batch_metrics(groups: list[Group], version: int) -> dict:
-    """What can be said without a model of a batch that has trained this version."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    rewards = [t.reward for t in trajectories if not t.failed]
-    ages = [staleness(t, version) for t in trajectories]
-    return {
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "samples": len(trajectories),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
-    }
 
 
 def check_step(run: Run, groups: list[Group], metrics: dict) -> None:

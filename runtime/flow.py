@@ -5,14 +5,12 @@ Left out: what is done in which order, and what happens when a worker dies (trai
 
 import contextlib
 import shutil
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from buffer import Buffer
 from reward import problem_of
 from runtime import workers
-from runtime.books import close_step
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
@@ -21,7 +19,6 @@ from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
-from runtime.tokenizer import VOCAB_SIZE
 
 
 @dataclass
@@ -95,26 +92,33 @@ def open_async(config: Config):
 
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
-    config, common = run.config, (run.config, run.learner.model.config)
+    config, shape = run.config, run.learner.model.config
     _, rollouts = pick_devices(config)
     workers.meeting_point(run.folder).unlink(missing_ok=True)  # of a run that is resumed
     roles = {
-        "rollout": (workers.rollout_worker, len(rollouts), *common, run.mailbox.place),
+        "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
         "reward": (workers.reward_worker, config.reward_workers, config),
-        "learner": (workers.learner_worker, config.learners - 1, *common, run.folder),
+        "learner": (workers.learner_worker, config.learners - 1, config, shape, run.folder),
     }
 
-    def found(answer, work: dict) -> str | None:
-        allowed = {"newest": run.mailbox.version, "vocabulary": VOCAB_SIZE}
-        return flaw(answer, work, group_size=config.group_size, **allowed)
-
-    limits = {"restarts": config.restarts, "silence": config.silence}
-    return Pool(roles, logs=run.folder / "logs", flaw=found, **limits)
+    return Pool(
+        roles,
+        logs=run.folder / "logs",
+        restarts=config.restarts,
+        silence=config.silence,
+        flaw=lambda answer, work: flaw(
+            answer,
+            work,
+            group_size=config.group_size,
+            newest=run.mailbox.version,
+            vocabulary=shape.vocab_size,
+        ),
+    )
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:
     """A worker was started; its end is an `exit`."""
-    run.log.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
+    run.log.event(worker.name, "spawn", pid=worker.process.pid)
 
 
 def settle(run: AsyncRun) -> None:
@@ -135,27 +139,7 @@ def log_discards(run: AsyncRun) -> None:
     run.buffer.dropped.clear()
 
 
-def close_async_step(run: AsyncRun, batch: list[Group], metrics: dict) -> None:
-    """The books of a step."""
-    settle(run)
-    close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values())
-
-
 def save(run: AsyncRun) -> None:
     """A checkpoint of a run that ends."""
     run.log.close()
     checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())
-
-
-def facts_of_flow(run: AsyncRun) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.begun or run.log.start)
-    told = [worker.status for worker in run.pool.of("rollout") if worker.status]
-    busy = [status["busy"] / status["alive"] for status in told]
-    learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }

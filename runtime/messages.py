@@ -33,9 +33,8 @@ class Trajectory:
     group_id: int
     sample_index: int
     noise_key: int  # decides its sampling noise, position by position (rollout.py)
-    tokens: np.ndarray = (
-        None  # int32 [T]: prompt, generated and environment tokens, never re-tokenised
-    )
+    # int32 [T]: prompt, generated and environment tokens, never re-tokenised
+    tokens: np.ndarray = None
     loss_mask: np.ndarray = None  # bool [T]: True where the policy generated
     logprobs: np.ndarray = None  # float32 [T]: behaviour log-probs, exactly as sampled; 0 elsewhere
     versions: np.ndarray = None  # int32 [T]: policy version that produced the token; -1 elsewhere

@@ -52,8 +52,7 @@ class Line:
         self.status = {}  # what it tells of itself with every delivery
 
     def send(self, *answers: Answer) -> None:
-        """Send answers as one delivery: it wakes two threads of the parent, so that many at once
-        cost less than one by one."""
+        """Send answers as one delivery: it wakes two threads of the parent."""
         self.last = time.monotonic()
         try:
             self.connection.send_bytes(pack_messages((self.status, answers)))
@@ -100,13 +99,12 @@ class Worker:
     connection: Connection
     log: str
     restarts: int
-    spawned: float
-    heard: float = 0.0  # time of its last delivery, 0 before the first
+    heard: float  # time of its last delivery, or of its start
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
     work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
-    noticed: float | None = None  # `heard` when its silence was reported
+    noticed: float = 0.0  # `heard` when its silence was reported
 
     @property
     def name(self) -> str:
@@ -140,8 +138,8 @@ def last_words(worker: Worker) -> str:
     code, log = worker.process.exitcode, Path(worker.log)
     # there is no log yet if it died before it could begin
     text = log.read_text(errors="replace") if code == 1 and log.is_file() else ""
-    lines = [line for line in text.split("\n") if line.strip()]
-    return f"exit code {code}" + (f": {lines[-1][:200]}" if lines else "")
+    last = text.strip().rpartition("\n")[2][:200]
+    return f"exit code {code}" + (f": {last}" if last else "")
 
 
 class Pool:
@@ -162,7 +160,6 @@ class Pool:
         # Guards news, workers and their work: of this process only, never shared with a worker.
         self.books = threading.Condition()
         self.closing = self.closed = False
-        self.error = None  # what `receive` raises: there is no going on
         self.workers = {}  # name -> Worker
         for role, (_, count, *_) in roles.items():
             for number in range(count):
@@ -209,11 +206,12 @@ class Pool:
         where a message is an `Answer`, `Lost` or `Silent`. TrainingStopped when a worker is lost,
         and the restarts are used up."""
         with self.books:
-            if not (self.news or self.error):
+            if not self.news:
                 self.books.wait(seconds)
             arrived, self.news = self.news, []
-        if self.error:
-            raise self.error
+        for _, message in arrived:
+            if isinstance(message, Exception):
+                raise message
         return arrived
 
     def close(self) -> None:
@@ -225,9 +223,8 @@ class Pool:
         deadline = time.monotonic() + 2.0
         for worker in self.workers.values():
             worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.process.kill()
+            worker.process.join()
         self.closed = True  # not before: workers die with the thread that has started them
         self.thread.join(2.0)
 
@@ -250,12 +247,13 @@ class Pool:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         there.close()
-        worker = Worker(role, number, process, here, log, restarts, spawned=time.monotonic())
+        worker = Worker(role, number, process, here, log, restarts, time.monotonic())
         for function in (post, self._listen):
             threading.Thread(target=function, args=(worker,), daemon=True).start()
         return worker
 
-    def _put(self, worker: Worker, message) -> None:
+    def _put(self, worker: Worker | None, message) -> None:
+        """Give out a message; `receive` raises an error, so nobody waits for what cannot come."""
         with self.books:
             self.news.append((worker, message))
             self.books.notify()
@@ -291,31 +289,25 @@ class Pool:
     def _watch(self) -> None:
         """The thread: notice every silence, replace whoever is lost, until `close`."""
         try:
-            looked = awake = time.monotonic()
+            looked = time.monotonic()
             while not self.closed:
                 with contextlib.suppress(Empty):
                     self._replace(*self.losses.get(timeout=0.2))
                 now = time.monotonic()
-                if now - looked > 2.0:  # this process was stopped itself (Ctrl-Z): it heard nobody
-                    awake = now
-                looked = now
+                stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
                 for worker in self.workers.values():
-                    silent = now - max(worker.heard or worker.spawned, awake)
-                    if silent > NOTICE_SECONDS[not worker.heard] and worker.noticed != worker.heard:
+                    if stopped:
+                        worker.heard = now
+                    silent, new = now - worker.heard, worker.said == "spawn"
+                    if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
                         worker.noticed = worker.heard
                         self._put(worker, Silent(f"is silent for {silent:.0f} s"))
-                    if silent > (self.silence if worker.heard else START_SECONDS):
+                    if silent > (START_SECONDS if new else self.silence):
                         self._replace(worker, f"was silent for {silent:.0f} s")
         except Exception as error:
             failed = RuntimeError("the thread that watches the workers has failed")
             failed.__cause__ = error
-            self._fail(failed)
-
-    def _fail(self, error: Exception) -> None:
-        """Nobody waits for what will not come: `receive` raises the error."""
-        with self.books:
-            self.error = self.error or error
-            self.books.notify()
+            self._put(None, failed)
 
     def _replace(self, worker: Worker, reason: str) -> None:
         """Report a loss once, and start a successor while the budget lasts."""
@@ -325,9 +317,11 @@ class Pool:
             worker.process.kill()
             worker.process.join(1.0)
             if worker.restarts >= self.budget:
-                what = f"{worker.name} {reason}; {self.budget} restarts are used up"
-                told = f"(last message: {worker.said}; log: {worker.log})"
-                return self._fail(TrainingStopped(f"{what} {told}"))
+                error = TrainingStopped(
+                    f"{worker.name} {reason}; {self.budget} restarts are used up "
+                    f"(last: {worker.said}; log: {worker.log})"
+                )
+                return self._put(worker, error)
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             self.workers[worker.name] = successor
             groups, worker.work = list(worker.work.values()), {}

@@ -27,22 +27,12 @@ from runtime.messages import Answer, Group, Judgement
 from runtime.processes import Line
 from runtime.setup import make_generator, task_of
 
-# Deliveries are this far apart, so that groups travel together: 1.05 times the episodes a second.
-TOGETHER_SECONDS = 0.005
-
 
 def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgement:
     """Verify a group, and say how long that took."""
     began = time.monotonic()
     verdicts = verify_group(group, task, config, alive)
     return Judgement(verdicts, began, time.monotonic() - began)
-
-
-def generated(span: tuple, end: float, counts: dict) -> tuple:
-    """The event of a span of generation with one version of the weights."""
-    begin, version, before = span
-    details = {name: counts[name] - before[name] for name in COUNTED}
-    return begin, "generate", -1, version, details | {"seconds": end - begin}
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
@@ -55,7 +45,8 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     mailbox = Mailbox(model.flat.numel(), mailbox_place, device)
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
-    born, finished, span = time.monotonic(), [], None
+    born = time.monotonic()
+    span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
     while True:
@@ -66,20 +57,23 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         begin, before = time.monotonic(), generator.counts.copy()
         active = generator.step()
         if span and not (active and generator.version == span[1]):
-            generator.events.append(generated(span, begin, before))
+            since, version, counts = span
+            details = {name: before[name] - counts[name] for name in COUNTED}
+            details["seconds"] = begin - since
+            generator.events.append((since, "generate", -1, version, details))
             span = None
         if active:
             span = span or (begin, generator.version, before)
         else:
             time.sleep(0.0005)
         line.status = {**generator.counts, "alive": time.monotonic() - born}
+        answers = []
         for group in generator.take_finished():
             judgement = None if config.reward_workers else judge(group, task, config, line.beat)
             events, generator.events = generator.events, []
-            finished.append(Answer(group.group_id, group, judgement, events))
-        if finished and (not active or time.monotonic() - line.last > TOGETHER_SECONDS):
-            line.send(*finished)
-            finished = []
+            answers.append(Answer(group.group_id, group, judgement, events))
+        if answers:
+            line.send(*answers)
         line.beat()
 
 

@@ -363,7 +363,7 @@ def test_restart_budget(make_pool):
         gather(pool, lambda got: False)
     text, worker = str(failure.value), pool.of("short")[0]
     assert "short-0 died (exit code 3)" in text and "1 restarts are used up" in text
-    assert "last message: alive" in text and worker.log in text
+    assert "last: alive" in text and worker.log in text
     assert Path(worker.log).read_text() == "a last word\n" * 2  # started twice, and never again
     pool.send(worker, [])  # the caller may not know yet
 
@@ -375,7 +375,7 @@ def test_returning_is_dying_and_never_speaking_is_too(make_pool, monkeypatch):
     with pytest.raises(TrainingStopped, match=r"toy-0 died \(exit code 0\)"):
         gather(pool, lambda got: False)
     pool = make_pool({"mute": (mute, 1)}, restarts=0)
-    with pytest.raises(TrainingStopped, match="mute-0 was silent for .*last message: spawn"):
+    with pytest.raises(TrainingStopped, match="mute-0 was silent for .*last: spawn"):
         gather(pool, lambda got: False)
 
 

@@ -46,7 +46,7 @@ class Workers:
         """A new worker under this number."""
         name, process = f"rollout-{number}", SimpleNamespace(pid=0)
         worker = SimpleNamespace(name=name, role="rollout", number=number, process=process, work={})
-        worker.spawned, worker.log, worker.said = time.monotonic(), "nowhere", "alive"
+        worker.log, worker.said = "nowhere", "alive"
         model = make_model(self.config, self.task)
         self.generators[name] = make_generator(self.config, self.task, model, number)
         self.generators[name].version = -1

@@ -278,7 +278,7 @@ class PoolHere:
 
     def worker(self, role: str, number: int) -> SimpleNamespace:
         process = SimpleNamespace(pid=1, exitcode=0)
-        facts = {"process": process, "spawned": time.monotonic(), "work": {}, "status": {}}
+        facts = {"process": process, "work": {}, "status": {}}
         facts |= {"role": role, "number": number, "name": f"{role}-{number}"}
         return SimpleNamespace(**facts, said="alive", log="its log")
 
