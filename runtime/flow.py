@@ -49,10 +49,8 @@ def open_async(config: Config):
     """
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state
-    buffer, flat = (
-        Buffer(config.groups_per_step, config.max_staleness, config.on_stale),
-        learner.model.flat,
-    )
+    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+    flat = learner.model.flat
     try:
         mailbox = Mailbox(flat.numel(), device=str(flat.device))
         mailbox.publish(learner.version, flat)

@@ -64,7 +64,7 @@ class Line:
         if time.monotonic() - self.last > BEAT_SECONDS:
             self.send()
 
-    def receive(self, seconds: float = 0.0) -> list[Group]:
+    def receive(self, seconds: float) -> list[Group]:
         """The groups that were issued next; none after `seconds`; SystemExit at the end."""
         if not self.connection.poll(seconds):
             return []
@@ -155,7 +155,7 @@ class Pool:
     def __init__(self, roles: dict, *, logs: Path, restarts: int, silence: float, flaw):
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
         self.flaw = flaw
-        self.losses = SimpleQueue()  # (worker, reason)
+        self.losses = SimpleQueue()  # (worker, reason or None)
         self.news = []  # (worker, message): what `receive` will give out
         # Guards news, workers and their work: of this process only, never shared with a worker.
         self.books = threading.Condition()
@@ -261,12 +261,11 @@ class Pool:
     def _listen(self, worker: Worker) -> None:
         """A thread for each worker: take what it sends, until its pipe ends or it sends nonsense.
         It starts no successor: that would die with this thread."""
+        reason = None
         try:
             while delivery := next_delivery(worker.connection):
                 worker.heard = time.monotonic()
                 self._take(worker, *unpack_messages(delivery))
-            worker.process.join(1.0)
-            reason = f"died ({last_words(worker)})"
         except Exception as error:  # bytes that are no messages raise almost anything
             reason = f"sent a damaged message ({type(error).__name__}: {error})"
         worker.outbox.put(None)
@@ -309,11 +308,14 @@ class Pool:
             failed.__cause__ = error
             self._put(None, failed)
 
-    def _replace(self, worker: Worker, reason: str) -> None:
-        """Report a loss once, and start a successor while the budget lasts."""
+    def _replace(self, worker: Worker, reason: str | None) -> None:
+        """Report a loss once, and start a successor while the budget lasts; no reason: it died."""
         with self.books:  # in one go: no group is nowhere meanwhile
             if self.closing or self.workers[worker.name] is not worker:
                 return
+            if reason is None:
+                worker.process.join(1.0)
+                reason = f"died ({last_words(worker)})"
             worker.process.kill()
             worker.process.join(1.0)
             if worker.restarts >= self.budget:

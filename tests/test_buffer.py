@@ -893,6 +893,14 @@ def test_arrays_of_another_kind_are_named_on_arrival():
     assert "arrays" in group_flaw(travelled(group), 2, 6, 512)
 
 
+@pytest.mark.parametrize("name", ARRAYS)
+def test_nothing_that_arrives_is_overlooked(name):
+    """One array is longer than the episodes are."""
+    header, arrays = group_to_parts(sound_group())
+    arrays[name] = np.append(arrays[name], arrays[name][:1])
+    assert "arrays" in group_flaw(group_from_parts(header, arrays), 2, 6, 512)
+
+
 def test_a_group_of_another_size_is_named():
     group = travelled(sound_group())
     assert group_flaw(group, 3, 6, 512) == "samples [0, 1], must be 0 to 2 in order"

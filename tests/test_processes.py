@@ -145,7 +145,7 @@ def test_messages_travel_together_and_in_order():
     line.last -= 60.0
     line.beat()
     assert unpack_messages(here.recv_bytes()) == ({"n": 1}, ())
-    assert line.receive() == []
+    assert line.receive(0.0) == []
     here.close()
     with pytest.raises(SystemExit):  # the parent is gone
         line.receive(60.0)
@@ -243,6 +243,7 @@ def test_silent_workers_are_noticed_and_block_nobody(pool, monkeypatch):
         ({"do": "torn"}, "sent a damaged message (ValueError: "),
         ({"do": "half"}, "died (exit code -9)"),
         ({"do": "no list"}, "sent a damaged message (TypeError: "),
+        ({"do": "no status"}, "sent a damaged message (TypeError: "),
         ({"do": "nothing"}, "sent a damaged message (AttributeError: "),
         (
             {"do": "answer twice"},

@@ -62,6 +62,8 @@ def do(line: Line, group: Group, what: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "no list":
         line.connection.send_bytes(pack_messages(7))
+    elif what == "no status":
+        line.connection.send_bytes(pack_messages((7, [])))
     elif what == "nothing":
         line.send(None)
     elif what == "wait":
