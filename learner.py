@@ -11,6 +11,7 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 
 import copy
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import losses
+from buffer import staleness
 from model import GPT, generated_logprobs, pack_tokens
 from reward import Task, alphabet_of, capacity_of, problem_of, verify_group
 from rollout import Generator, generate, make_environment
@@ -262,6 +264,21 @@ def update_weights(
         "kl_window": losses.window_mean(learner.damper),
         "reference_weight": reference_weight,
         "skipped": learner.skipped,
+    }
+
+
+def batch_metrics(groups: list[Group], version: int) -> dict:
+    """What can be said of a batch that has trained `version` without a look at the policy."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if not t.failed]
+    ages = [staleness(t, version) for t in trajectories]
+    return {
+        "reward": float(np.mean(rewards or [0.0])),
+        "samples": len(trajectories),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
     }
 
 

@@ -20,13 +20,10 @@ import time
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from bench import replay
 from learner import learner_step, new_groups
-from reward import problem_of
-from runtime.books import exit_code, finish
+from runtime.books import close_step, exit_code, finish
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
     AsyncRun,
-    close_async_step,
-    facts_of_flow,
     log_discards,
     log_spawn,
     open_async,
@@ -34,7 +31,7 @@ from runtime.flow import (
     settle,
 )
 from runtime.ledger import table
-from runtime.messages import Generated, Group, Judgement, Orders, Verified, apply_verdicts
+from runtime.messages import Answer, Group, Judgement, apply_verdicts
 from runtime.processes import Lost, Silent, Worker
 
 
@@ -44,6 +41,7 @@ def train(config: Config) -> None:
         return replay(config)
     with open_async(config) as run:
         config, learner, log, batch = run.config, run.learner, run.log, None
+        issue(run, "requeue", run.interrupted)
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
@@ -53,19 +51,20 @@ def train(config: Config) -> None:
                 continue
             version, run.training = learner.version, [group.group_id for group in batch]
             for worker in run.pool.of("learner"):
-                run.pool.send(worker, Orders(batch))
+                run.pool.send(worker, batch)
             with log.timed("learner", "train", version=version, groups=run.training) as event:
                 metrics = learner_step(learner, batch, config)
-                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
                 run.training = []
+                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
                 event |= {"in_flight": len(run.in_flight), "of": config.steps}
             with log.timed("learner", "publish", version=learner.version):
                 run.mailbox.publish(learner.version, learner.model.flat)
             admit(run)  # before anything slow
-            close_async_step(run, batch, version, metrics)
+            settle(run)
+            close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values())
         settle(run)
         save(run)
-        finish(run, facts_of_flow(run))  # before anything is torn down
+        finish(run, facts_of(run))  # before anything is torn down
     print(table(run.ledger.totals()))
     exit_code(run)
 
@@ -86,28 +85,19 @@ def check_progress(run: AsyncRun) -> None:
 
 def admit(run: AsyncRun) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
-    config, version = run.config, run.learner.version
-    new, again = [], []
+    config, version, groups = run.config, run.learner.version, []
     wanted = (config.steps - version) * config.groups_per_step
     while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
-        if run.interrupted:
-            group_id = run.interrupted.pop(0)
-            group = Group(group_id, version, problem_of(run.task, group_id, "train"))
-            again.append(group)
-        else:
-            (group,) = new_groups(run.learner, run.task, count=1)
-            new.append(group)
-        run.buffer.admit(group.group_id, version)
-    issue(run, "requeue", again)
-    issue(run, "admit", new)
+        groups += new_groups(run.learner, run.task, count=1)
+        run.buffer.admit(groups[-1].group_id, version)
+    issue(run, "admit", groups)
 
 
 def issue(run: AsyncRun, kind: str, groups: list[Group]) -> None:
     """Send groups to the rollout workers, and log who has which."""
     names = run.pool.issue("rollout", groups)
     for group, name in zip(groups, names, strict=True):
-        facts = {"group": group.group_id, "version": group.start, "worker": name}
-        run.log.event("learner", kind, **facts)
+        run.log.event("learner", kind, group=group.group_id, version=group.start, worker=name)
 
 
 def collect(run: AsyncRun, seconds: float) -> None:
@@ -125,18 +115,20 @@ def collect(run: AsyncRun, seconds: float) -> None:
 def handle(run: AsyncRun, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
     match message:
-        case Generated(group, events, _, judgement):
+        case Answer(_, group, judgement, events):
             for at, kind, group_id, version, details in events:
-                facts = {"group": group_id, "version": version, **details}
-                run.log.event(worker.name, kind, at, **facts)
+                run.log.event(worker.name, kind, at, group=group_id, version=version, **details)
             if judgement:  # verified, too
                 land(run, group, judgement, worker.name)
-        case Verified(_, judgement, group):
-            land(run, group, judgement, worker.name)
         case Silent(reason):
             run.log.say(f"{worker.name} {reason} (last: {worker.said}; log: {worker.log})")
         case Lost(reason, groups):
-            bury(run, worker, reason)
+            run.log.say(
+                f"{worker.name} {reason}: restarted (last: {worker.said}; log: {worker.log})"
+            )
+            run.log.event(worker.name, "exit", reason=reason)
+            log_spawn(run, run.pool.workers[worker.name])
+            run.lost.append(f"{worker.name} {reason}")
             if worker.role == "learner":
                 raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
             if worker.role == "rollout":
@@ -156,16 +148,9 @@ def land(
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.begun = run.begun or time.monotonic()
-    facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
-    run.log.event(judged_by, "score", judgement.began, **facts)
-
-
-def bury(run: AsyncRun, worker: Worker, reason: str) -> None:
-    """A worker is gone, and a successor has its name."""
-    run.log.say(f"{worker.name} {reason}: restarted (last: {worker.said}; log: {worker.log})")
-    run.log.event(worker.name, "exit", reason=reason)
-    log_spawn(run, run.pool.workers[worker.role, worker.number])
-    run.lost.append(f"{worker.name} {reason}")
+    _, began, seconds = judgement
+    facts = {"group": group.group_id, "seconds": seconds, **group.evidence}
+    run.log.event(judged_by, "score", began, **facts)
 
 
 def generate_again(
@@ -196,6 +181,19 @@ def verify_again(
         else:
             verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(group.trajectories)
             land(run, group, Judgement(verdicts, time.monotonic(), 0.0), worker.name)
+
+
+def facts_of(run: AsyncRun) -> dict:
+    """What only an asynchronous run can say about itself, for its summary."""
+    seconds = time.monotonic() - (run.begun or run.log.start)
+    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    learner = run.log.seconds["train"] / seconds
+    return {
+        "staleness_bound": run.config.max_staleness,
+        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
+        "ledger": run.ledger.totals(),
+        "workers_lost": run.lost,
+    }
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from runtime import flow
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
-from runtime.messages import Generated, Verified, pack_messages, unpack_messages
+from runtime.messages import Answer, group_to_parts, pack_messages, unpack_messages
 from runtime.setup import make_model
 from runtime.tokenizer import decode_bytes, encode
 from runtime.workers import judge
@@ -76,10 +76,11 @@ def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespa
         generator.step()
         for group in generator.take_finished():
             events, generator.events = generator.events, []
-            delivery = pack_messages([Generated(group, events, dict(generator.counts))])
-            (message,) = unpack_messages(delivery)
+            answer = Answer(group.group_id, group, events=events)
+            delivery = pack_messages((dict(generator.counts), [answer]))
+            _, (message,) = unpack_messages(delivery)
             judgement = judge(message.group, run.task, run.config, alive=lambda: None)
-            verified = Verified(group.group_id, judgement, message.group)
+            verified = Answer(group.group_id, message.group, judgement)
             news.extend([(rollout, message), (reward, verified)])
             seen.deliveries[group.group_id] = delivery
 
@@ -266,13 +267,14 @@ def swap(seen) -> list[str]:
 
 def record(seen) -> list[str]:
     t, delivery = seen.t, bytearray(seen.deliveries[GROUP])
-    (message,) = unpack_messages(bytes(delivery))
-    arrays = message.group.arrays
+    _, (message,) = unpack_messages(bytes(delivery))
+    _, arrays = group_to_parts(message.group)
     versions = arrays["versions"].tobytes()
     delivery[delivery.rindex(versions) + len(versions) - 1] ^= 1  # one bit of the last version
     try:
-        (message,) = unpack_messages(bytes(delivery))
-        answer = f"accepted, last version now {message.group.arrays['versions'][-1]}"
+        _, (message,) = unpack_messages(bytes(delivery))
+        last = message.group.trajectories[-1].versions[-1]
+        answer = f"accepted, last version now {last}"
     except ValueError as error:
         answer = f"refused, {str(error).partition('that are ')[2]}"
     return [

@@ -26,7 +26,7 @@ from reward import Task, verify_group
 from rollout import Generator, make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
-from runtime.devices import pick_devices, set_threads
+from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import Group, apply_verdicts
@@ -37,9 +37,7 @@ def replay(config: Config) -> None:
     """The whole run again; prints what is shown by it, or raises TrainingStopped."""
     config, summary = recorded(config)
     steps, scores = read_script(Path(config.replay))
-    task = task_of(config)
-    (device,), rollouts = pick_devices(config)
-    set_threads(config, 1 + len(rollouts), device)
+    task, device = task_of(config), take_place(config, 0)
     if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
     learner = make_learner(config, task, make_model(config, task).on(device))
@@ -52,7 +50,11 @@ def replay(config: Config) -> None:
             finished += play(generator, scores, learner)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             apply_verdicts(group, verify_group(group, task, config))
-            compare(group, scores[group.group_id])
+            event = scores[group.group_id]
+            for i, reason in event.get("failed", {}).items():
+                group.trajectories[int(i)].finish = reason
+            if group.digest != event["digest"]:
+                raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
         train(learner, step, done, config)
     sha256 = sha256_of(learner.model.flat)
@@ -110,10 +112,7 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
     for group_id, event in scores.items():
         worker, swaps = event["worker"], event["swaps"]
         if worker not in generators:
-            model = learner.model
-            if config.rollout_weights != "float32":  # rounded, so it needs its own
-                model = copy.deepcopy(model)
-            generators[worker] = make_generator(config, task, model)
+            generators[worker] = make_generator(config, task, copy.deepcopy(learner.model))
         group = Group(group_id, swaps[0][1], task.reset(group_id, "train"))
         generators[worker].groups[group_id] = group
         for i, pairs in enumerate(swaps):
@@ -132,19 +131,12 @@ def play(generator: Generator, scores: dict, learner: Learner) -> list[Group]:
                 swaps = scores[episode.group_id]["swaps"][episode.sample_index]
                 pairs = zip(swaps[::2], swaps[1::2], strict=True)  # positions and versions
                 newer = [position for position, other in pairs if other > version]
-                generator.running[b] = not newer or generator.cached[b] < newer[0]
+                end = min(newer, default=generator.capacity)
+                generator.running[b] = generator.cached[b] < end
         decoded = generator.step()
     left = len(generator.waiting)
     assert not left, f"version {version}: no slot for {left} samples"
     return generator.take_finished()
-
-
-def compare(group: Group, event: dict) -> None:
-    """Mark the samples that failed; raise TrainingStopped when others are not what the log says."""
-    for i, reason in event.get("failed", {}).items():
-        group.trajectories[int(i)].finish = reason
-    if group.digest != event["digest"]:
-        raise differs(event, f"group {group.group_id}: a sample is another one")
 
 
 def train(learner: Learner, step: dict, done: dict, config: Config) -> None:

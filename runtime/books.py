@@ -3,12 +3,10 @@
 Left out: what the numbers mean (learner.py, losses.py), and how lines get to disk (runlog.py).
 """
 
-from collections import Counter
-
-import numpy as np
 from tqdm import tqdm
 
 from bench import summarise
+from learner import batch_metrics
 from reward import show_group
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped, printable
@@ -16,14 +14,19 @@ from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
 
-def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=(), **shown):
+def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=()) -> None:
     """A step is done: evaluate and show episodes where that is due, write its metrics, save.
 
     in_flight: ids of all groups that are not trained yet; completed: those of them that are ready.
     """
     config, learner, log = run.config, run.learner, run.log
     version = learner.version
-    metrics |= batch_metrics(groups)
+    metrics |= batch_metrics(groups, version - 1)
+    shown = {
+        "reward": f"{metrics['reward']:.2f}",
+        "age": f"{metrics['staleness_mean']:.1f}",
+        "learn": f"{metrics['tokens'] / metrics['seconds']:.0f}/s",
+    }
     due = version % config.eval_every == 0 or version == config.steps
     if due and config.eval_when == "late":
         log.kept.append((log.now(), version, learner.model.flat.clone()))
@@ -34,23 +37,10 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
         texts = [show_group(group) for group in groups[:3]]
         log.say("\n".join(texts))
         log.logs["samples"].append([{"version": version, "text": text} for text in texts])
-    shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
-    log.step({"step": version, **metrics}, reward=f"{metrics['reward']:.2f}", **shown)
+    log.step({"step": version, **metrics}, **shown)
     if version % config.checkpoint_every == 0:  # after the metrics: it resumes from them, too
         checkpoint(learner, run.folder, log, in_flight, completed)
     check_step(run, groups, metrics)
-
-
-def batch_metrics(groups: list[Group]) -> dict:
-    """What can be said of a batch without a model."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    rewards = [t.reward for t in trajectories if not t.failed]
-    return {
-        "reward": float(np.mean(rewards)) if rewards else 0.0,
-        "samples": len(trajectories),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
-    }
 
 
 def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
@@ -73,26 +63,21 @@ def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
         )
 
 
-def facts_of(run: Run) -> dict:
-    """What a summary needs to know beyond metrics.jsonl, in both trainers; closes the log."""
-    config, learner = run.config, run.learner
-    return {
+def finish(run: Run, facts: dict) -> None:
+    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
+
+    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
+    was killed has lost these evaluations.
+    """
+    config, learner, log = run.config, run.learner, run.log
+    facts |= {
         "task": config.task,
         "seed": config.seed,
         "steps": learner.version,
         "stopped_early": learner.version < config.steps,
-        "wall_s": round(run.log.close(), 2),
+        "wall_s": round(log.close(), 2),
         "weights_sha256": sha256_of(learner.model.flat),
     }
-
-
-def finish(run: Run, facts: dict) -> None:
-    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
-
-    Kept weights are in memory only: a run that was killed has lost these evaluations.
-    """
-    learner, log = run.learner, run.log
-    facts |= facts_of(run)
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)

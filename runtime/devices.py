@@ -6,6 +6,7 @@ Left out: starting the processes (processes.py).
 import os
 import platform
 import re
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -20,24 +21,25 @@ def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     GPUs: learners take the first ones, rollout workers the others. Raises UserError.
     """
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    name, learners = config.device, config.learners
-    if name == "auto":
-        name = "cuda" if gpus else "cpu"
-    if name not in ("cpu", "cuda", *gpus) or name == "cuda" and not gpus:
+    groups = {"cpu": ["cpu"], "cuda": gpus, "auto": gpus or ["cpu"]} | {gpu: [gpu] for gpu in gpus}
+    devices = groups.get(config.device)
+    if not devices:
         allowed = f"auto, cpu, cuda or cuda:N (this machine has {len(gpus)} CUDA devices)"
-        raise UserError(f"--device {name}: must be {allowed}")
-    if name == "cpu":
-        training, generating = ["cpu"], ["cpu"] * max(1, cores() - learners)
-    elif name == "cuda":
-        training, generating = gpus, gpus[min(learners, len(gpus) - 1) :]
-    else:
-        training = generating = [name]
-    return share(training, learners), share(generating, config.rollout_workers or len(generating))
+        raise UserError(f"--device {config.device}: must be {allowed}")
+    others = devices[min(config.learners, len(devices) - 1) :]
+    if devices == ["cpu"]:
+        others = devices * max(1, cores() - config.learners)
+    rollouts = config.rollout_workers or len(others)
+    return [*islice(cycle(devices), config.learners)], [*islice(cycle(others), rollouts)]
 
 
-def share(devices: list[str], processes: int) -> list[str]:
-    """A device for each process, in turn."""
-    return [devices[i % len(devices)] for i in range(processes)]
+def take_place(config: Config, number: int) -> str:
+    """The device of this process, which gets it and its share of the cores; number: among all
+    learners and then all rollout workers."""
+    learners, rollouts = pick_devices(config)
+    device = [*learners, *rollouts][number]
+    set_threads(config, len(learners) + len(rollouts), device)
+    return device
 
 
 def cores() -> int:
@@ -45,7 +47,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def set_threads(config: Config, processes: int, device: str = "cpu") -> None:
+def set_threads(config: Config, processes: int, device: str) -> None:
     """Give this process its share of the cores, and its GPU."""
     torch.set_num_threads(config.threads or max(1, cores() // processes))
     if device != "cpu":

@@ -5,24 +5,20 @@ Left out: what is done in which order, and what happens when a worker dies (trai
 
 import contextlib
 import shutil
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from buffer import Buffer, staleness
+from buffer import Buffer
+from reward import problem_of
 from runtime import workers
-from runtime.books import close_step
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
-from runtime.ledger import BUFFER, TO_REISSUE, WORKER
+from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw
-from runtime.processes import Pool, Worker, WorkersFailed
+from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
-from runtime.tokenizer import VOCAB_SIZE
 
 
 @dataclass
@@ -32,7 +28,7 @@ class AsyncRun(Run):
     mailbox: Mailbox
     buffer: Buffer
     pool: Pool | None = None
-    interrupted: list[int] = field(default_factory=list)  # groups to issue again, after a resume
+    interrupted: list[Group] = field(default_factory=list)  # to be issued again, after a resume
     training: list[int] = field(default_factory=list)  # groups of the step that is computed now
     deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
     lost: list[str] = field(default_factory=list)  # workers, and of what they died
@@ -42,7 +38,7 @@ class AsyncRun(Run):
     @property
     def in_flight(self) -> list[int]:
         """Ids of all groups that are admitted and not trained: a checkpoint must not lose them."""
-        return self.training + self.interrupted + list(self.buffer.outstanding)
+        return self.training + list(self.buffer.outstanding)
 
 
 @contextlib.contextmanager
@@ -54,10 +50,11 @@ def open_async(config: Config):
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+    flat = learner.model.flat
     try:
-        mailbox = Mailbox(learner.model.flat.numel(), device=str(learner.model.flat.device))
+        mailbox = Mailbox(flat.numel(), device=str(flat.device))
+        mailbox.publish(learner.version, flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
-        mailbox.publish(learner.version, learner.model.flat)
         run.pool = start_workers(run)
     except OSError as error:  # too little shared memory, too many processes
         if not state:
@@ -66,22 +63,22 @@ def open_async(config: Config):
     if state:
         for group in completed_groups(state):
             buffer.restore(group)
-        run.interrupted = [group for group in state["in_flight"] if group not in buffer.completed]
-        for group in sorted(run.interrupted):
+        for group in sorted(set(state["in_flight"]) - buffer.completed.keys()):
             if run.ledger.states[group] != "lost":
                 log.event("learner", "lost", group=group, reason="interrupted")
+            buffer.admit(group, learner.version)
+            problem = problem_of(run.task, group, "train")
+            run.interrupted.append(Group(group, learner.version, problem))
     for worker in run.pool.workers.values():
         log_spawn(run, worker)
     try:
         if config.learners > 1:
-            workers.join_learners(config, 0, str(run.folder))
+            workers.join_learners(config, 0, run.folder)
         yield run
     except BaseException as error:
         save(run)
-        # a role is used up, or another learner has left an all-reduce
-        left = isinstance(error, RuntimeError) and config.learners > 1
-        if left or isinstance(error, WorkersFailed):
-            raise TrainingStopped(str(error)) from error
+        if isinstance(error, RuntimeError) and config.learners > 1:
+            raise TrainingStopped(str(error)) from error  # another learner has left an all-reduce
         raise
     finally:
         run.pool.close()
@@ -92,30 +89,34 @@ def open_async(config: Config):
 
 
 def start_workers(run: AsyncRun) -> Pool:
-    """Spawn every process of the run; what rollout workers finish goes on to the reward workers."""
-    config, folder, shape = run.config, run.folder, run.learner.model.config
-    learners, rollouts = pick_devices(config)
-    processes = len(learners) + len(rollouts)
-    orders = {"rollout": [], "reward": [(config,)] * config.reward_workers, "learner": []}
-    for device in rollouts:
-        orders["rollout"].append((config, shape, device, run.mailbox.place, processes))
-    for rank, device in enumerate(learners[1:], start=1):
-        orders["learner"].append((config, shape, device, str(folder), processes, rank))
-    workers.meeting_point(folder).unlink(missing_ok=True)  # of a run that is resumed
-    roles = {role: (getattr(workers, f"{role}_worker"), orders[role]) for role in orders}
+    """Spawn every process of the run."""
+    config, shape = run.config, run.learner.model.config
+    _, rollouts = pick_devices(config)
+    workers.meeting_point(run.folder).unlink(missing_ok=True)  # of a run that is resumed
+    roles = {
+        "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
+        "reward": (workers.reward_worker, config.reward_workers, config),
+        "learner": (workers.learner_worker, config.learners - 1, config, shape, run.folder),
+    }
 
-    def found(message, work: dict) -> str | None:
-        allowed = {"newest": run.mailbox.version, "vocabulary": VOCAB_SIZE}
-        return flaw(message, work, group_size=config.group_size, **allowed)
-
-    then = {"rollout": "reward"} if config.reward_workers else {}
-    limits = {"restarts": config.restarts, "silence": config.silence}
-    return Pool(roles, logs=folder / "logs", then=then, flaw=found, **limits)
+    return Pool(
+        roles,
+        logs=run.folder / "logs",
+        restarts=config.restarts,
+        silence=config.silence,
+        flaw=lambda answer, work: flaw(
+            answer,
+            work,
+            group_size=config.group_size,
+            newest=run.mailbox.version,
+            vocabulary=shape.vocab_size,
+        ),
+    )
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:
     """A worker was started; its end is an `exit`."""
-    run.log.event(worker.name, "spawn", worker.spawned, pid=worker.process.pid)
+    run.log.event(worker.name, "spawn", pid=worker.process.pid)
 
 
 def settle(run: AsyncRun) -> None:
@@ -124,47 +125,19 @@ def settle(run: AsyncRun) -> None:
     for event in run.log.events:
         run.ledger.note(event)
     run.log.flush()
-    out = run.pool.out()
-    places = {group: WORKER for group in run.buffer.outstanding if group in out}
-    places |= dict.fromkeys(run.buffer.completed, BUFFER)
-    run.ledger.balance(places | dict.fromkeys(run.interrupted, TO_REISSUE))
+    places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out().keys(), WORKER)
+    run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
 
 
 def log_discards(run: AsyncRun) -> None:
     """Groups that were too old, with --on-stale drop."""
+    version = run.learner.version
     for group, reason in run.buffer.dropped:
-        facts = {"group": group, "reason": reason, "version": run.learner.version}
-        run.log.event("learner", "discard", **facts)
+        run.log.event("learner", "discard", group=group, reason=reason, version=version)
     run.buffer.dropped.clear()
-
-
-def close_async_step(run: AsyncRun, batch: list[Group], version: int, metrics: dict) -> None:
-    """The books of a step that has trained `version`, and what the progress bar shows."""
-    settle(run)
-    ages = [staleness(t, version) for group in batch for t in group.trajectories]
-    metrics |= {"staleness_max": max(ages), "staleness_mean": float(np.mean(ages))}
-    shown = f"{metrics['staleness_mean']:.1f}<={run.config.max_staleness}"
-    close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values(), age=shown)
 
 
 def save(run: AsyncRun) -> None:
     """A checkpoint of a run that ends."""
     run.log.close()
-    completed = run.buffer.completed.values()
-    checkpoint(run.learner, run.folder, run.log, run.in_flight, completed)
-
-
-def facts_of_flow(run: AsyncRun) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.begun or run.log.start)
-    told = [worker.status for worker in run.pool.of("rollout") if worker.status]
-    busy = [status["busy"] / status["alive"] for status in told]
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {
-            "rollout": sum(busy) / max(1, len(busy)),
-            "learner": run.log.seconds["train"] / seconds,
-        },
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }
+    checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())

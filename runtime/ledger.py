@@ -39,13 +39,8 @@ MOVES = {
 
 # state of a group in flight -> where the trainer must have it
 WORKER, BUFFER, TO_REISSUE = "with a worker", "in the buffer", "to be issued again"
-PLACES = {
-    "admitted": WORKER,
-    "started": WORKER,
-    "finished": WORKER,
-    "scored": BUFFER,
-    "lost": TO_REISSUE,
-}
+PLACES = dict.fromkeys(("admitted", "started", "finished"), WORKER)
+PLACES |= {"scored": BUFFER, "lost": TO_REISSUE}
 
 
 class Ledger:

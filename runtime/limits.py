@@ -9,6 +9,7 @@ replaced (processes.py).
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -18,15 +19,11 @@ from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
-if sys.platform == "linux":
-    import resource
-
-
 end_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc  # when it runs Python code the next time
-DIGITS = 4300  # of an integer that is read from text, or written: more take quadratic time
 
-
-sys.set_int_max_str_digits(DIGITS)  # Python's own limit, whatever the environment says
+# Of an integer that is read from text, or written: more take quadratic time. This is Python's own
+# limit, whatever the environment says.
+sys.set_int_max_str_digits(4300)
 
 
 class OutOfTime(BaseException):

@@ -16,9 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The stamps: the newest version; begin of writing, of buffer 0 and 1; end of writing, of buffer 0
-# and 1; the buffer of the newest version.
-NEWEST, BEGUN, ENDED, SIDE, STAMPS = 0, 1, 3, 5, 6
 HEADER = 64  # bytes before the buffers
 
 
@@ -38,48 +35,45 @@ class Mailbox:
         else:
             self.descriptor, self.place = os.open(place, os.O_RDWR), place
         memory = mmap.mmap(self.descriptor, size)
-        self.stamps = np.frombuffer(memory, np.int64, STAMPS)
-        self.buffers = np.frombuffer(memory, np.float32, 2 * count, HEADER).reshape(2, count)
+        # versions of which writing has begun in buffer 0 and 1, and of which it has ended there
+        self.stamps = np.frombuffer(memory, np.int64, 4).reshape(2, 2)
+        buffers = torch.frombuffer(memory, dtype=torch.float32, count=2 * count, offset=HEADER)
+        self.buffers = buffers.view(2, count)
         if place is None:
-            self.stamps[:SIDE] = -1
+            self.stamps[:] = -1
         if device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46
             register = torch.cuda.cudart().cudaHostRegister
-            register(self.buffers.ctypes.data, self.buffers.nbytes, 1)  # 1: for every device
+            register(self.buffers.data_ptr(), self.buffers.nbytes, 1)  # 1: for every device
 
     @property
     def version(self) -> int:
         """The newest published version, -1 before the first."""
-        return int(self.stamps[NEWEST])
+        return int(self.stamps[1].max())
 
     def publish(self, version: int, flat: Tensor) -> None:
-        """Write float32 weights [P] into the buffer that readers are not sent to, then switch."""
+        """Write float32 weights [P] into the buffer that has the older ones."""
         assert version > self.version, f"version {version} published after {self.version}"
         assert flat.shape == self.buffers[0].shape, (flat.shape, self.buffers.shape)
-        side = 1 - int(self.stamps[SIDE])
-        self.stamps[BEGUN + side] = version
-        if flat.is_cuda:
-            torch.from_numpy(self.buffers[side]).copy_(flat)
-        else:
-            self.buffers[side] = flat.numpy()
-        self.stamps[ENDED + side] = version
-        self.stamps[SIDE] = side
-        self.stamps[NEWEST] = version
+        begun, ended = self.stamps
+        side = 1 - ended.argmax()
+        begun[side] = version
+        self.buffers[side] = flat
+        ended[side] = version
 
     def read(self) -> tuple[int, Tensor]:
         """The newest version and a private copy of its weights; -1 and zeros before the first."""
+        begun, ended = self.stamps
         while True:
-            version, side = self.version, int(self.stamps[SIDE])
-            if self.device == "cpu":
-                copy = torch.from_numpy(self.buffers[side].copy())
-            else:
-                copy = torch.from_numpy(self.buffers[side]).to(self.device)
-            if self.stamps[BEGUN + side] == version == self.stamps[ENDED + side]:
+            side = ended.argmax()
+            version = int(ended[side])
+            copy = self.buffers[side].to(self.device, copy=True)
+            if begun[side] == version == ended[side]:
                 return version, copy
 
     def close(self) -> None:
         """Let go of the memory."""
         if self.device != "cpu":
-            torch.cuda.cudart().cudaHostUnregister(self.buffers.ctypes.data)
+            torch.cuda.cudart().cudaHostUnregister(self.buffers.data_ptr())
         self.stamps = self.buffers = None  # nobody may look into it when it is closed
         os.close(self.descriptor)
 
@@ -89,15 +83,15 @@ def reserve(size: int) -> tuple[int, str]:
 
     OSError when there is too little: granted without looking, it would kill whoever writes to it.
     """
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("nanoglm-weights")
-        place = f"/proc/{os.getpid()}/fd/{descriptor}"
-    else:
+    if not hasattr(os, "memfd_create"):  # macOS
         descriptor, place = tempfile.mkstemp(prefix="nanoglm-")
+        os.ftruncate(descriptor, size)
+        return descriptor, place
+    descriptor = os.memfd_create("nanoglm-weights")
     try:
-        getattr(os, "posix_fallocate", lambda d, _, n: os.ftruncate(d, n))(descriptor, 0, size)
+        os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         os.close(descriptor)
         text = f"weights need {size >> 20} MB of shared memory: {error.strerror}"
         raise OSError(error.errno, text) from error
-    return descriptor, place
+    return descriptor, f"/proc/{os.getpid()}/fd/{descriptor}"

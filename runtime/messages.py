@@ -1,8 +1,8 @@
-"""messages.py: what travels between processes: the record of an episode, and one message a kind.
+"""messages.py: what travels between processes: the record of an episode, and what workers say.
 
 `Trajectory` is one episode, token by token; a `Group` is all answers to one prompt. Workers are
-sent `Orders`; they answer with `Generated`, `Verified` and `Beat`. `flaw` is the one place that
-looks at what comes from outside before it is used.
+sent lists of groups; they return an `Answer` to each. `flaw` is the one place that looks at what
+comes from outside before it is used.
 Boundary: this file knows shapes and ranges, never what a token means.
 Left out: pipes and processes (processes.py), who gets which work (train_async.py).
 
@@ -33,9 +33,8 @@ class Trajectory:
     group_id: int
     sample_index: int
     noise_key: int  # decides its sampling noise, position by position (rollout.py)
-    tokens: np.ndarray = (
-        None  # int32 [T]: prompt, generated and environment tokens, never re-tokenised
-    )
+    # int32 [T]: prompt, generated and environment tokens, never re-tokenised
+    tokens: np.ndarray = None
     loss_mask: np.ndarray = None  # bool [T]: True where the policy generated
     logprobs: np.ndarray = None  # float32 [T]: behaviour log-probs, exactly as sampled; 0 elsewhere
     versions: np.ndarray = None  # int32 [T]: policy version that produced the token; -1 elsewhere
@@ -74,13 +73,10 @@ class Group:
     start: int
     problem: dict
     trajectories: list[Trajectory] = field(default_factory=list)
-    arrays: dict | None = None  # after a journey: the long arrays that the episodes are slices of
 
     @property
     def oldest(self) -> int:
         """The smallest version among all generated tokens."""
-        if self.arrays:  # all at once, which is quicker
-            return int(self.arrays["versions"][self.arrays["loss_mask"]].min(initial=NEVER))
         return min([t.oldest for t in self.trajectories], default=NEVER)
 
     @property
@@ -123,20 +119,25 @@ fields_of = attrgetter(*FIELDS)
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data, and the arrays of its episodes laid end to end."""
     episodes = group.trajectories
-    header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-    header["lengths"] = [len(t.tokens) for t in episodes]
-    header["fields"] = [fields_of(t) for t in episodes]
-    arrays = {}
-    for name, kind in ARRAYS.items():
-        arrays[name] = np.concatenate([np.empty(0, kind), *[getattr(t, name) for t in episodes]])
-    return header, arrays
+    header = {
+        "group_id": group.group_id,
+        "start": group.start,
+        "problem": group.problem,
+        "lengths": [len(t.tokens) for t in episodes],
+        "fields": [fields_of(t) for t in episodes],
+    }
+    return header, {
+        name: np.concatenate([np.empty(0, kind), *[getattr(t, name) for t in episodes]])
+        for name, kind in ARRAYS.items()
+    }
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
-    group = Group(header["group_id"], header["start"], header["problem"], arrays=arrays)
-    stops = list(accumulate(header["lengths"]))
-    for fields, start, stop in zip(header["fields"], [0, *stops], stops, strict=False):
+    group = Group(header["group_id"], header["start"], header["problem"])
+    # the last one gets the rest: nothing that has arrived is overlooked
+    cuts = [0, *accumulate(header["lengths"][:-1]), None]
+    for fields, start, stop in zip(header["fields"], cuts, cuts[1:], strict=False):
         sample_index, noise_key, *rest = fields
         own = [array[start:stop] for array in arrays.values()]
         # by position, in the order of the fields of Trajectory: twice as quick as by name
@@ -145,13 +146,7 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     return group
 
 
-# ------------------------------------------------------------------------------- one kind each
-
-
-class Orders(NamedTuple):
-    """To a worker: groups to generate, to verify or to train."""
-
-    groups: list[Group]
+# ------------------------------------------------------------------------------------- messages
 
 
 class Judgement(NamedTuple):
@@ -162,42 +157,25 @@ class Judgement(NamedTuple):
     seconds: float
 
 
-class Generated(NamedTuple):
-    """From a rollout worker: a finished group, and what has happened since the last one."""
-
-    group: Group
-    events: list[tuple]  # (time, kind, group or -1, version, size or counts)
-    status: dict
-    judgement: Judgement | None = None  # where the worker that generates verifies, too
-
-    @property
-    def group_id(self) -> int:
-        return self.group.group_id
-
-
-class Verified(NamedTuple):
-    """From a reward worker."""
+class Answer(NamedTuple):
+    """From a worker: it has generated a group, or verified one, or both."""
 
     group_id: int
-    judgement: Judgement
-    group: Group | None = None  # the pool puts in what it was asked to verify
-
-
-class Beat(NamedTuple):
-    """From any worker: it is alive."""
-
-    status: dict
+    group: Group | None = None  # as it was generated; the pool puts in what was to be verified
+    judgement: Judgement | None = None  # without one the group goes on to a reward worker
+    events: Sequence[tuple] = ()  # (time, kind, group or -1, version, details) since the last one
 
 
 def pack_messages(messages: Sequence) -> bytes:
-    """One delivery: a checksum, and the pickled messages. Deliveries travel between the processes
-    of one run only: never unpack one that somebody else has written."""
+    """One delivery: a checksum, and what is said, pickled: groups for a worker; a worker's status
+    and its answers. Deliveries travel between the processes of one run only: never unpack one that
+    somebody else has written."""
     data = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
     return zlib.crc32(data).to_bytes(4, "big") + data
 
 
 def unpack_messages(delivery: bytes) -> Sequence:
-    """The messages of a delivery; ValueError when it is torn or damaged."""
+    """What a delivery says; ValueError when it is torn or damaged."""
     data = memoryview(delivery)[4:]
     if not data or zlib.crc32(data) != int.from_bytes(delivery[:4], "big"):
         raise ValueError(f"{len(delivery)} bytes that are torn or damaged: wrong checksum")
@@ -207,56 +185,58 @@ def unpack_messages(delivery: bytes) -> Sequence:
 # -------------------------------------------------------------------------------- the validator
 
 
-def flaw(message, work: dict, *, group_size: int, newest: int, vocabulary: int) -> str | None:
-    """What is wrong with a worker's message, in words; None if it is sound.
+def flaw(answer, work: dict, *, group_size: int, newest: int, vocabulary: int) -> str | None:
+    """What is wrong with a worker's answer, in words; None if it is sound.
 
     A worker that has gone wrong must not poison what is trained. `work`: the groups that it was
     asked for, by id; `newest`: the newest version that was published. May raise AttributeError,
     KeyError, TypeError or ValueError where a field is missing or of another kind.
     """
-    if not isinstance(message, Generated | Verified | Beat):
-        return f"a message of kind {type(message).__name__}"
-    if isinstance(message, Beat):
-        return None
-    found = stray(message, work)
-    if isinstance(message, Generated):
-        found = found or group_flaw(message.group, group_size, newest, vocabulary)
-    if found or message.judgement is None and isinstance(message, Generated):
+    if found := stray(answer, work):
         return found
-    return verdict_flaw(message.judgement.verdicts, group_size)
+    if answer.group:
+        found = group_flaw(answer.group, group_size, newest, vocabulary)
+        if found or answer.judgement is None:
+            return found
+    judged = answer.group or work[answer.group_id]
+    return verdict_flaw(answer.judgement.verdicts, len(judged.trajectories))
 
 
-def stray(message: Generated | Verified, work: dict) -> str | None:
-    """Why a message is no answer to what the worker was asked; None if it is one."""
-    if message.group_id not in work:
-        return f"group {message.group_id}, which it does not have: a duplicate?"
-    start = work[message.group_id].start
-    if isinstance(message, Verified) and message.group:
+def stray(answer: Answer, work: dict) -> str | None:
+    """Why this is no answer to what the worker was asked; None if it is one."""
+    if not isinstance(answer, Answer):
+        return f"an answer of kind {type(answer).__name__}"
+    if answer.group_id not in work:
+        return f"group {answer.group_id}, which it does not have: a duplicate?"
+    asked, group = work[answer.group_id], answer.group
+    if group and asked.trajectories:
         return "a verdict that brings its own group"
-    if isinstance(message, Generated) and message.group.start != start:
-        return f"start {message.group.start}, must be {start}"
+    if group and (group.group_id, group.start) != (asked.group_id, asked.start):
+        return (
+            f"group {group.group_id}, start {group.start}: must be {asked.group_id}, {asked.start}"
+        )
     return None
 
 
 def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | None:
     """What is wrong with a generated group; None if it is sound."""
-    samples, arrays = [t.sample_index for t in group.trajectories], group.arrays
+    header, arrays = group_to_parts(group)
+    samples, tokens = [t.sample_index for t in group.trajectories], sum(header["lengths"])
     if samples != list(range(size)):
         return f"samples {samples}, must be 0 to {size - 1} in order"
-    tokens = sum([len(t.tokens) for t in group.trajectories])
     found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     right = {name: (np.dtype(kind), (tokens,)) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
-    generated, first = bytearray(tokens), 0  # the mask, made again from the turns
+    generated, first = np.zeros(tokens, np.bool_), 0  # the mask, made again from the turns
     for t in group.trajectories:
         for start, stop in t.turns:
             if not 0 <= start <= stop <= len(t.tokens):
                 return f"a turn from {start} to {stop} in an episode of {len(t.tokens)} tokens"
-            generated[first + start : first + stop] = b"\1" * (stop - start)
+            generated[first + start : first + stop] = True
         first += len(t.tokens)
     mask, versions = arrays["loss_mask"], arrays["versions"]
-    if generated != mask.tobytes():
+    if (generated != mask).any():
         return "a loss mask that is not the policy's turns"
     checks = (
         ("token id", arrays["tokens"], 0, vocabulary - 1),
@@ -265,8 +245,8 @@ def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | N
         ("version where nothing was generated", versions[~mask], -1, -1),
     )
     for name, values, low, high in checks:
-        if len(values) and not (low <= values.min() and values.max() <= high):  # NaN is neither
-            wrong = values[~((values >= low) & (values <= high))]
+        wrong = values[~((low <= values) & (values <= high))]  # NaN is neither
+        if len(wrong):
             return f"{name} {wrong[0]}, must be {low} to {high}"
     return None
 

@@ -19,16 +19,13 @@ from learner import learner_step, make_learner
 from model import GPT, ModelConfig
 from reward import Task, verify_group
 from rollout import COUNTED, make_generator
-from runtime import devices
 from runtime.checkpoint import load_checkpoint, restore
 from runtime.config import Config
+from runtime.devices import take_place
 from runtime.mailbox import Mailbox
-from runtime.messages import Generated, Group, Judgement, Verified
+from runtime.messages import Answer, Group, Judgement
 from runtime.processes import Line
 from runtime.setup import task_of
-
-# A finished group waits this long for others to travel with: 1.05 times the episodes a second.
-TOGETHER_SECONDS = 0.005
 
 
 def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgement:
@@ -38,60 +35,46 @@ def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgemen
     return Judgement(verdicts, began, time.monotonic() - began)
 
 
-def generated(span: tuple, end: float, counts: dict) -> tuple:
-    """The event of a span of generation with one version of the weights."""
-    begin, version, before = span
-    details = {name: counts[name] - before[name] for name in COUNTED}
-    return begin, "generate", -1, version, details | {"seconds": end - begin}
-
-
-def rollout_worker(
-    line: Line,
-    config: Config,
-    shape: ModelConfig,
-    device: str,
-    mailbox_name: str,
-    processes: int,
-):
+def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
-    devices.set_threads(config, processes, device)
-    task = task_of(config)
+    device = take_place(config, config.learners + line.worker)
     model = GPT(shape, config.seed).on(device)
+    task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat.numel(), mailbox_name, device)
+    mailbox = Mailbox(model.flat.numel(), mailbox_place, device)
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
-    born, finished, since, span = time.monotonic(), [], 0.0, None
+    born = time.monotonic()
+    span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
     while True:
-        message = line.receive(0.0 if generator.busy or finished else 0.02)
-        while message:
-            for group in message.groups:
-                generator.submit(group)
-            message = line.receive()
+        for group in line.receive(0.0 if generator.busy or span else 0.02):
+            generator.submit(group)
         if mailbox.version > generator.newest:
             generator.set_weights(*mailbox.read())
         begin, before = time.monotonic(), generator.counts.copy()
         active = generator.step()
         if span and not (active and generator.version == span[1]):
-            generator.events.append(generated(span, begin, before))
+            since, version, counts = span
+            details = {name: before[name] - counts[name] for name in COUNTED}
+            details["seconds"] = begin - since
+            generator.events.append((since, "generate", -1, version, details))
             span = None
         if active:
             span = span or (begin, generator.version, before)
         else:
             time.sleep(0.0005)
-        status = {**generator.counts, "alive": time.monotonic() - born}
+        line.status = {**generator.counts, "alive": time.monotonic() - born}
+        answers = []
         for group in generator.take_finished():
             judgement = None if config.reward_workers else judge(group, task, config, line.beat)
-            since = since if finished else time.monotonic()
             events, generator.events = generator.events, []
-            finished.append(Generated(group, events, status, judgement))
-        if finished and (not active or time.monotonic() - since >= TOGETHER_SECONDS):
-            line.send(*finished)
-            finished = []
-        line.beat(status)
+            answers.append(Answer(group.group_id, group, judgement, events))
+        if answers:
+            line.send(*answers)
+        line.beat()
 
 
 def reward_worker(line: Line, config: Config):
@@ -100,38 +83,31 @@ def reward_worker(line: Line, config: Config):
     gc.freeze()
     while True:
         line.beat()
-        if message := line.receive(0.5):
-            for group in message.groups:
-                line.send(Verified(group.group_id, judge(group, task, config, line.beat)))
+        for group in line.receive(0.5):
+            judgement = judge(group, task, config, line.beat)
+            line.send(Answer(group.group_id, judgement=judgement))
 
 
-def learner_worker(
-    line: Line,
-    config: Config,
-    shape: ModelConfig,
-    device: str,
-    run: str,
-    processes: int,
-    rank: int,
-):
-    """Learner `rank` of several: the same steps on its share of every batch's micro-batches."""
-    devices.set_threads(config, processes, device)
-    learner = make_learner(config, task_of(config), GPT(shape, config.seed).on(device))
-    restore(learner, load_checkpoint(Path(run)), config)
-    join_learners(config, rank, run)
+def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path):
+    """One learner of several: the same steps on its share of every batch's micro-batches."""
+    rank = 1 + line.worker  # rank 0 is the parent
+    model = GPT(shape, config.seed).on(take_place(config, rank))
+    learner = make_learner(config, task_of(config), model)
+    restore(learner, load_checkpoint(folder), config)
+    join_learners(config, rank, folder)
     gc.freeze()
     while True:
         line.beat()
-        if message := line.receive(0.5):
-            learner_step(learner, message.groups, config, rank)
+        if batch := line.receive(0.5):
+            learner_step(learner, batch, config, rank)
 
 
-def meeting_point(run: str | Path) -> Path:
+def meeting_point(folder: Path) -> Path:
     """The file through which the learners of a run find each other."""
-    return Path(run).resolve() / "checkpoints" / "meeting"
+    return folder.resolve() / "checkpoints" / "meeting"
 
 
-def join_learners(config: Config, rank: int, run: str) -> None:
+def join_learners(config: Config, rank: int, folder: Path) -> None:
     """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
-    meeting = f"file://{meeting_point(run)}"
+    meeting = f"file://{meeting_point(folder)}"
     dist.init_process_group("gloo", meeting, timedelta(seconds=60), config.learners, rank)

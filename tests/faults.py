@@ -42,7 +42,7 @@ from runtime import mailbox as weight_mailbox  # noqa: E402
 from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
 from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import Beat, Generated, Verified, pack_messages  # noqa: E402
+from runtime.messages import Answer, pack_messages  # noqa: E402
 from runtime.processes import Line, Lost, Silent  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
@@ -111,15 +111,13 @@ class Breaking(Line):
 
     def send(self, *messages):
         for message in messages:
-            if isinstance(message, Beat):
-                continue
             if fault := self.plan.due("send", message.group_id):
                 self.strike(fault["kind"], message)
         super().send(*messages)
 
     def strike(self, kind: str, message) -> None:
         """Spoil a message that is sent next, or send it in another way."""
-        delivery = pack_messages([message])
+        delivery = pack_messages(({}, [message]))
         if kind == "torn":
             self.connection.send_bytes(delivery[:-7])
         elif kind == "half":
@@ -132,16 +130,16 @@ class Breaking(Line):
         hurt(kind)
 
     def receive(self, seconds=0.0):
-        message = super().receive(seconds)
-        for group in message.groups if message else ():
+        groups = super().receive(seconds)
+        for group in groups:
             if fault := self.plan.due("receive", group.group_id):
                 hurt(fault["kind"])
-        return message
+        return groups
 
 
-def poison(kind: str, message: Generated | Verified) -> None:
+def poison(kind: str, message: Answer) -> None:
     """Put one wrong thing into a message."""
-    if isinstance(message, Verified):
+    if message.group is None:  # from a reward worker
         verdicts = message.judgement.verdicts
         if kind == "NaN reward":
             verdicts[0] = float("nan"), *verdicts[0][1:]

@@ -22,13 +22,10 @@ from buffer import Buffer, may_admit, may_leave_behind, staleness
 from learner import pack
 from runtime.messages import (
     ARRAYS,
-    Beat,
-    Generated,
+    Answer,
     Group,
     Judgement,
-    Orders,
     Trajectory,
-    Verified,
     apply_verdicts,
     flaw,
     group_flaw,
@@ -710,10 +707,10 @@ def test_groups_survive_the_journey_bitwise():
         group = random_group(chance)
         events = [(0.5, "start", group.group_id, 3, {"size": 2})]
         judgement = Judgement([(1.0, (1.0,), None)], 0.5, 0.25)
-        sent = [Generated(group, events, {"tokens": 3}, judgement), Beat({})]
-        first, second = unpack_messages(pack_messages(sent))
-        assert first[1:] == sent[0][1:] and second == sent[1]
-        assert isinstance(first, Generated) and isinstance(first.judgement, Judgement)
+        sent = Answer(group.group_id, group, judgement, events)
+        status, (first,) = unpack_messages(pack_messages(({"tokens": 3}, [sent])))
+        assert status == {"tokens": 3} and first[0] == sent[0] and first[2:] == sent[2:]
+        assert isinstance(first, Answer) and isinstance(first.judgement, Judgement)
         for again in (
             first.group,
             travelled(first.group),
@@ -725,20 +722,21 @@ def test_groups_survive_the_journey_bitwise():
 
 
 def test_episodes_that_have_travelled_are_slices_of_long_arrays():
-    """Whoever looks at the long arrays looks at what is trained, and may write into them."""
-    group = sound_group()
-    assert group.arrays is None
-    again = travelled(group)
-    assert list(again.arrays) == list(ARRAYS)
+    """They may be written into, and nothing else travels."""
+    group, header = sound_group(), group_to_parts(sound_group())[0]
+    _, arrays = group_to_parts(travelled(group))
+    assert list(arrays) == list(ARRAYS)
+    again = group_from_parts(header, arrays)
     for name, kind in ARRAYS.items():
-        long = again.arrays[name]
-        assert long.dtype == kind and long.flags.writeable and long.flags.aligned
         parts = [getattr(t, name) for t in again.trajectories]
-        assert all(np.shares_memory(part, long) for part in parts)
-        assert np.array_equal(np.concatenate(parts), long)
-    again.arrays["tokens"][5] = 77  # the first of the second episode
+        assert all(np.shares_memory(part, arrays[name]) for part in parts)
+        assert np.array_equal(np.concatenate(parts), arrays[name])
+        for t in travelled(group).trajectories:
+            part = getattr(t, name)
+            assert part.dtype == kind and part.flags.writeable and part.flags.aligned
+    arrays["tokens"][5] = 77  # the first of the second episode
     assert again.trajectories[1].tokens[0] == 77 and group.trajectories[1].tokens[0] == 0
-    assert len(pickle.dumps(group)) < 2 * sum(a.nbytes for a in again.arrays.values()) + 1000
+    assert len(pickle.dumps(group)) < 2 * sum(a.nbytes for a in arrays.values()) + 1000
 
 
 def test_a_digest_covers_what_is_trained():
@@ -777,8 +775,8 @@ def test_verdicts_are_written_into_a_group_in_order():
 
 def test_damaged_deliveries_are_refused():
     """Torn anywhere, longer than it was, or one bit wrong anywhere."""
-    delivery = pack_messages([Beat({"tokens": 17}), Beat({})])
-    assert unpack_messages(delivery) == [Beat({"tokens": 17}), Beat({})]
+    delivery = pack_messages(({"tokens": 17}, [Answer(3)]))
+    assert unpack_messages(delivery) == ({"tokens": 17}, [Answer(3)])
     for n in range(len(delivery)):
         with pytest.raises(ValueError):
             unpack_messages(delivery[:n])
@@ -820,17 +818,18 @@ ASKED = {5: Group(5, 3, {})}  # what the worker was asked for
 
 
 def put(name: str, place: int, value):
-    """Write into a long array of a group that has arrived."""
-    return lambda group: group.arrays[name].__setitem__(place, value)
+    """Write into an array of the first episode of a group that has arrived."""
+    return lambda group: getattr(group.trajectories[0], name).__setitem__(place, value)
 
 
 def turn(start: int, stop: int):
     return lambda group: group.trajectories[0].turns.__setitem__(0, (start, stop))
 
 
-def long(name: str, change):
-    """Put another array in the place of a long one."""
-    return lambda group: group.arrays.update({name: change(group.arrays[name])})
+def other(name: str, change):
+    """Put another array in the place of the last episode's."""
+    last = lambda group: group.trajectories[-1]  # noqa: E731
+    return lambda group: setattr(last(group), name, change(getattr(last(group), name)))
 
 
 @pytest.mark.parametrize(
@@ -853,17 +852,18 @@ def long(name: str, change):
         (lambda group: group.trajectories.pop(), "samples [0], must be 0 to 1 in order"),
         (lambda group: group.trajectories.reverse(), "samples [1, 0], must be 0 to 1 in order"),
         (lambda group: vars(group.trajectories[1]).update(sample_index=0), "samples [0, 0], must"),
-        (long("tokens", lambda a: a.astype(np.int64)), "arrays"),
-        (long("tokens", lambda a: a[None]), "arrays"),
-        (long("logprobs", lambda a: a[:-1]), "arrays"),
-        (lambda group: group.arrays.pop("versions"), "arrays"),
+        (other("tokens", lambda a: a.astype(np.int64)), "arrays"),
+        (other("versions", lambda a: a.astype(np.float32)), "arrays"),
+        (other("loss_mask", lambda a: a.astype(np.int8)), "arrays"),
+        (other("logprobs", lambda a: a[:-1]), "arrays"),
+        (other("tokens", lambda a: a[:-1]), "arrays"),
     ],
 )
 def test_a_poisoned_group_is_named(change, words):
     group = travelled(sound_group())
     assert group_flaw(group, 2, 6, 512) is None
     change(group)
-    for message in (Generated(group, [], {}), Generated(group, [], {}, Judgement([], 0.0, 0.0))):
+    for message in (Answer(5, group), Answer(5, group, Judgement([], 0.0, 0.0))):
         assert words in flaw(message, ASKED, **SOUND)
     assert words in group_flaw(group, 2, 6, 512)
 
@@ -873,7 +873,7 @@ def test_a_poisoned_group_is_named(change, words):
     [
         ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
         ([11, -3], "a turn from 2 to 3 in an episode of 0 tokens"),
-        ([4, 3], "arrays"),
+        ([4, 3], "a turn from 2 to 5 in an episode of 4 tokens"),
         ([5], "samples [0], must be 0 to 1 in order"),
     ],
 )
@@ -893,6 +893,14 @@ def test_arrays_of_another_kind_are_named_on_arrival():
     assert "arrays" in group_flaw(travelled(group), 2, 6, 512)
 
 
+@pytest.mark.parametrize("name", ARRAYS)
+def test_nothing_that_arrives_is_overlooked(name):
+    """One array is longer than the episodes are."""
+    header, arrays = group_to_parts(sound_group())
+    arrays[name] = np.append(arrays[name], arrays[name][:1])
+    assert "arrays" in group_flaw(group_from_parts(header, arrays), 2, 6, 512)
+
+
 def test_a_group_of_another_size_is_named():
     group = travelled(sound_group())
     assert group_flaw(group, 3, 6, 512) == "samples [0, 1], must be 0 to 2 in order"
@@ -901,21 +909,25 @@ def test_a_group_of_another_size_is_named():
 def test_messages_of_every_kind_are_looked_at():
     group, verdicts = travelled(sound_group()), [(1.0, (1.0,), None), (0.0, (), "verifier_timeout")]
     sound, poisoned = Judgement(verdicts, 0.0, 0.0), Judgement(verdicts[:1], 0.0, 0.0)
-    for message in (
-        Beat({}),
-        Generated(group, [], {}),
-        Generated(group, [], {}, sound),
-        Verified(5, sound),
-    ):
-        assert flaw(message, ASKED, **SOUND) is None
-    for message in (Generated(group, [], {}, poisoned), Verified(5, poisoned)):
-        assert flaw(message, ASKED, **SOUND) == "1 verdicts on 2 samples"
-    assert flaw(Verified(5, sound, group), ASKED, **SOUND) == "a verdict that brings its own group"
-    for message in (Orders([group]), {"kind": "group"}, None):  # no worker says this
-        assert flaw(message, ASKED, **SOUND) == f"a message of kind {type(message).__name__}"
-    for message in (Generated(None, [], {}), Verified(5, None), Verified(5, ([1], 0, 0))):
+    made = {5: sound_group()}  # what a verifier was asked for
+    for answer in (Answer(5, group), Answer(5, group, sound)):
+        assert flaw(answer, ASKED, **SOUND) is None
+    assert flaw(Answer(5, judgement=sound), made, **SOUND) is None
+    assert flaw(Answer(5, group, poisoned), ASKED, **SOUND) == "1 verdicts on 2 samples"
+    assert flaw(Answer(5, judgement=poisoned), made, **SOUND) == "1 verdicts on 2 samples"
+    own = "a verdict that brings its own group"
+    assert (
+        flaw(Answer(5, group, sound), made, **SOUND) == own == flaw(Answer(5, group), made, **SOUND)
+    )
+    # from who has generated nothing; of another group than it says
+    assert flaw(Answer(5, judgement=sound), ASKED, **SOUND) == "2 verdicts on 0 samples"
+    asked = {6: Group(6, 3, {})}
+    assert flaw(Answer(6, group, sound), asked, **SOUND) == "group 5, start 3: must be 6, 3"
+    for answer in ([group], {"kind": "group"}, None):  # no worker says this
+        assert flaw(answer, ASKED, **SOUND) == f"an answer of kind {type(answer).__name__}"
+    for answer in (Answer(5), Answer(5, judgement=([1], 0, 0)), Answer(5, [1])):
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
-            assert flaw(message, ASKED, **SOUND)
+            assert flaw(answer, ASKED, **SOUND)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from toys import light_children, mute, pool_of, short_lived, started, toy, wait_for
+from toys import answer_with, light_children, mute, pool_of, short_lived, started, toy, wait_for
 
 from runtime import processes
-from runtime.messages import Beat, Generated, Group, Judgement, Orders, Verified, unpack_messages
-from runtime.processes import Line, Lost, Pool, Silent, WorkersFailed, last_words
+from runtime.config import TrainingStopped
+from runtime.messages import Answer, Group, unpack_messages
+from runtime.processes import Line, Lost, Pool, Silent, last_words
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,7 +40,7 @@ def workers_start_quickly():
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logs")
-    roles = {"maker": (toy, [("a",), ("b",)]), "judge": (toy, [(), ()])}
+    roles = {"maker": (toy, 2, "a"), "reward": (toy, 2)}
     pool = pool_of(roles, folder, restarts=100)
     yield pool
     pool.close()
@@ -52,7 +53,6 @@ def pool(shared):
     started(shared)
     shared.receive(0.0)
     yield shared
-    shared.then = {}
     started(shared)
     assert shared.receive(0.0) == [] and shared.out() == {}
 
@@ -80,7 +80,7 @@ def issue_to(pool: Pool, worker, *groups: Group) -> None:
     """Issue to this worker, whoever is least busy."""
     with pool.books:
         worker.work |= {g.group_id: g for g in groups}
-        pool.send(worker, Orders(list(groups)))
+        pool.send(worker, list(groups))
 
 
 def gather(pool: Pool, enough, seconds: float = 60.0) -> list[tuple]:
@@ -101,7 +101,7 @@ def ask(pool: Pool, worker, number: int = 1) -> None:
     x = np.arange(number, dtype=np.float32)
     issue_to(pool, worker, group(number, x=x))
     ((who, answer),) = gather(pool, len)
-    assert who is worker and isinstance(answer, Generated) and answer.group.group_id == number
+    assert who is worker and isinstance(answer, Answer) and answer.group.group_id == number
     assert answer.group.problem["x"].tobytes() == x.tobytes()
 
 
@@ -133,17 +133,19 @@ def alive(pid: int) -> bool:
 def test_messages_travel_together_and_in_order():
     here, there = Pipe()
     line = Line(there, 3)
-    line.send(*(Generated(group(n), [], {}) for n in range(3)))
+    line.status = {"n": 1}
+    line.send(*(answer_with(group(n)) for n in range(3)))
     delivery = here.recv_bytes()
-    assert [m.group.group_id for m in unpack_messages(delivery)] == [0, 1, 2]
+    status, answers = unpack_messages(delivery)
+    assert status == {"n": 1} and [answer.group.group_id for answer in answers] == [0, 1, 2]
     with pytest.raises(ValueError, match="torn or damaged"):
         unpack_messages(delivery[:-1])
-    line.beat({"n": 1})
+    line.beat()
     assert not here.poll()  # it has just spoken
     line.last -= 60.0
-    line.beat({"n": 1})
-    assert unpack_messages(here.recv_bytes()) == (Beat({"n": 1}),)
-    assert line.receive() is None
+    line.beat()
+    assert unpack_messages(here.recv_bytes()) == ({"n": 1}, ())
+    assert line.receive(0.0) == []
     here.close()
     with pytest.raises(SystemExit):  # the parent is gone
         line.receive(60.0)
@@ -164,7 +166,7 @@ def test_killed_worker_is_reported_once_and_replaced(pool):
     wait_for(lambda: pool.news)
     os.kill(pids["maker-0"], signal.SIGKILL)
     got = gather(pool, lambda got: of_kind(got, Lost))
-    assert [type(message) for _, message in got] == [Generated, Lost]
+    assert [type(message) for _, message in got] == [Answer, Lost]
     lost, message = got[-1]
     assert lost is first and lost.name == "maker-0"
     assert message == Lost("died (exit code -9)", [])
@@ -178,7 +180,7 @@ def test_killed_worker_is_reported_once_and_replaced(pool):
     ask(pool, successor, 6)
     assert pool.of("maker")[1] is second and second.process.pid == pids["maker-1"]
     ask(pool, second, 7)
-    pool.send(first, Orders([group(8)]))  # to a dead worker: lost, and no harm done
+    pool.send(first, [group(8)])  # to a dead worker: lost, and no harm done
     assert pool.receive(0.3) == []  # reported once
     assert Path(successor.log) == pool.logs / "maker-0.log" and Path(successor.log).exists()
 
@@ -190,7 +192,7 @@ def test_groups_go_to_the_least_busy_worker_in_one_message_each(pool, monkeypatc
     assert pool.issue("maker", groups[:1]) == ["maker-0"]
     assert pool.issue("maker", groups[1:]) == ["maker-1", "maker-0", "maker-1"]
     first, second = pool.of("maker")
-    assert [(worker, orders.groups) for worker, orders in sent] == [
+    assert sent == [
         (first, groups[:1]),
         (second, [groups[1], groups[3]]),
         (first, groups[2:3]),
@@ -208,7 +210,7 @@ def test_groups_go_to_the_least_busy_worker_in_one_message_each(pool, monkeypatc
 def test_silent_workers_are_noticed_and_block_nobody(pool, monkeypatch):
     """One is stopped while it waits, one in the middle of a message; the others go on."""
     pids = started(pool)
-    first, second, third, _ = *pool.of("maker"), *pool.of("judge")
+    first, second, third, _ = *pool.of("maker"), *pool.of("reward")
     monkeypatch.setattr(processes, "NOTICE_SECONDS", (1.2, 60.0))
     monkeypatch.setattr(pool, "silence", 2.0)
     begin = time.monotonic()
@@ -231,7 +233,7 @@ def test_silent_workers_are_noticed_and_block_nobody(pool, monkeypatch):
     monkeypatch.undo()
     for worker in pool.of("maker"):
         ask(pool, worker, 2)
-    assert started(pool)["judge-0"] == pids["judge-0"]
+    assert started(pool)["reward-0"] == pids["reward-0"]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +243,7 @@ def test_silent_workers_are_noticed_and_block_nobody(pool, monkeypatch):
         ({"do": "torn"}, "sent a damaged message (ValueError: "),
         ({"do": "half"}, "died (exit code -9)"),
         ({"do": "no list"}, "sent a damaged message (TypeError: "),
+        ({"do": "no status"}, "sent a damaged message (TypeError: "),
         ({"do": "nothing"}, "sent a damaged message (AttributeError: "),
         (
             {"do": "answer twice"},
@@ -252,7 +255,7 @@ def test_silent_workers_are_noticed_and_block_nobody(pool, monkeypatch):
         ),
         (
             {"do": "answer of another start"},
-            "sent a damaged message (ValueError: start 4, must be",
+            "sent a damaged message (ValueError: group 1, start 4: must be 1, 5",
         ),
         ({"flaw": {1: "too long"}}, "sent a damaged message (ValueError: too long)"),
         ({"flaw": "poison"}, "sent a damaged message (AttributeError: "),
@@ -263,7 +266,7 @@ def test_nonsense_costs_a_worker_its_place(pool, problem, reason):
     worker, other = pool.of("maker")
     issue_to(pool, worker, Group(1, 5, problem), group(2))  # the second is not believed any more
     got = gather(pool, lambda got: of_kind(got, Lost))
-    answers = [message.group.group_id for _, message in of_kind(got, Generated)]
+    answers = [message.group.group_id for _, message in of_kind(got, Answer)]
     ((lost, message),) = of_kind(got, Lost)
     assert lost is worker and message.reason.startswith(reason), message
     twice = problem.get("do") == "answer twice"  # the first was in order
@@ -309,69 +312,71 @@ def test_groups_that_are_lost_are_never_nowhere(pool):
 
 
 def test_what_one_role_has_made_goes_to_the_next_at_once(pool):
-    pool.then = {"maker": "judge"}
-    pool.issue("maker", [group(i) for i in range(6)])
+    pool.issue("maker", [group(i, "make") for i in range(6)])
     wait_for(lambda: len(pool.news) == 12)  # nobody has received what the makers have made
     got = [(message.group.group_id, worker.role) for worker, message in pool.receive(0.0)]
-    assert sorted(got) == [(i, role) for i in range(6) for role in ("judge", "maker")]
+    assert sorted(got) == [(i, role) for i in range(6) for role in ("maker", "reward")]
 
 
-def test_what_a_dead_judge_had_is_reported_and_may_be_issued_again(pool, tmp_path, monkeypatch):
-    pool.then, until = {"maker": "judge"}, tmp_path / "now"
-    land = pool._hand_on
+def test_where_nobody_can_verify_a_group_must_be(make_pool):
+    """A worker that forgets to loses its place, and the group is not lost."""
+    pool = make_pool({"toy": (toy, 1)})
+    worker = pool.of("toy")[0]
+    issue_to(pool, worker, group(1, "make"))
+    lost = loss_of(pool, worker)
+    assert lost.reason.startswith("sent a damaged message (ValueError: min()")
+    assert [g.group_id for g in lost.groups] == [1]
 
-    def held(worker, message):  # makers answer at once, judges wait
-        if worker.role == "maker" and isinstance(message, Generated):
-            message.group.problem |= {"do": "wait", "until": until}
-        land(worker, message)
 
-    monkeypatch.setattr(pool, "_hand_on", held)
-    pool.issue("maker", [group(i, x=np.full(i, i)) for i in range(6)])
-    victim, other = pool.of("judge")
+def test_what_a_dead_judge_had_is_reported_and_may_be_issued_again(pool, tmp_path):
+    until = tmp_path / "now"  # makers answer at once, judges wait
+    facts = {"then": "wait", "until": until}
+    pool.issue("maker", [group(i, "make", x=np.full(i, i), **facts) for i in range(6)])
+    victim, other = pool.of("reward")
     wait_for(lambda: len(victim.work) == len(other.work) == 3)  # the least busy gets it
     assert [worker.role for worker, _ in pool.receive(0.0)] == ["maker"] * 6  # who made what
-    assert all(name.startswith("judge") for name in pool.out().values())
+    assert all(name.startswith("reward") for name in pool.out().values())
     os.kill(victim.process.pid, signal.SIGKILL)
     lost = loss_of(pool, victim)
     assert len(lost.groups) == 3 and len(other.work) == 3
-    assert pool.issue("judge", lost.groups) == [victim.name] * 3  # the successor, it is idle
+    assert pool.issue("reward", lost.groups) == [victim.name] * 3  # the successor, it is idle
     until.touch()
     got = gather(pool, lambda got: len(got) == 6)
     for worker, message in got:
         i = message.group.group_id
-        assert worker.role == "judge" and message.group.problem["x"].tolist() == [i] * i
+        assert worker.role == "reward" and message.group.problem["x"].tolist() == [i] * i
     assert sorted(message.group.group_id for _, message in got) == list(range(6))
 
 
 def test_a_verdict_comes_with_the_group_that_was_sent(pool):
     sent = group(3, "judge")
-    issue_to(pool, pool.of("judge")[0], sent)
+    issue_to(pool, pool.of("reward")[0], sent)
     ((_, message),) = gather(pool, len)
-    assert message == Verified(3, Judgement([], 0.0, 0.0), sent) and message.group is sent
+    assert message == answer_with(sent) and message.group is sent
 
 
 # ------------------------------------------------------------------------------- pools of their own
 
 
 def test_restart_budget(make_pool):
-    pool = make_pool({"short": (short_lived, [()])}, restarts=1)
-    with pytest.raises(WorkersFailed) as failure:
+    pool = make_pool({"short": (short_lived, 1)}, restarts=1)
+    with pytest.raises(TrainingStopped) as failure:
         gather(pool, lambda got: False)
     text, worker = str(failure.value), pool.of("short")[0]
     assert "short-0 died (exit code 3)" in text and "1 restarts are used up" in text
-    assert "last message: Beat" in text and worker.log in text
+    assert "last: alive" in text and worker.log in text
     assert Path(worker.log).read_text() == "a last word\n" * 2  # started twice, and never again
-    pool.send(worker, Orders([]))  # the caller may not know yet
+    pool.send(worker, [])  # the caller may not know yet
 
 
 def test_returning_is_dying_and_never_speaking_is_too(make_pool, monkeypatch):
     monkeypatch.setattr(processes, "START_SECONDS", 2.0)
-    pool = make_pool({"toy": (toy, [()])}, restarts=0)
+    pool = make_pool({"toy": (toy, 1)}, restarts=0)
     issue_to(pool, pool.of("toy")[0], group(1, "return"))
-    with pytest.raises(WorkersFailed, match=r"toy-0 died \(exit code 0\)"):
+    with pytest.raises(TrainingStopped, match=r"toy-0 died \(exit code 0\)"):
         gather(pool, lambda got: False)
-    pool = make_pool({"mute": (mute, [()])}, restarts=0)
-    with pytest.raises(WorkersFailed, match="mute-0 was silent for .*last message: spawn"):
+    pool = make_pool({"mute": (mute, 1)}, restarts=0)
+    with pytest.raises(TrainingStopped, match="mute-0 was silent for .*last: spawn"):
         gather(pool, lambda got: False)
 
 
@@ -392,7 +397,7 @@ def test_silence_of_this_process_is_nobody_elses(make_pool, monkeypatch):
     offset = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0])
     monkeypatch.setattr(processes, "time", clock)
-    pool = make_pool({"toy": (toy, [()])}, restarts=0, silence=20.0)
+    pool = make_pool({"toy": (toy, 1)}, restarts=0, silence=20.0)
     started(pool)
     offset[0] = 1000.0
     assert pool.receive(0.5) == []
@@ -400,9 +405,9 @@ def test_silence_of_this_process_is_nobody_elses(make_pool, monkeypatch):
 
 
 def test_failure_of_the_watching_thread_is_not_silent(make_pool, monkeypatch):
-    monkeypatch.setattr(Pool, "_take", lambda pool, worker, delivery: {}["group"])
+    monkeypatch.setattr(Pool, "_replace", lambda pool, worker, reason: {}["group"])
     pool = make_pool({})
-    pool.inbox.put((None, b""))
+    pool.losses.put((None, "died"))
     with pytest.raises(RuntimeError, match="thread that watches") as failure:
         gather(pool, lambda got: False)
     assert isinstance(failure.value.__cause__, KeyError)
@@ -414,7 +419,7 @@ def test_failure_of_the_watching_thread_is_not_silent(make_pool, monkeypatch):
 @linux
 def test_close_leaves_nothing(make_pool):
     threads, children = threading.active_count(), set(active_children())
-    pool = make_pool({"toy": (toy, [(), (), ()])})
+    pool = make_pool({"toy": (toy, 3)})
     os.kill(started(pool)["toy-0"], signal.SIGKILL)
     loss_of(pool, pool.of("toy")[0])
     started(pool)

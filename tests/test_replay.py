@@ -26,14 +26,7 @@ from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.flow import AsyncRun, log_discards, settle
 from runtime.folder import Log, read_lines
-from runtime.messages import (
-    Generated,
-    Group,
-    Judgement,
-    Verified,
-    pack_messages,
-    unpack_messages,
-)
+from runtime.messages import Answer, Group, Judgement, pack_messages, unpack_messages
 from runtime.processes import Lost
 from runtime.setup import make_model, open_training
 
@@ -51,16 +44,14 @@ class Workers:
             self.spawn(number)
 
     def spawn(self, number: int):
-        """A new worker under this number; returns the one that was there."""
+        """A new worker under this number."""
         name, process = f"rollout-{number}", SimpleNamespace(pid=0)
         worker = SimpleNamespace(name=name, role="rollout", number=number, process=process, work={})
-        worker.spawned, worker.log, worker.said = time.monotonic(), "nowhere", "Generated"
+        worker.log, worker.said = "nowhere", "alive"
         model = make_model(self.config, self.task)
         self.generators[name] = make_generator(self.config, self.task, model, number)
         self.generators[name].version = -1
-        old = self.workers.get(("rollout", number))
-        self.workers["rollout", number] = worker
-        return old
+        self.workers[name] = worker
 
     def of(self, role: str) -> list:
         return list(self.workers.values())
@@ -118,11 +109,10 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
         for worker in pool.of("rollout"):
             generator = pool.generators[worker.name]
             decode(generator)
-            told = Generated(None, generator.events, {})
-            train_async.handle(run, worker, told)
+            train_async.handle(run, worker, Answer(0, events=generator.events))
             generator.events = []
             for group in generator.take_finished():
-                verified = Verified(group.group_id, judgement_of(group), group)
+                verified = Answer(group.group_id, group, judgement_of(group))
                 (message,) = unpack_messages(pack_messages([verified]))
                 del worker.work[group.group_id]
                 train_async.handle(run, worker, message)

@@ -30,8 +30,8 @@ from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit
-from runtime.messages import Generated, Verified
-from runtime.processes import Lost, WorkersFailed
+from runtime.messages import Answer
+from runtime.processes import Lost
 from runtime.workers import judge
 
 ROOT = Path(__file__).parent.parent
@@ -282,13 +282,13 @@ class PoolHere:
         self.run, self.happens, self.calls = run, happens, 0
         self.generator = make_generator(run.config, run.task, copy.deepcopy(run.learner.model))
         names = [("reward", 0), ("rollout", 0), ("rollout", 1), ("learner", 1)]
-        self.workers = {(role, number): self.worker(role, number) for role, number in names}
+        self.workers = {f"{role}-{n}": self.worker(role, n) for role, n in names}
 
     def worker(self, role: str, number: int) -> SimpleNamespace:
         process = SimpleNamespace(pid=1, exitcode=0)
-        facts = {"process": process, "spawned": time.monotonic(), "work": {}, "status": {}}
+        facts = {"process": process, "work": {}, "status": {}}
         facts |= {"role": role, "number": number, "name": f"{role}-{number}"}
-        return SimpleNamespace(**facts, said="Generated", log="its log")
+        return SimpleNamespace(**facts, said="alive", log="its log")
 
     def of(self, role: str) -> list:
         return [worker for worker in self.workers.values() if worker.role == role]
@@ -317,7 +317,7 @@ class PoolHere:
             if worker.name in happens:
                 got.append((worker, Lost("died", groups)))
             elif worker.role == "reward":
-                got += [(worker, Verified(g.group_id, self.judge(g), g)) for g in groups]
+                got += [(worker, Answer(g.group_id, g, self.judge(g))) for g in groups]
             elif groups:
                 got += [(worker, message) for message in self.generate(groups)]
         return got
@@ -325,14 +325,15 @@ class PoolHere:
     def judge(self, group):
         return judge(group, self.run.task, self.run.config, lambda: None)
 
-    def generate(self, groups: list) -> list[Generated]:
+    def generate(self, groups: list) -> list[Answer]:
         if self.run.mailbox.version > self.generator.newest or not self.generator.counts["steps"]:
             self.generator.set_weights(*self.run.mailbox.read())
         done = generate(self.generator, groups)
         self.issue("reward", done)
         events, self.generator.events = self.generator.events, []
-        status = {**self.generator.counts, "alive": 1.0}
-        return [Generated(group, events if group is done[0] else [], status) for group in done]
+        for worker in self.of("rollout"):
+            worker.status = {**self.generator.counts, "alive": 1.0}
+        return [Answer(g.group_id, g, events=events if g is done[0] else []) for g in done]
 
     def close(self) -> None:
         path = self.run.folder / "summary.json"
@@ -391,7 +392,7 @@ def test_a_learner_that_is_lost_stops_the_run_with_a_checkpoint(train_here):
 
 def test_a_role_that_is_used_up_stops_the_run_with_a_checkpoint(train_here):
     with pytest.raises(TrainingStopped, match="rollout-0 died; 0 restarts are used up"):
-        train_here({8: WorkersFailed("rollout-0 died; 0 restarts are used up")})
+        train_here({8: TrainingStopped("rollout-0 died; 0 restarts are used up")})
 
 
 def test_a_mistake_of_the_watching_thread_ends_with_a_checkpoint_too(train_here):

@@ -18,6 +18,7 @@ import rollout
 import train_async
 import train_sync
 from learner import (
+    batch_metrics,
     evaluate,
     group_signal,
     learner_step,
@@ -30,7 +31,6 @@ from model import GPT, PRESETS, ModelConfig
 from rollout import generate
 from runtime import runlog
 from runtime import setup as setup_room
-from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, run_main
 from runtime.folder import read_lines
@@ -322,7 +322,7 @@ def test_a_step_raises_the_probability_of_what_was_good():
 def test_metrics_speak_of_all_micro_batches():
     config = config_of(task="reverse", token_budget=30)
     learner, groups, _ = batch_of(config)
-    metrics = learner_step(learner, groups, config) | batch_metrics(groups)
+    metrics = learner_step(learner, groups, config) | batch_metrics(groups, 0)
     everything = [t for g in groups for t in g.trajectories]
     assert metrics["tokens"] == sum(int(t.loss_mask.sum()) for t in everything)
     assert metrics["reward"] == pytest.approx(np.mean([t.reward for t in everything]))

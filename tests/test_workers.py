@@ -9,7 +9,7 @@ from rollout import generate, make_generator
 from runtime import workers
 from runtime.config import Config
 from runtime.mailbox import Mailbox
-from runtime.messages import Generated, Group, Orders, Verified
+from runtime.messages import Answer, Group
 from runtime.setup import make_model, task_of
 
 CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
@@ -18,22 +18,22 @@ CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 class Script:
     """A line that hands out groups one by one, and ends the worker when it waits for more."""
 
-    worker = 0
+    worker, last = 0, 0.0
 
     def __init__(self, *groups: Group):
         self.groups, self.sent = list(groups), []
 
     def receive(self, seconds: float = 0.0):
         if self.groups:
-            return Orders([self.groups.pop(0)])
+            return [self.groups.pop(0)]
         if self.sent and seconds:
             raise SystemExit
-        return None
+        return []
 
     def send(self, *messages):
         self.sent += messages
 
-    def beat(self, status=None):
+    def beat(self):
         pass
 
 
@@ -41,7 +41,7 @@ class Script:
 def no_settings(monkeypatch):
     """What a process does to itself would last longer than a test."""
     monkeypatch.setattr(workers.gc, "freeze", lambda: None)
-    monkeypatch.setattr(workers.devices, "set_threads", lambda *_: None)
+    monkeypatch.setattr(workers, "take_place", lambda *_: "cpu")
     monkeypatch.setattr(workers.atexit, "register", lambda _: None)
 
 
@@ -55,7 +55,7 @@ def run(monkeypatch, config: Config, line: Script):
     mailbox.publish(0, flat)
     monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
     with pytest.raises(SystemExit):
-        workers.rollout_worker(line, config, model.config, "cpu", "", 1)
+        workers.rollout_worker(line, config, model.config, "")
     mailbox.close()
     return made[0]
 
@@ -66,7 +66,7 @@ def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(
     generator = run(monkeypatch, CONFIG, line)
     (span,) = [event for event in generator.events if event[1] == "generate"]
     (message,) = line.sent
-    assert isinstance(message, Generated) and message.judgement is None
+    assert isinstance(message, Answer) and message.judgement is None
     assert {name: span[4][name] for name in workers.COUNTED} == {
         name: generator.counts[name] for name in workers.COUNTED
     }
@@ -89,5 +89,5 @@ def test_a_reward_worker_sends_verdicts_and_no_episodes():
     with pytest.raises(SystemExit):
         workers.reward_worker(line, CONFIG)
     (message,) = line.sent
-    assert isinstance(message, Verified) and len(message.judgement.verdicts) == 4
+    assert isinstance(message, Answer) and len(message.judgement.verdicts) == 4
     assert message.group_id == group.group_id and message.group is None

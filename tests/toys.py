@@ -13,37 +13,43 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from runtime import processes
-from runtime.messages import Beat, Generated, Group, Judgement, Verified, pack_messages, stray
+from runtime.messages import Answer, Group, Judgement, pack_messages, stray
 from runtime.processes import Line, Pool
+
+
+def answer_with(group: Group) -> Answer:
+    return Answer(group.group_id, group, Judgement([], 0.0, 0.0))
 
 
 def toy(line: Line, *extra) -> None:
     """Does to each group what its problem says: answer, mostly."""
     processes.BEAT_SECONDS = 0.1
     blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    about = {"pid": os.getpid(), "extra": extra, "blocked": blocked}
-    line.send(processes.Beat(about))
+    line.status = {"pid": os.getpid(), "extra": extra, "blocked": blocked}
+    line.send()
     while True:
-        line.beat(about)
-        if message := line.receive(0.05):
-            for group in message.groups:
-                do(line, group, group.problem.get("do", "answer"), about)
+        line.beat()
+        for group in line.receive(0.05):
+            do(line, group, group.problem.get("do", "answer"))
 
 
-def do(line: Line, group: Group, what: str, about: dict) -> None:
-    answer = Generated(group, [], {})
-    delivery = pack_messages([answer])
+def do(line: Line, group: Group, what: str) -> None:
+    answer = answer_with(group)
+    delivery = pack_messages(({}, [answer]))
     if what == "answer":
         line.send(answer)
     elif what == "answer twice":
         line.send(answer, answer)
     elif what == "answer for another":
-        line.send(Generated(Group(99, group.start, {}), [], {}))
+        line.send(answer_with(Group(99, group.start, {})))
     elif what == "answer of another start":
         group.start -= 1
         line.send(answer)
     elif what == "judge":
-        line.send(Verified(group.group_id, Judgement([], 0.0, 0.0)))
+        line.send(answer._replace(group=None))
+    elif what == "make":  # and another role goes on
+        group.problem["do"] = group.problem.get("then", "judge")
+        line.send(answer._replace(judgement=None))
     elif what == "garbage":
         line.connection.send_bytes(b"this is no message")
     elif what == "torn":
@@ -56,11 +62,13 @@ def do(line: Line, group: Group, what: str, about: dict) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif what == "no list":
         line.connection.send_bytes(pack_messages(7))
+    elif what == "no status":
+        line.connection.send_bytes(pack_messages((7, [])))
     elif what == "nothing":
         line.send(None)
     elif what == "wait":
         while not Path(group.problem["until"]).exists():
-            line.beat(about)
+            line.beat()
             time.sleep(0.02)
         line.send(answer)
     elif what == "raise":
@@ -70,7 +78,7 @@ def do(line: Line, group: Group, what: str, about: dict) -> None:
 
 
 def short_lived(line: Line) -> None:
-    line.send(processes.Beat({}))
+    line.send()
     print("a last word")
     sys.stdout.flush()
     os._exit(3)
@@ -95,17 +103,15 @@ def light_children():
         spawn.get_preparation_data = real
 
 
-def pool_of(roles: dict, logs: Path, restarts: int = 2, silence: float = 60.0, then=None) -> Pool:
+def pool_of(roles: dict, logs: Path, restarts: int = 2, silence: float = 60.0) -> Pool:
     """A pool to whose workers a group is sound unless its problem has a flaw."""
 
-    def flaw(message, work: dict) -> str | None:
-        if not isinstance(message, Beat) and (found := stray(message, work)):
-            return found
-        problem = getattr(getattr(message, "group", None), "problem", {})
-        return problem.get("flaw", {}).get(1)  # AttributeError where the flaw is a text
+    def flaw(answer, work: dict) -> str | None:
+        problem = answer.group.problem if answer.group else {}
+        # AttributeError where the flaw is a text
+        return stray(answer, work) or problem.get("flaw", {}).get(1)
 
-    options = {"restarts": restarts, "silence": silence, "then": then or {}}
-    return Pool(roles, logs=logs, flaw=flaw, **options)
+    return Pool(roles, logs=logs, restarts=restarts, silence=silence, flaw=flaw)
 
 
 def wait_for(condition, seconds: float = 60.0):
@@ -124,7 +130,7 @@ def started(pool: Pool) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    parent = pool_of({"toy": (toy, [()] * 3)}, Path(sys.argv[1]), restarts=1)
+    parent = pool_of({"toy": (toy, 3)}, Path(sys.argv[1]), restarts=1)
     os.kill(started(parent)["toy-2"], signal.SIGKILL)  # a worker that was restarted dies, too
     wait_for(lambda: parent.receive(0.1))
     print(*started(parent).values(), flush=True)
