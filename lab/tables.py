@@ -223,7 +223,7 @@ def disk_lines(result: dict) -> list[str]:
     """How the commands on each kind of run folder ended."""
     rows = []
     for kind in ("damaged", "killed", "hostile"):
-        rows.append([kind, result[kind]["said"], len(result[kind]["wrong"])])
+        rows.append([kind, result[kind]["said"], str(len(result[kind]["wrong"]))])
     return markdown(["run folders", "how it ended", "otherwise"], rows)
 
 

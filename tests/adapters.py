@@ -148,21 +148,24 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
 
 
 def resume(in_flight, completed, next_group, version, groups_per_step, max_staleness):
-    """As an asynchronous run begins: `restore`, and `admit` for all that is left."""
+    """As an asynchronous run begins (`open_async`): `restore`, then `admit` for all that is left.
+    A run never has more in flight than may be admitted again; a case of the exercise has."""
     buffer = Buffer(groups_per_step, max_staleness)
     for group_id, start in completed.items():
         buffer.restore(Group(group_id, start, {}))
+    waiting = [group_id for group_id in in_flight if group_id not in completed]
+    while waiting and buffer.may_admit(version):
+        buffer.admit(waiting.pop(0), version)
     run = SimpleNamespace(
         config=Config(groups_per_step=groups_per_step, steps=version + 10**6),
         learner=SimpleNamespace(version=version, next_group=next_group),
         buffer=buffer,
-        interrupted=[group_id for group_id in in_flight if group_id not in completed],
         task=SimpleNamespace(reset=lambda *_: {"prompt": "1"}, max_prompt_tokens=1),
         pool=SimpleNamespace(issue=lambda role, groups: ["a worker" for _ in groups]),
         log=SimpleNamespace(event=lambda *args, **details: None),
     )
     train_async.admit(run)
-    return buffer.outstanding, run.interrupted, run.learner.next_group
+    return buffer.outstanding, waiting, run.learner.next_group
 
 
 def swap_weights(model, cache, flat, tokens, cached, running):

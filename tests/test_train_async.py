@@ -352,7 +352,8 @@ def train_here(tmp_path, monkeypatch):
         try:
             train_async.train(config_of(folder, **flags))
         finally:
-            assert load_checkpoint(folder)["version"] > 0  # however it ended
+            *_, row = read_lines(folder / "metrics.jsonl")  # however it ended
+            assert load_checkpoint(folder)["version"] == row["step"]
         return pools[0], folder
 
     return train
