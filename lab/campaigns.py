@@ -14,11 +14,10 @@ import numpy as np
 
 from lab.plots import draw_timeline, save_result
 from lab.races import ROOT, run_each
-from runtime.config import OBJECTIVES
+from runtime.config import OBJECTIVES, SWAPS
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
 
-SWAPS = ("keep", "recompute", "drain")
 SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "weights_sha256", "command_s")
 
 

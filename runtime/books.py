@@ -57,10 +57,9 @@ def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
         run.log.failure = f"{first.finish}: {first.failure or 'no message'}"
         run.log.say(f"an episode failed, group {first.group_id}: {run.log.failure}")
     if len(failed) > run.config.max_failures * metrics["samples"]:
-        raise TrainingStopped(
-            f"{len(failed)} of {metrics['samples']} episodes failed ({metrics['failures']}), more "
-            f"than --max-failures {run.config.max_failures}; the first: {run.log.failure}"
-        )
+        found = f"{len(failed)} of {metrics['samples']} episodes failed ({metrics['failures']})"
+        allowed = f"more than --max-failures {run.config.max_failures}"
+        raise TrainingStopped(f"{found}, {allowed}; the first: {run.log.failure}")
 
 
 def finish(run: Run, facts: dict) -> None:
@@ -70,14 +69,9 @@ def finish(run: Run, facts: dict) -> None:
     was killed has lost these evaluations.
     """
     config, learner, log = run.config, run.learner, run.log
-    facts |= {
-        "task": config.task,
-        "seed": config.seed,
-        "steps": learner.version,
-        "stopped_early": learner.version < config.steps,
-        "wall_s": round(log.close(), 2),
-        "weights_sha256": sha256_of(learner.model.flat),
-    }
+    facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
+    facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
+    facts["weights_sha256"] = sha256_of(learner.model.flat)
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)

@@ -25,6 +25,8 @@ from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
 from runtime.runlog import LOGS, RunLog
 
+COUNTERS = ("version", "next_group", "skipped", "skipped_in_row")  # of a learner
+
 
 def sha256_of(flat: torch.Tensor) -> str:
     """Fingerprint of the weights: the sha256 of their bytes."""
@@ -134,12 +136,9 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
         "optimizer": moments(learner),
         "window": list(learner.damper.window),
         "reference": None if reference is None else reference.flat.cpu(),
-        "version": learner.version,
-        "next_group": learner.next_group,
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
         "completed": [to_tensors(*group_to_parts(group)) for group in completed],
-        "skipped": learner.skipped,
-        "skipped_in_row": learner.skipped_in_row,
+        **{name: getattr(learner, name) for name in COUNTERS},
     }
 
 
@@ -178,7 +177,7 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.reference is not None:
         learner.reference.flat.copy_(state["reference"])
-    for name in ("version", "next_group", "skipped", "skipped_in_row"):
+    for name in COUNTERS:
         setattr(learner, name, state[name])
     done = Path(config.resume, "summary.json").exists()  # without it, the end is still to come
     if ledger and learner.version >= config.steps + (not done):

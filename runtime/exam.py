@@ -44,13 +44,9 @@ class Examiner:
         self.pipe, there = Pipe()
         code = f"import sys; sys.path[:] = {sys.path}; from runtime.exam import serve; serve()"
         with self.log.open("ab") as log, there:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=there.fileno(),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            streams = {"stdin": there, "stdout": log, "stderr": log}
+            command = [sys.executable, "-c", code]
+            self.process = subprocess.Popen(command, start_new_session=True, **streams)
         self.pipe.send((os.getpid(), self.config))
         self.receive(START_SECONDS)
 

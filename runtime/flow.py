@@ -16,7 +16,7 @@ from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
-from runtime.messages import Group, flaw
+from runtime.messages import Answer, Group, flaw
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
 
@@ -99,19 +99,12 @@ def start_workers(run: AsyncRun) -> Pool:
         "learner": (workers.learner_worker, config.learners - 1, config, shape, run.folder),
     }
 
-    return Pool(
-        roles,
-        logs=run.folder / "logs",
-        restarts=config.restarts,
-        silence=config.silence,
-        flaw=lambda answer, work: flaw(
-            answer,
-            work,
-            group_size=config.group_size,
-            newest=run.mailbox.version,
-            vocabulary=shape.vocab_size,
-        ),
-    )
+    def examine(answer: Answer, work: dict) -> str | None:
+        sizes = {"group_size": config.group_size, "vocabulary": shape.vocab_size}
+        return flaw(answer, work, newest=run.mailbox.version, **sizes)
+
+    budget = {"restarts": config.restarts, "silence": config.silence}
+    return Pool(roles, logs=run.folder / "logs", flaw=examine, **budget)
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:

@@ -81,10 +81,8 @@ class Ledger:
             state, place = self.states.get(group, "unknown"), places.get(group, "nowhere")
             must = PLACES.get(state, "nowhere")
             if place != must:
-                raise ValueError(
-                    f"group {group}: {state} in the event log, so {must}; "
-                    f"the trainer has it {place}"
-                )
+                found = f"{state} in the event log, so {must}; the trainer has it {place}"
+                raise ValueError(f"group {group}: {found}")
 
     def totals(self) -> dict:
         """Counts of groups, for summary.json."""

@@ -119,17 +119,13 @@ fields_of = attrgetter(*FIELDS)
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data, and the arrays of its episodes laid end to end."""
     episodes = group.trajectories
-    header = {
-        "group_id": group.group_id,
-        "start": group.start,
-        "problem": group.problem,
-        "lengths": [len(t.tokens) for t in episodes],
-        "fields": [fields_of(t) for t in episodes],
-    }
-    return header, {
-        name: np.concatenate([np.empty(0, kind), *[getattr(t, name) for t in episodes]])
-        for name, kind in ARRAYS.items()
-    }
+    header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
+    header["lengths"] = [len(t.tokens) for t in episodes]
+    header["fields"] = [fields_of(t) for t in episodes]
+    arrays = {}
+    for name, kind in ARRAYS.items():
+        arrays[name] = np.concatenate([np.empty(0, kind), *[getattr(t, name) for t in episodes]])
+    return header, arrays
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:

@@ -229,13 +229,10 @@ class Pool:
     def _spawn(self, role: str, number: int, restarts: int = 0) -> Worker:
         function, _, *arguments = self.roles[role]
         here, there = Pipe()
-        log = str(self.logs / f"{role}-{number}.log")
-        process = get_context("spawn").Process(
-            target=child_main,
-            args=(function, there, number, log, os.getpid(), arguments),
-            name=f"{role}-{number}",
-            daemon=True,
-        )
+        name = f"{role}-{number}"
+        log = str(self.logs / f"{name}.log")
+        given = (function, there, number, log, os.getpid(), arguments)
+        process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
         # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -315,11 +312,9 @@ class Pool:
             worker.process.kill()
             worker.process.join(1.0)
             if worker.restarts >= self.budget:
-                error = TrainingStopped(
-                    f"{worker.name} {reason}; {self.budget} restarts are used up "
-                    f"(last: {worker.said}; log: {worker.log})"
-                )
-                return self._put(worker, error)
+                text = f"{worker.name} {reason}; {self.budget} restarts are used up "
+                text += f"(last: {worker.said}; log: {worker.log})"
+                return self._put(worker, TrainingStopped(text))
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             self.workers[worker.name] = successor
             groups, worker.work = list(worker.work.values()), {}

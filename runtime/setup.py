@@ -17,13 +17,7 @@ import reward
 from learner import Learner, evaluate, make_learner
 from model import GPT, PRESETS, ModelConfig
 from runtime import limits
-from runtime.checkpoint import (
-    checkpoint,
-    drop_what_follows,
-    load_checkpoint,
-    load_tensors,
-    restore,
-)
+from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
 from runtime.config import Config, UserError, check, flag_name
 from runtime.devices import pick_devices, set_threads
 from runtime.exam import Examiner

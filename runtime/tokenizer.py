@@ -27,13 +27,9 @@ def tokenizer() -> tiktoken.Encoding:
     """The project's own tokenizer, read once, without network and without tiktoken's own cache."""
     lines = [line.split() for line in VOCABULARY.read_bytes().splitlines()]
     ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    return tiktoken.Encoding(
-        "nanoglm",
-        pat_str=PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={"<|end|>": END, "<|pad|>": PAD},
-        explicit_n_vocab=VOCAB_SIZE,
-    )
+    special = {"<|end|>": END, "<|pad|>": PAD}
+    how = {"pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": special}
+    return tiktoken.Encoding("nanoglm", explicit_n_vocab=VOCAB_SIZE, **how)
 
 
 @lru_cache(256)  # the samples of a group share a prompt, and many turns an observation
