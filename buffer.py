@@ -18,7 +18,8 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Container
 
 from runtime.messages import Group, Trajectory
 
@@ -31,11 +32,9 @@ def may_admit(
     B: int,
 ) -> bool:
     """Whether one more group fits; `starts` of those that are outstanding, ascending."""
-    for s in range(start, version + 1):
-        due = bisect_right(starts, s) + 1  # must be trained at version s + eta, or before
-        if due > (s + eta - version + 1) * B:  # batches left until then, this version's included
-            return False
-    return True
+    # Those up to s are due at version s + eta. Batches until then: this version's is the first.
+    span = range(start, version + 1)
+    return all(bisect_right(starts, s) + 1 <= (s + eta - version + 1) * B for s in span)
 
 
 def may_leave_behind(
@@ -45,10 +44,8 @@ def may_leave_behind(
     B: int,
 ) -> bool:
     """Whether groups with these starts, ascending, may wait while a batch is trained."""
-    for s in range(version - eta, version + 1):
-        if bisect_right(starts, s) > (s + eta - version) * B:
-            return False
-    return True
+    span = range(version - eta, version + 1)
+    return all(bisect_right(starts, s) <= (s + eta - version) * B for s in span)
 
 
 def staleness(record: Trajectory | Group, version: int) -> int:
@@ -71,14 +68,12 @@ class Buffer:
         self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
         self.completed = {}  # group id -> Group, in order of completion
-        self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
+        self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": Counter()}
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def starts(self, without: Iterable[int] = ()) -> list[int]:
+    def starts(self, without: Container[int] = ()) -> list[int]:
         """Where the outstanding groups started, ascending."""
-        gone = set(without)
-        left = [start for group, start in self.outstanding.items() if group not in gone]
-        return sorted(left)
+        return sorted(self.outstanding[group] for group in self.outstanding if group not in without)
 
     def may_admit(self, version: int) -> bool:
         """Whether one more group, started now, still meets every deadline."""
@@ -121,8 +116,7 @@ class Buffer:
         """Take an outstanding group out without training it, counted by reason."""
         del self.outstanding[group_id]
         self.completed.pop(group_id, None)
-        discarded = self.counts["discarded"]
-        discarded[reason] = discarded.get(reason, 0) + 1
+        self.counts["discarded"][reason] += 1
         self.dropped.append((group_id, reason))
 
     def next_batch(self, version: int) -> list[Group] | None:
@@ -134,15 +128,14 @@ class Buffer:
             for group in list(self.completed.values()):
                 if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
-        ready = list(self.completed)
-        if len(ready) < self.groups_per_step:
+        B = self.groups_per_step
+        if len(self.completed) < B:
             return None
-        by_start = sorted(ready, key=lambda group: self.outstanding[group])  # stable
-        for order in (ready, by_start):
-            chosen = order[: self.groups_per_step]
-            left = self.starts(without=chosen)
-            in_time = may_leave_behind(left, version, self.eta, self.groups_per_step)
-            if in_time or self.on_stale == "drop":
+        by_start = sorted(self.completed, key=self.outstanding.get)  # stable
+        for order in (list(self.completed), by_start):
+            chosen = order[:B]
+            left = self.starts(without={*chosen})
+            if self.on_stale == "drop" or may_leave_behind(left, version, self.eta, B):
                 return self.take(chosen, version)
         return None
 
@@ -153,12 +146,9 @@ class Buffer:
             del self.outstanding[group.group_id]
             worst = staleness(group, version)
             assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
-        self.counts["trained"] += len(batch)
-        self.check()
-        return batch
-
-    def check(self) -> None:
-        """Conservation: every admitted group is trained, discarded or still in flight."""
         c = self.counts
-        gone = c["trained"] + sum(c["discarded"].values())
+        c["trained"] += len(batch)
+        # Every group that was admitted is trained, discarded or still here.
+        gone = c["trained"] + c["discarded"].total()
         assert c["admitted"] == gone + len(self.outstanding), (c, len(self.outstanding))
+        return batch
