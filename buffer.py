@@ -107,10 +107,8 @@ class Buffer:
 
     def restore(self, group: Group) -> None:
         """Take a completed group from a checkpoint: it keeps its start, and so its deadline."""
-        assert group.group_id not in self.outstanding, f"group {group.group_id} is here already"
-        self.outstanding[group.group_id] = group.start
-        self.completed[group.group_id] = group
-        self.counts["admitted"] += 1
+        self.admit(group.group_id, group.start)
+        self.complete(group)
 
     def discard(self, group_id: int, reason: str) -> None:
         """Take an outstanding group out without training it, counted by reason."""

@@ -78,8 +78,11 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
-    zeros = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
-    optimizer.state[flat] = {"step": flat.new_zeros(())} | zeros  # there from the beginning
+    optimizer.state[flat] = {  # there from the beginning
+        "step": flat.new_zeros(()),
+        "exp_avg": torch.zeros_like(flat),
+        "exp_avg_sq": torch.zeros_like(flat),
+    }
     damper = losses.Damper(threshold=config.kl_threshold)
     alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
     reference = copy.deepcopy(model) if config.reference_every else None
@@ -108,9 +111,8 @@ def learner_step(
     count = sum(t.generated for t, _ in samples)
     lengths = [len(t.tokens) for t, _ in samples]
     batches = pack(lengths, config.token_budget, config.learners)
-    measured = False  # whether this step looks at the reference policy
-    if learner.reference is not None:
-        measured = (learner.version + 1) % config.reference_every == 0
+    every = config.reference_every  # steps from one look at the reference policy to the next
+    measured = every > 0 and (learner.version + 1) % every == 0
     learner.model.flat_grad.zero_()
     loss, parts = 0.0, []
 
@@ -138,12 +140,11 @@ def learner_step(
 
 def samples_of(groups: list[Group], kind: str) -> tuple[list[tuple], Tensor]:
     """What a step learns from, (trajectory, advantage) each, and which groups teach nothing [G]."""
-    rewards = torch.tensor(
-        [[t.reward for t in group.trajectories] for group in groups], dtype=torch.float32
-    )  # [G, n]
-    valid = torch.tensor([[not t.failed for t in group.trajectories] for group in groups])
-    advantages, dead = losses.group_advantages(rewards, kind, valid)
     trajectories = [t for group in groups for t in group.trajectories]
+    shape = len(groups), -1  # [G, n]
+    rewards = torch.tensor([t.reward for t in trajectories]).float().view(shape)
+    valid = torch.tensor([not t.failed for t in trajectories]).view(shape)
+    advantages, dead = losses.group_advantages(rewards, kind, valid)
     pairs = zip(trajectories, advantages.flatten().tolist(), strict=True)
     return [(t, advantage) for t, advantage in pairs if t.generated and not t.failed], dead
 
@@ -158,7 +159,7 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
     if learners > 1:
         token_budget = min(token_budget, max(1, sum(lengths) // learners))
     batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # stable: deterministic
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):  # stable: deterministic
         if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
             batches.append([])
         batches[-1].append(i)
@@ -202,14 +203,14 @@ def micro_batch_loss(
     sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
     # pi_p: with one update a step, the policy of this very forward pass
     tokens = losses.Tokens(logprobs, logprobs.detach(), *sampled)
-    loss, sums = losses.policy_loss(config.objective, tokens, count)
+    loss, touched = losses.policy_loss(config.objective, tokens, count)
     loss = loss - config.entropy * losses.token_mean(entropy, count)
     if measured:
         # weighted with pi / mu: the samples may be stale
         kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]
         weight = config.reference_weight * losses.reference_scale(learner.damper)
         loss = loss + weight * losses.token_mean(kl, count)
-    return loss, losses.diagnostics(tokens, entropy, sums, reference)
+    return loss, losses.diagnostics(tokens, entropy, touched, reference)
 
 
 def update_weights(
@@ -286,7 +287,6 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
         apply_verdicts(group, verify(group))
     episodes = [group.trajectories[0] for group in groups]
     rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
-    turns = [len(t.turns) for t in episodes]
     failures = {}
     for t in episodes:
         if t.failed:
@@ -295,6 +295,6 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
     return {
         "solved": float(np.mean(rewards >= task.solved)),
         "reward": float(np.mean(rewards)),
-        "turns": float(np.mean(turns)),
+        "turns": float(np.mean([len(t.turns) for t in episodes])),
         "failures": failures,
     }

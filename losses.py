@@ -111,8 +111,7 @@ def ppo(t, c):
     shows that it falls behind even at small staleness.
     """
     ratio = log_ratio(t.logprobs, t.behaviour).exp()
-    gain, clipped = _clip(ratio, t.advantages, c.eps_low, c.eps_high)
-    return gain, clipped, False
+    return *_clip(ratio, t.advantages, c.eps_low, c.eps_high), False
 
 
 def _decoupled(t, c):
@@ -187,8 +186,7 @@ def gspo(t, c):
     per_token = log_ratio(t.logprobs, t.behaviour)
     own = per_token - per_token.detach()  # value 0, gradient of the token's own log-prob
     ratio = (sequence_mean(per_token.detach(), t.sequence) + own).exp()
-    gain, clipped = _clip(ratio, t.advantages, c.gspo_low, c.gspo_high)
-    return gain, clipped, False
+    return *_clip(ratio, t.advantages, c.gspo_low, c.gspo_high), False
 
 
 # Their names stand in runtime/config.py, too, which imports nothing of the story.
@@ -210,7 +208,7 @@ def policy_loss(
     count: float,
     c: Constants = PUBLISHED,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss by one of OBJECTIVES, and how many tokens were `clipped` and `capped`; scalars.
+    """The loss by one of OBJECTIVES, a scalar, and which tokens were `clipped`, `capped`: bool [N].
 
     `count`: see `token_mean`. AssertionError when the tensors differ in shape.
     """
@@ -218,11 +216,8 @@ def policy_loss(
     # One advantage per sequence would broadcast over its tokens, silently and wrongly.
     assert len(shapes) == 1, f"tensors of different shape: {shapes}"
     gain, clipped, capped = OBJECTIVES[objective](t, c)
-    sums = {
-        "clipped": torch.as_tensor(clipped).sum(),
-        "capped": torch.as_tensor(capped).sum(),
-    }
-    return -token_mean(gain, count), sums
+    none = torch.zeros_like(gain, dtype=torch.bool)
+    return -token_mean(gain, count), {"clipped": none | clipped, "capped": none | capped}
 
 
 # ---- advantages ----
@@ -254,9 +249,8 @@ def group_advantages(
     mean = rewards.sum(1, keepdim=True) / size.clamp_min(1)  # [G, 1]
     centred = (rewards - mean).masked_fill(~valid, 0.0)  # [G, n]
     # Compared exactly: the std of equal floats need not come out as 0.
-    highest = rewards.masked_fill(~valid, -math.inf).amax(1)  # [G]
-    lowest = rewards.masked_fill(~valid, math.inf).amin(1)  # [G]
-    dead = (size[:, 0] < 2) | (highest == lowest)
+    best = rewards.masked_fill(~valid, -math.inf).amax(1, keepdim=True)  # [G, 1]
+    dead = ((rewards == best) | ~valid).all(1)  # a single one, too
     if kind == "grpo":
         std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
         centred = centred / (std + STD_EPSILON)
@@ -293,31 +287,27 @@ def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tenso
 def diagnostics(
     t: Tokens,
     entropy: Tensor,
-    sums: dict[str, Tensor],
+    touched: dict[str, Tensor],
     reference: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What one micro-batch contributes to the step's diagnostics, for `merge_diagnostics`.
+    """What one micro-batch adds to the step's diagnostics, for `merge_diagnostics`: float64 [N].
 
-    entropy and reference [N]; `sums` is what `policy_loss` returned. -> scalars, sums over tokens
-    but for `ratio_max` and `ratio_min`. `kl_behaviour`: k3 of samples of mu, so it estimates
-    KL(mu || pi). `kl_reference` is weighted with pi / mu: on stale samples k3 alone is far too
-    large.
+    entropy and reference [N]; `touched` is what `policy_loss` returned. `kl_behaviour`: k3 of
+    samples of mu, so it estimates KL(mu || pi). `kl_reference` is weighted with pi / mu: on stale
+    samples k3 alone is far too large.
     """
-    ratio = log_ratio(t.logprobs, t.behaviour).double().exp()  # rho [N], double: it is squared
     values = {
-        "tokens": torch.ones_like(ratio),
+        "ratio": log_ratio(t.logprobs, t.behaviour).double().exp(),  # rho; it will be squared
         "kl_behaviour": k3(t.behaviour, t.logprobs),
-        "entropy": entropy,
-        "ratio": ratio,
-        "ratio_squared": ratio.square(),
+        "entropy": entropy.detach(),
+        **touched,
     }
     if reference is not None:
         values["kl_reference"] = unbiased_k3(t.logprobs, reference, t.behaviour)
-    sums = sums | {name: each.double().sum() for name, each in values.items()}
-    return sums | {"ratio_max": ratio.max(), "ratio_min": ratio.min()}
+    return {name: each.double() for name, each in values.items()}
 
 
-def merge_diagnostics(parts: list[dict]) -> dict[str, float]:
+def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     """The step's numbers, from all of its micro-batches.
 
     -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
@@ -325,15 +315,15 @@ def merge_diagnostics(parts: list[dict]) -> dict[str, float]:
     AssertionError when there is no part, or the parts have different keys.
     """
     assert parts and all(part.keys() == parts[0].keys() for part in parts), "parts differ in keys"
-    extremes = {"ratio_max": max, "ratio_min": min}
-    merged = {}
-    for key in parts[0]:
-        merged[key] = extremes.get(key, sum)([float(part[key]) for part in parts])
-    tokens = merged["tokens"]
-    ess = merged.pop("ratio") ** 2 / merged.pop("ratio_squared") / tokens
-    for key in merged.keys() - {"tokens", *extremes}:
-        merged[key] /= tokens
-    return merged | {"ess": ess}
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    ratio = values.pop("ratio")
+    means = {name: float(each.mean()) for name, each in values.items()}
+    return means | {
+        "tokens": len(ratio),
+        "ratio_max": float(ratio.max()),
+        "ratio_min": float(ratio.min()),
+        "ess": float(ratio.sum() ** 2 / ratio.square().sum() / len(ratio)),
+    }
 
 
 # ---- the KL-window damper ----

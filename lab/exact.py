@@ -157,8 +157,8 @@ def loss_of(method, new, old, rewards, values):
         kept = opsm_mask(then, now, weighted, sequence)
     tokens = losses.Tokens(now, now.detach(), then, weighted, sequence)
     tokens = losses.Tokens(*[values[kept] for values in tokens])  # the others stay in the count
-    loss, sums = losses.policy_loss(CORRECTIONS.get(method, method), tokens, len(new))
-    touched = sum(sums.values()) + (~kept).sum() + capped.sum()
+    loss, by = losses.policy_loss(CORRECTIONS.get(method, method), tokens, len(new))
+    touched = by["clipped"].sum() + by["capped"].sum() + (~kept).sum() + capped.sum()
     return loss, advantages, float(touched) / len(kept)
 
 

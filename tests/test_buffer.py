@@ -937,7 +937,7 @@ def test_a_restored_group_keeps_its_deadline():
     buffer.restore(Group(4, 7, {}, [trajectory(4, [7, 8])]))
     assert buffer.outstanding == {4: 7} and buffer.starts() == [7]
     assert buffer.may_admit(8)
-    with pytest.raises(AssertionError, match="group 4 is here already"):
+    with pytest.raises(AssertionError, match="group 4 is admitted already"):
         buffer.restore(Group(4, 7, {}))
     (group,) = buffer.next_batch(9)
     assert group.group_id == 4 and buffer.counts["trained"] == 1

@@ -66,12 +66,12 @@ def tokens_of(batch, **changes):
 
 
 def run(name, batch, constants=CONSTANTS):
-    """Loss, gradient with respect to the log-probs, sums."""
+    """Loss, gradient with respect to the log-probs, which tokens were touched."""
     logprobs = batch.logprobs.clone().requires_grad_()
     tokens = tokens_of(batch, logprobs=logprobs)
-    loss, sums = policy_loss(name, tokens, batch.count, constants)
+    loss, touched = policy_loss(name, tokens, batch.count, constants)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    return loss.detach(), gradient, sums
+    return loss.detach(), gradient, touched
 
 
 def single(name, logprob, proximal, behaviour, advantage, constants=Constants()):  # noqa: B008
@@ -84,8 +84,8 @@ def single(name, logprob, proximal, behaviour, advantage, constants=Constants())
         sequence=torch.tensor([0]),
         count=1,
     )
-    loss, gradient, sums = run(name, batch, constants)
-    return loss.item(), gradient.item(), int(sums["clipped"]), int(sums["capped"])
+    loss, gradient, touched = run(name, batch, constants)
+    return loss.item(), gradient.item(), int(touched["clipped"].sum()), int(touched["capped"].sum())
 
 
 # ---- the oracle ----
@@ -163,13 +163,13 @@ def oracle_gradient(name, batch, step=1e-6):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_objective_and_gradient_against_loops_and_finite_differences(name, seed):
     batch = make_batch(seed)
-    loss, gradient, sums = run(name, batch)
+    loss, gradient, touched = run(name, batch)
     values = batch.logprobs.tolist()
     expected, clipped, capped = oracle(name, batch, values, values)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert gradient.shape == batch.logprobs.shape
     torch.testing.assert_close(gradient, oracle_gradient(name, batch), rtol=1e-6, atol=1e-8)
-    assert (int(sums["clipped"]), int(sums["capped"])) == (clipped, capped)
+    assert (int(touched["clipped"].sum()), int(touched["capped"].sum())) == (clipped, capped)
     if name in ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "gspo"):
         assert 0 < clipped < batch.count, "the batch does not reach both branches"
     if name in ("tis", "cispo"):
@@ -180,9 +180,9 @@ def test_objective_and_gradient_against_loops_and_finite_differences(name, seed)
 def test_on_policy_every_objective_has_the_reinforce_gradient(name):
     batch = make_batch()
     batch.proximal = batch.behaviour = batch.logprobs.clone()
-    _, gradient, sums = run(name, batch, Constants())
+    _, gradient, touched = run(name, batch, Constants())
     torch.testing.assert_close(gradient, -batch.advantages / batch.count, rtol=1e-12, atol=0)
-    assert int(sums["clipped"]) == int(sums["capped"]) == 0
+    assert int(touched["clipped"].sum()) == int(touched["capped"].sum()) == 0
 
 
 def test_gspo_keeps_per_token_advantages_apart():
@@ -206,7 +206,7 @@ def test_packing_changes_nothing(name):
     joined = torch.cat([gradients[i] for i in ALL])
     torch.testing.assert_close(joined, whole_gradient, rtol=1e-12, atol=1e-15)
     for key, value in whole_sums.items():
-        assert sum(int(part[2][key]) for part in parts) == int(value)
+        assert sum(int(part[2][key].sum()) for part in parts) == int(value.sum())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -224,11 +224,11 @@ def test_gradient_flows_through_logprobs_only(name):
     batch.behaviour.requires_grad_()
     logprobs = batch.logprobs.clone().requires_grad_()
     tokens = tokens_of(batch, logprobs=logprobs)
-    loss, sums = policy_loss(name, tokens, batch.count, CONSTANTS)
+    loss, touched = policy_loss(name, tokens, batch.count, CONSTANTS)
     loss.backward()
     assert loss.shape == () and logprobs.grad is not None
     assert batch.proximal.grad is None and batch.behaviour.grad is None
-    assert not any(value.requires_grad for value in sums.values())
+    assert not any(value.requires_grad for value in touched.values())
 
 
 @pytest.mark.parametrize("name", ["ppo", "double_sided", "cispo", "gspo", "reinforce"])
@@ -327,10 +327,10 @@ def test_gspo_uses_one_ratio_per_sequence():
         sequence=torch.tensor([0, 0, 1]),
         count=3,
     )
-    _, gradient, sums = run("gspo", batch)
+    _, gradient, touched = run("gspo", batch)
     third = 1 / 3
     assert gradient.tolist() == pytest.approx([-third, -third, 0.0])
-    assert int(sums["clipped"]) == 1
+    assert int(touched["clipped"].sum()) == 1
 
 
 def test_count_and_shapes_are_checked():
@@ -352,7 +352,7 @@ def test_sums_count_every_token():
         ("double_sided", "clipped", Constants(double_low=0.0)),
         ("tis", "capped", Constants(tis_cap=0.5)),
     ]:
-        assert int(run(name, batch, constants)[2][key]) == batch.count
+        assert int(run(name, batch, constants)[2][key].sum()) == batch.count
 
 
 # ---- off-policy sequence masking ----
@@ -557,9 +557,9 @@ def test_k3_survives_hopeless_ratios():
 def micro_diagnostics(batch, objective="tis"):
     reference = batch.proximal - 0.1
     entropy = batch.behaviour.abs().requires_grad_()
-    _, _, sums = run(objective, batch)
+    _, _, touched = run(objective, batch)
     tokens = tokens_of(batch, logprobs=batch.logprobs.clone().requires_grad_())
-    return losses.diagnostics(tokens, entropy, sums, reference)
+    return losses.diagnostics(tokens, entropy, touched, reference)
 
 
 def test_merged_diagnostics_against_loops_over_the_whole_step():
