@@ -1,7 +1,8 @@
 """buffer.py: when a group may be trained, so that no token is ever older than `max_staleness`.
 
 `may_admit` and `may_leave_behind` are the whole rule, as arithmetic; `Buffer` keeps the groups and
-asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O.
+asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O, and
+what became of every group: runtime/ledger.py keeps that, and is compared with this at every step.
 
 The theorem. B groups make a step, eta = max_staleness, v is the learner's version, N(<=s) counts
 the outstanding groups (admitted, not yet trained or discarded) that started at version s or before.
@@ -18,7 +19,6 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Container
 
 from runtime.messages import Group, Trajectory
@@ -68,7 +68,6 @@ class Buffer:
         self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
         self.completed = {}  # group id -> Group, in order of completion
-        self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": Counter()}
         self.dropped = []  # group id and reason, until somebody logs them
 
     def starts(self, without: Container[int] = ()) -> list[int]:
@@ -84,7 +83,6 @@ class Buffer:
         assert group_id not in self.outstanding, f"group {group_id} is admitted already"
         assert self.may_admit(version), f"group {group_id} at version {version} breaks a deadline"
         self.outstanding[group_id] = version
-        self.counts["admitted"] += 1
 
     def requeue(self, group_id: int, version: int) -> None:
         """A lost group starts again, at today's version: its deadline only moves away."""
@@ -92,7 +90,6 @@ class Buffer:
         assert group_id not in self.completed, f"group {group_id} is complete: nothing was lost"
         assert version >= self.outstanding[group_id], f"group {group_id} cannot start in the past"
         self.outstanding[group_id] = version
-        self.counts["requeued"] += 1
 
     def complete(self, group: Group) -> bool:
         """Take a verified group; False for one that is unknown, already here (a duplicate), or a
@@ -111,10 +108,9 @@ class Buffer:
         self.complete(group)
 
     def discard(self, group_id: int, reason: str) -> None:
-        """Take an outstanding group out without training it, counted by reason."""
+        """Take an outstanding group out without training it, for a reason."""
         del self.outstanding[group_id]
         self.completed.pop(group_id, None)
-        self.counts["discarded"][reason] += 1
         self.dropped.append((group_id, reason))
 
     def next_batch(self, version: int) -> list[Group] | None:
@@ -144,9 +140,4 @@ class Buffer:
             del self.outstanding[group.group_id]
             worst = staleness(group, version)
             assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
-        c = self.counts
-        c["trained"] += len(batch)
-        # Every group that was admitted is trained, discarded or still here.
-        gone = c["trained"] + c["discarded"].total()
-        assert c["admitted"] == gone + len(self.outstanding), (c, len(self.outstanding))
         return batch

@@ -10,6 +10,7 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 """
 
 import copy
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -222,13 +223,11 @@ def update_weights(
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
     gradient = learner.model.flat_grad
     norm = float(gradient.norm())
-    reference_weight = config.reference_weight * losses.reference_scale(learner.damper)
-    finite = bool(np.isfinite(loss + norm))
+    finite = math.isfinite(loss + norm)
     if finite and "kl_reference" in metrics:
         learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
     progress = min(1.0, learner.version / max(1, config.steps))
-    lr = config.lr * (1 - progress * (1 - config.lr_end))
-    lr = lr * losses.lr_scale(learner.damper)
+    lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
     if finite and metrics["tokens"]:
         if norm > config.grad_clip > 0:
             gradient.mul_(config.grad_clip / norm)
@@ -245,7 +244,6 @@ def update_weights(
         "grad_norm": norm,
         "lr": lr,
         "kl_window": losses.window_mean(learner.damper),
-        "reference_weight": reference_weight,
         "skipped": learner.skipped,
     }
 

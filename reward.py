@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime import limits
-from runtime.config import LONGEST_CONTEXT, Config, UserError
+from runtime.config import LONGEST_CONTEXT, Config, UserError, fail
 from runtime.messages import LARGEST_REWARD
 from runtime.tokenizer import END, PAD, decode_bytes, encode
 
@@ -332,5 +332,4 @@ if __name__ == "__main__":
         for spec in sys.argv[1:] or list(TASKS)[:-1]:  # jsonl needs a file
             show_episode(make_task(spec))
     except ValueError as complaint:
-        print(f"reward.py: {complaint}", file=sys.stderr)
-        sys.exit(2)
+        fail(complaint)

@@ -148,7 +148,6 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
     buffer.completed = {i: Group(i, start, {}) for i, start in completed}
     unnamed = {-1 - i: start for i, start in enumerate(running)}
     buffer.outstanding = dict(completed) | unnamed
-    buffer.counts["admitted"] = len(buffer.outstanding)
     batch = buffer.next_batch(version)
     return None if batch is None else [group.group_id for group in batch]
 
