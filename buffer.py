@@ -32,9 +32,11 @@ def may_admit(
     B: int,
 ) -> bool:
     """Whether one more group fits; `starts` of those that are outstanding, ascending."""
-    # Those up to s are due at version s + eta. Batches until then: this version's is the first.
-    span = range(start, version + 1)
-    return all(bisect_right(starts, s) + 1 <= (s + eta - version + 1) * B for s in span)
+    return all(
+        # those that are due at version s + eta, and batches until then, this version's included
+        bisect_right(starts, s) + 1 <= (s + eta - version + 1) * B
+        for s in range(start, version + 1)
+    )
 
 
 def may_leave_behind(
@@ -44,8 +46,10 @@ def may_leave_behind(
     B: int,
 ) -> bool:
     """Whether groups with these starts, ascending, may wait while a batch is trained."""
-    span = range(version - eta, version + 1)
-    return all(bisect_right(starts, s) <= (s + eta - version) * B for s in span)
+    return all(
+        bisect_right(starts, s) <= (s + eta - version) * B  # without this version's batch
+        for s in range(version - eta, version + 1)
+    )
 
 
 def staleness(record: Trajectory | Group, version: int) -> int:
