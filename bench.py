@@ -86,7 +86,6 @@ def summarise(run: Path, facts: dict) -> str:
         "samples": total(steps, "samples"),
         "tokens_trained": int(tokens),
         "learner_tokens_per_s": round(tokens / max(seconds, 1e-9)),
-        "reference_share": total(steps, "reference_share") / max(1, len(steps)),
         "staleness": age,
         "failures": dict(failures),
         "machine": describe_machine(),

@@ -1,7 +1,8 @@
 """buffer.py: when a group may be trained, so that no token is ever older than `max_staleness`.
 
 `may_admit` and `may_leave_behind` are the whole rule, as arithmetic; `Buffer` keeps the groups and
-asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O.
+asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O, and
+what became of every group: runtime/ledger.py keeps that, and is compared with this at every step.
 
 The theorem. B groups make a step, eta = max_staleness, v is the learner's version, N(<=s) counts
 the outstanding groups (admitted, not yet trained or discarded) that started at version s or before.
@@ -18,7 +19,7 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Container
 
 from runtime.messages import Group, Trajectory
 
@@ -31,11 +32,11 @@ def may_admit(
     B: int,
 ) -> bool:
     """Whether one more group fits; `starts` of those that are outstanding, ascending."""
-    for s in range(start, version + 1):
-        due = bisect_right(starts, s) + 1  # must be trained at version s + eta, or before
-        if due > (s + eta - version + 1) * B:  # batches left until then, this version's included
-            return False
-    return True
+    return all(
+        # those that are due at version s + eta, and batches until then, this version's included
+        bisect_right(starts, s) + 1 <= (s + eta - version + 1) * B
+        for s in range(start, version + 1)
+    )
 
 
 def may_leave_behind(
@@ -45,10 +46,10 @@ def may_leave_behind(
     B: int,
 ) -> bool:
     """Whether groups with these starts, ascending, may wait while a batch is trained."""
-    for s in range(version - eta, version + 1):
-        if bisect_right(starts, s) > (s + eta - version) * B:
-            return False
-    return True
+    return all(
+        bisect_right(starts, s) <= (s + eta - version) * B  # without this version's batch
+        for s in range(version - eta, version + 1)
+    )
 
 
 def staleness(record: Trajectory | Group, version: int) -> int:
@@ -71,14 +72,11 @@ class Buffer:
         self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
         self.completed = {}  # group id -> Group, in order of completion
-        self.counts = {"admitted": 0, "trained": 0, "requeued": 0, "discarded": {}}
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def starts(self, without: Iterable[int] = ()) -> list[int]:
+    def starts(self, without: Container[int] = ()) -> list[int]:
         """Where the outstanding groups started, ascending."""
-        gone = set(without)
-        left = [start for group, start in self.outstanding.items() if group not in gone]
-        return sorted(left)
+        return sorted(self.outstanding[group] for group in self.outstanding if group not in without)
 
     def may_admit(self, version: int) -> bool:
         """Whether one more group, started now, still meets every deadline."""
@@ -89,7 +87,6 @@ class Buffer:
         assert group_id not in self.outstanding, f"group {group_id} is admitted already"
         assert self.may_admit(version), f"group {group_id} at version {version} breaks a deadline"
         self.outstanding[group_id] = version
-        self.counts["admitted"] += 1
 
     def requeue(self, group_id: int, version: int) -> None:
         """A lost group starts again, at today's version: its deadline only moves away."""
@@ -97,7 +94,6 @@ class Buffer:
         assert group_id not in self.completed, f"group {group_id} is complete: nothing was lost"
         assert version >= self.outstanding[group_id], f"group {group_id} cannot start in the past"
         self.outstanding[group_id] = version
-        self.counts["requeued"] += 1
 
     def complete(self, group: Group) -> bool:
         """Take a verified group; False for one that is unknown, already here (a duplicate), or a
@@ -112,17 +108,13 @@ class Buffer:
 
     def restore(self, group: Group) -> None:
         """Take a completed group from a checkpoint: it keeps its start, and so its deadline."""
-        assert group.group_id not in self.outstanding, f"group {group.group_id} is here already"
-        self.outstanding[group.group_id] = group.start
-        self.completed[group.group_id] = group
-        self.counts["admitted"] += 1
+        self.admit(group.group_id, group.start)
+        self.complete(group)
 
     def discard(self, group_id: int, reason: str) -> None:
-        """Take an outstanding group out without training it, counted by reason."""
+        """Take an outstanding group out without training it, for a reason."""
         del self.outstanding[group_id]
         self.completed.pop(group_id, None)
-        discarded = self.counts["discarded"]
-        discarded[reason] = discarded.get(reason, 0) + 1
         self.dropped.append((group_id, reason))
 
     def next_batch(self, version: int) -> list[Group] | None:
@@ -134,15 +126,14 @@ class Buffer:
             for group in list(self.completed.values()):
                 if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
-        ready = list(self.completed)
-        if len(ready) < self.groups_per_step:
+        B = self.groups_per_step
+        if len(self.completed) < B:
             return None
-        by_start = sorted(ready, key=lambda group: self.outstanding[group])  # stable
-        for order in (ready, by_start):
-            chosen = order[: self.groups_per_step]
-            left = self.starts(without=chosen)
-            in_time = may_leave_behind(left, version, self.eta, self.groups_per_step)
-            if in_time or self.on_stale == "drop":
+        by_start = sorted(self.completed, key=self.outstanding.get)  # stable
+        for order in (list(self.completed), by_start):
+            chosen = order[:B]
+            left = self.starts(without={*chosen})
+            if self.on_stale == "drop" or may_leave_behind(left, version, self.eta, B):
                 return self.take(chosen, version)
         return None
 
@@ -153,12 +144,4 @@ class Buffer:
             del self.outstanding[group.group_id]
             worst = staleness(group, version)
             assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
-        self.counts["trained"] += len(batch)
-        self.check()
         return batch
-
-    def check(self) -> None:
-        """Conservation: every admitted group is trained, discarded or still in flight."""
-        c = self.counts
-        gone = c["trained"] + sum(c["discarded"].values())
-        assert c["admitted"] == gone + len(self.outstanding), (c, len(self.outstanding))

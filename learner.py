@@ -10,6 +10,7 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 """
 
 import copy
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -80,8 +81,11 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
-    zeros = {"exp_avg": torch.zeros_like(flat), "exp_avg_sq": torch.zeros_like(flat)}
-    optimizer.state[flat] = {"step": flat.new_zeros(())} | zeros  # there from the beginning
+    optimizer.state[flat] = {  # there from the beginning
+        "step": flat.new_zeros(()),
+        "exp_avg": torch.zeros_like(flat),
+        "exp_avg_sq": torch.zeros_like(flat),
+    }
     damper = losses.Damper(threshold=config.kl_threshold)
     alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
     reference = copy.deepcopy(model) if config.reference_every else None
@@ -106,30 +110,18 @@ def learner_step(
     version all the same; see `check_step` (runtime/books.py).
     """
     begin = time.monotonic()
-    trajectories = [t for group in groups for t in group.trajectories]
-    advantages, dead = group_signal(trajectories, len(groups), config.advantage)
-    samples = []
-    for t, advantage in zip(trajectories, advantages, strict=True):
-        if not t.failed and t.generated:
-            samples.append((t, advantage))
+    samples, dead = samples_of(groups, config.advantage)
     count = sum(t.generated for t, _ in samples)
     lengths = [len(t.tokens) for t, _ in samples]
     batches = pack(lengths, config.token_budget, config.learners)
-    measured = False  # whether this step looks at the reference policy
-    if learner.reference is not None:
-        measured = (learner.version + 1) % config.reference_every == 0
+    every = config.reference_every  # steps from one look at the reference policy to the next
+    measured = every > 0 and (learner.version + 1) % every == 0
     learner.model.flat_grad.zero_()
-    loss, parts, reference_seconds = 0.0, [], 0.0
+    loss, parts = 0.0, []
 
     for indices in batches[rank :: config.learners]:
         batch = [samples[i] for i in indices]
-        reference = None
-        if measured:
-            start = time.monotonic()
-            with torch.no_grad():
-                reference, _ = token_logprobs(learner.reference, batch, learner, config)
-            reference_seconds += time.monotonic() - start
-        share, part = micro_batch_loss(learner, batch, reference, count, config)
+        share, part = micro_batch_loss(learner, batch, measured, count, config)
         share.backward()
         loss += float(share.detach())
         parts.append(part)
@@ -142,22 +134,22 @@ def learner_step(
         loss = sum(own for _, own in shares)
     metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
     metrics |= update_weights(learner, config, loss, metrics)
-    seconds = time.monotonic() - begin
     return metrics | {
         "micro_batches": len(batches),
         "dead_groups": int(dead.sum()),
-        "seconds": seconds,
-        "reference_share": reference_seconds / seconds,
+        "seconds": time.monotonic() - begin,
     }
 
 
-def group_signal(trajectories: list, G: int, kind: str) -> tuple[list[float], Tensor]:
-    """Advantages of all trajectories of G groups [N], and which groups teach nothing [G]."""
-    rewards = np.array([t.reward for t in trajectories], np.float32)
-    valid = np.array([not t.failed for t in trajectories])
-    rewards, valid = (torch.from_numpy(x).view(G, -1) for x in (rewards, valid))  # [G, n]
+def samples_of(groups: list[Group], kind: str) -> tuple[list[tuple], Tensor]:
+    """What a step learns from, (trajectory, advantage) each, and which groups teach nothing [G]."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    shape = len(groups), -1  # [G, n]
+    rewards = torch.tensor([t.reward for t in trajectories]).float().view(shape)
+    valid = torch.tensor([not t.failed for t in trajectories]).view(shape)
     advantages, dead = losses.group_advantages(rewards, kind, valid)
-    return advantages.flatten().tolist(), dead
+    pairs = zip(trajectories, advantages.flatten().tolist(), strict=True)
+    return [(t, advantage) for t, advantage in pairs if t.generated and not t.failed], dead
 
 
 def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
@@ -170,7 +162,7 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
     if learners > 1:
         token_budget = min(token_budget, max(1, sum(lengths) // learners))
     batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):  # stable: deterministic
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):  # stable: deterministic
         if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
             batches.append([])
         batches[-1].append(i)
@@ -186,48 +178,42 @@ def token_logprobs(
     """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories."""
     device = model.flat.device
     packed = pack_tokens([t.tokens for t, _ in batch], device)
-    mask = np.concatenate([t.loss_mask for t, _ in batch])
-    rows = torch.from_numpy(mask).nonzero()[:, 0].to(device)
+    generated = np.flatnonzero(np.concatenate([t.loss_mask for t, _ in batch]))
+    rows = torch.from_numpy(generated).to(device)
     return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
 
 
 def micro_batch_loss(
     learner: Learner,
     batch: list[tuple],
-    reference,
+    measured: bool,
     count: int,
     config: Config,
 ):
     """This micro-batch's share of the step's loss, and of its diagnostics.
 
-    batch: trajectories with their advantages; reference [M]: log-probs of the reference, or None.
+    batch: trajectories with their advantages; measured: look at the reference policy, too.
     """
+    reference = None
+    if measured:
+        with torch.no_grad():
+            reference, _ = token_logprobs(learner.reference, batch, learner, config)  # [M]
     logprobs, entropy = token_logprobs(learner.model, batch, learner, config)  # [M] each
-    device = logprobs.device
     sizes = torch.tensor([t.generated for t, _ in batch])
-    sequence = torch.repeat_interleave(torch.arange(len(batch)), sizes).to(device)  # [M]
-    advantages = torch.tensor([advantage for _, advantage in batch]).to(device)[sequence]  # [M]
-    behaviour = np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch])
-    behaviour = torch.from_numpy(behaviour).to(device)  # [M]
-    mask = torch.ones_like(sequence, dtype=torch.bool)
-    loss, sums = losses.OBJECTIVES[config.objective](
-        logprobs,
-        proximal=logprobs.detach(),  # one update a step: the policy of this very forward pass
-        behaviour=behaviour,
-        advantages=advantages,
-        mask=mask,
-        sequence=sequence,
-        count=count,
-        constants=losses.Constants(),
-    )
-    loss = loss - config.entropy * losses.token_mean(entropy, mask, count)
-    if reference is not None:
+    sequence = torch.arange(len(batch)).repeat_interleave(sizes)  # [M]
+    advantages = torch.tensor([advantage for _, advantage in batch])[sequence]  # [M]
+    behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
+    sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
+    # pi_p: with one update a step, the policy of this very forward pass
+    tokens = losses.Tokens(logprobs, logprobs.detach(), *sampled)
+    loss, touched = losses.policy_loss(config.objective, tokens, count)
+    loss = loss - config.entropy * losses.token_mean(entropy, count)
+    if measured:
         # weighted with pi / mu: the samples may be stale
-        kl = losses.unbiased_k3(logprobs, reference, behaviour)  # [M]
+        kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]
         weight = config.reference_weight * losses.reference_scale(learner.damper)
-        loss = loss + weight * losses.token_mean(kl, mask, count)
-    part = losses.diagnostics(logprobs, behaviour, mask, entropy.detach(), sums, reference)
-    return loss, part
+        loss = loss + weight * losses.token_mean(kl, count)
+    return loss, losses.diagnostics(tokens, entropy, touched, reference)
 
 
 def update_weights(
@@ -239,13 +225,11 @@ def update_weights(
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
     gradient = learner.model.flat_grad
     norm = float(gradient.norm())
-    reference_weight = config.reference_weight * losses.reference_scale(learner.damper)
-    finite = bool(np.isfinite(loss + norm))
+    finite = math.isfinite(loss + norm)
     if finite and "kl_reference" in metrics:
         learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
     progress = min(1.0, learner.version / max(1, config.steps))
-    lr = config.lr * (1 - progress * (1 - config.lr_end))
-    lr = lr * losses.lr_scale(learner.damper)
+    lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
     if finite and metrics["tokens"]:
         if norm > config.grad_clip > 0:
             gradient.mul_(config.grad_clip / norm)
@@ -262,7 +246,6 @@ def update_weights(
         "grad_norm": norm,
         "lr": lr,
         "kl_window": losses.window_mean(learner.damper),
-        "reference_weight": reference_weight,
         "skipped": learner.skipped,
     }
 
@@ -300,10 +283,8 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
     (mean) and `turns` (mean); a failed episode counts as a reward of 0, and `failures` tells how
     many there are of each kind, with the words of the first.
     """
-    environment, verify = (
-        make_environment(config, task),
-        partial(verify_group, task=task, config=config),
-    )
+    environment = make_environment(config, task)
+    verify = partial(verify_group, task=task, config=config)
     if examiner:
         examiner.deaths = 0  # a budget for each evaluation
         environment = replace(environment, respond=examiner.respond, beside=False)
@@ -321,7 +302,6 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
         apply_verdicts(group, verify(group))
     episodes = [group.trajectories[0] for group in groups]
     rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
-    turns = [len(t.turns) for t in episodes]
     failures = {}
     for t in episodes:
         if t.failed:
@@ -330,6 +310,6 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
     return {
         "solved": float(np.mean(rewards >= task.solved)),
         "reward": float(np.mean(rewards)),
-        "turns": float(np.mean(turns)),
+        "turns": float(np.mean([len(t.turns) for t in episodes])),
         "failures": failures,
     }

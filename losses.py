@@ -2,22 +2,18 @@
 
 Pure functions on packed tokens. The one thing with a memory, the KL-window damper, is a plain
 record that its caller keeps. Left out: models, optimizers, batching.
-Call `OBJECTIVES["tis"](logprobs, proximal, behaviour, advantages, mask, sequence, count,
-Constants())` for every micro-batch of a step; losses and statistics of the micro-batches add up.
+Call `policy_loss("tis", tokens, count)` for every micro-batch of a step; losses and statistics of
+the micro-batches add up. What the policy did not generate is not here: learner.py leaves it out.
 
-Axes:      G groups, n samples of a group, N tokens of one micro-batch of packed sequences,
+Axes:      G groups, n samples of a group, N generated tokens of one micro-batch, laid end to end,
            S sequences in it.
 Policies:  mu = behaviour (it generated the token), pi_p = proximal (recomputed at the start of
            the step), pi = the one being trained, pi_ref = reference.
            w = pi_p / mu,  r = pi / pi_p,  rho = pi / mu,  A = advantage.
-Tensors:   log-probs and advantages float32 [N]; mask bool [N], True where the policy generated;
-           sequence int64 [N], 0 <= sequence < S <= N. Values outside the mask are never used.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import NamedTuple
 
 import torch
@@ -44,38 +40,43 @@ class Constants:
     gspo_high: float = 4e-4  # likewise
 
 
+PUBLISHED = Constants()
+
+
+class Tokens(NamedTuple):
+    """What an objective sees of one micro-batch."""
+
+    logprobs: Tensor  # [N], the only one that a gradient flows into
+    proximal: Tensor | None  # [N]; needed by the decoupled objectives only
+    behaviour: Tensor  # [N]
+    advantages: Tensor  # [N]
+    sequence: Tensor  # int64 [N], 0 <= sequence < S
+
+
 # ---- building blocks ----
 
 
-def _masked(values, mask):
-    """`values` [N] with exactly 0, and no gradient, outside the mask."""
-    # One advantage per sequence would broadcast over its tokens, silently and wrongly.
-    assert values.shape == mask.shape, f"shape {tuple(values.shape)}, mask {tuple(mask.shape)}"
-    return values.masked_fill(~mask, 0.0)  # a product with the mask would keep NaN
-
-
-def token_mean(values: Tensor, mask: Tensor, count: float) -> Tensor:
+def token_mean(values: Tensor, count: float) -> Tensor:
     """Sum over the generated tokens of this micro-batch, divided by those of the WHOLE step.
 
-    values [N], mask bool [N], count > 0 -> scalar. So micro-batches add up to the mean of the
-    step, however it was packed. Dividing by `mask.sum()` would not; `len(mask)` counts prompts.
+    values [N], count > 0 -> scalar. So micro-batches add up to the mean of the step, however it
+    was packed. Dividing by N would not.
     """
     assert count > 0, f"count is the number of generated tokens of the step, got {count}"
-    return _masked(values, mask).sum() / count
+    return values.sum() / count
 
 
-def sequence_mean(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """For each token the mean over the generated tokens of its sequence: values [N] -> [N]."""
+def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
+    """For each token the mean over the tokens of its sequence: values [N] -> [N]."""
     zeros = torch.zeros_like(values)  # N is at least S, and known without asking the device
-    totals = zeros.index_add(0, sequence, _masked(values, mask))
-    tokens = zeros.index_add(0, sequence, mask.to(values.dtype))
-    return (totals / tokens.clamp_min(1.0))[sequence]
+    totals = zeros.index_add(0, sequence, values)
+    tokens = zeros.index_add(0, sequence, torch.ones_like(values))
+    return (totals / tokens)[sequence]
 
 
-def log_ratio(new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """log(new / old) [N], cut to +-LOG_RATIO_LIMIT and 0 outside the mask; `old` is detached."""
-    difference = _masked(new, mask) - _masked(old.detach(), mask)
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def log_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """log(new / old) [N], cut to +-LOG_RATIO_LIMIT; `old` is detached."""
+    return (new - old.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _clip(
@@ -94,60 +95,23 @@ def _clip(
 
 
 # ---- objectives ----
-# Each is written as the gain of every token [N], and which tokens were clipped and capped (bool
-# [N], or False). `_objective` makes the loss of it, which is what others call:
-# (logprobs, proximal, behaviour, advantages, mask, sequence, count, constants) -> (loss, sums)
+# Each is a function of the tokens `t` and the constants `c`: the gain of every token [N], and which
+# tokens were clipped and which capped (bool [N], or False for none). The titles tell the loss.
 
 
-class Tokens(NamedTuple):
-    """What an objective sees of one micro-batch: `t` below, beside `c`, the constants."""
-
-    logprobs: Tensor  # 0 outside the mask, and so are the advantages
-    proximal: Tensor | None  # needed by the decoupled objectives only
-    behaviour: Tensor
-    advantages: Tensor
-    mask: Tensor
-    sequence: Tensor
-
-
-def _objective(gain_of: Callable) -> Callable:
-    @wraps(gain_of)
-    def loss(
-        logprobs,
-        proximal,
-        behaviour,
-        advantages,
-        mask,
-        sequence,
-        count,
-        constants,
-    ):
-        logprobs = _masked(logprobs, mask)
-        advantages = _masked(advantages, mask)
-        tokens = Tokens(logprobs, proximal, behaviour, advantages, mask, sequence)
-        gain, clipped, capped = gain_of(tokens, constants)
-        sums = {"clipped": (mask & clipped).sum(), "capped": (mask & capped).sum()}
-        return -token_mean(gain, mask, count), sums
-
-    return loss
-
-
-@_objective
 def reinforce(t, c):
     """-A log pi: no correction at all, right only when pi = mu (Williams 1992)."""
     return t.advantages * t.logprobs, False, False
 
 
-@_objective
 def ppo(t, c):
     """-min(rho A, clip(rho) A): classic PPO, whose trust region stands around the stale mu.
 
     Schulman et al. 2017 (arXiv 1707.06347) equation 7. The naive one: AReaL (arXiv 2505.24298)
     shows that it falls behind even at small staleness.
     """
-    ratio = log_ratio(t.logprobs, t.behaviour, t.mask).exp()
-    gain, clipped = _clip(ratio, t.advantages, c.eps_low, c.eps_high)
-    return gain, clipped, False
+    ratio = log_ratio(t.logprobs, t.behaviour).exp()
+    return *_clip(ratio, t.advantages, c.eps_low, c.eps_high), False
 
 
 def _decoupled(t, c):
@@ -157,12 +121,11 @@ def _decoupled(t, c):
     makes one update a step, with pi_p the policy of that very forward pass: r is 1, and the clip is
     idle. It matters with several updates a step.
     """
-    weight = log_ratio(t.proximal.detach(), t.behaviour, t.mask).exp()
-    ratio = log_ratio(t.logprobs, t.proximal, t.mask).exp()
+    weight = log_ratio(t.proximal.detach(), t.behaviour).exp()
+    ratio = log_ratio(t.logprobs, t.proximal).exp()
     return weight, *_clip(ratio, t.advantages, c.eps_low, c.eps_high)
 
 
-@_objective
 def decoupled_ppo(t, c):
     """-w min(r A, clip(r) A): the trust region stands around pi_p; the weight is unbounded.
 
@@ -172,7 +135,6 @@ def decoupled_ppo(t, c):
     return weight * gain, clipped, False
 
 
-@_objective
 def tis(t, c):
     """-min(w, cap) min(r A, clip(r) A): truncated importance sampling, biased but bounded.
 
@@ -182,7 +144,6 @@ def tis(t, c):
     return weight.clamp(0.0, c.tis_cap) * gain, clipped, weight > c.tis_cap
 
 
-@_objective
 def icepop(t, c):
     """-pop(w) min(r A, clip(r) A), pop(w) = w if 1/beta <= w <= beta else 0 (both inclusive).
 
@@ -193,31 +154,28 @@ def icepop(t, c):
     return weight.masked_fill(dropped, 0.0) * gain, clipped | dropped, False
 
 
-@_objective
 def double_sided(t, c):
     """-f(rho) A log pi, f(rho) = rho if 1 - low < rho < 1 + high else 0 (both strict), detached.
 
     GLM-5 (arXiv 2602.15763) equations 3 to 5, for its agents. No pi_p is needed, and a token
     outside teaches nothing whatever the sign of A; PPO's min would keep half of them.
     """
-    ratio = log_ratio(t.logprobs.detach(), t.behaviour, t.mask).exp()
+    ratio = log_ratio(t.logprobs.detach(), t.behaviour).exp()
     outside = (ratio <= 1.0 - c.double_low) | (ratio >= 1.0 + c.double_high)
     weight = ratio.masked_fill(outside, 0.0)
     return weight * t.advantages * t.logprobs, outside, False
 
 
-@_objective
 def cispo(t, c):
     """-clip(rho) A log pi, the weight detached: it is cut, and no token is silenced.
 
     MiniMax-M1 (arXiv 2506.13585) equations 4 and 5.
     """
-    ratio = log_ratio(t.logprobs.detach(), t.behaviour, t.mask).exp()
+    ratio = log_ratio(t.logprobs.detach(), t.behaviour).exp()
     weight = ratio.clamp(1.0 - c.cispo_low, 1.0 + c.cispo_high)
     return weight * t.advantages * t.logprobs, False, weight != ratio
 
 
-@_objective
 def gspo(t, c):
     """-min(s A, clip(s) A), s = exp(mean log rho of the sequence): kept or cut as a whole.
 
@@ -225,24 +183,41 @@ def gspo(t, c):
     own pi. It equals the sequence form where A is constant on a sequence, and is right elsewhere.
     A sequence must lie whole in one micro-batch; long ones weigh more, because of `count`.
     """
-    per_token = log_ratio(t.logprobs, t.behaviour, t.mask)
+    per_token = log_ratio(t.logprobs, t.behaviour)
     own = per_token - per_token.detach()  # value 0, gradient of the token's own log-prob
-    ratio = (sequence_mean(per_token.detach(), t.mask, t.sequence) + own).exp()
-    gain, clipped = _clip(ratio, t.advantages, c.gspo_low, c.gspo_high)
-    return gain, clipped, False
+    ratio = (sequence_mean(per_token.detach(), t.sequence) + own).exp()
+    return *_clip(ratio, t.advantages, c.gspo_low, c.gspo_high), False
 
 
 # Their names stand in runtime/config.py, too, which imports nothing of the story.
-OBJECTIVES = {
-    "ppo": ppo,
-    "decoupled_ppo": decoupled_ppo,
-    "tis": tis,
-    "icepop": icepop,
-    "double_sided": double_sided,
-    "cispo": cispo,
-    "gspo": gspo,
-    "reinforce": reinforce,
+OBJECTIVES = {  # what is done about tokens that are off-policy:
+    "ppo": ppo,  # clipped around mu
+    "decoupled_ppo": decoupled_ppo,  # weighted by w, clipped around pi_p
+    "tis": tis,  # the same, w cut
+    "icepop": icepop,  # the same, dropped where w is far from 1
+    "double_sided": double_sided,  # weighted by rho, dropped where rho is far from 1
+    "cispo": cispo,  # weighted by rho, cut; never dropped
+    "gspo": gspo,  # clipped around mu, the whole sequence at once
+    "reinforce": reinforce,  # nothing
 }
+
+
+def policy_loss(
+    objective: str,
+    t: Tokens,
+    count: float,
+    c: Constants = PUBLISHED,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss by one of OBJECTIVES, a scalar, and which tokens were `clipped`, `capped`: bool [N].
+
+    `count`: see `token_mean`. AssertionError when the tensors differ in shape.
+    """
+    shapes = {tuple(values.shape) for values in t if values is not None}
+    # One advantage per sequence would broadcast over its tokens, silently and wrongly.
+    assert len(shapes) == 1, f"tensors of different shape: {shapes}"
+    gain, clipped, capped = OBJECTIVES[objective](t, c)
+    none = torch.zeros_like(gain, dtype=torch.bool)
+    return -token_mean(gain, count), {"clipped": none | clipped, "capped": none | capped}
 
 
 # ---- advantages ----
@@ -267,15 +242,15 @@ def group_advantages(
     """
     assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}"
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
-    rewards = _masked(rewards, valid)
+    rewards = rewards.masked_fill(~valid, 0.0)  # a product with `valid` would keep NaN
     assert torch.isfinite(rewards).all(), f"rewards must be finite, got {rewards.tolist()}"
     size = valid.sum(1, keepdim=True)  # [G, 1]
     others = (size - 1).clamp_min(1)  # [G, 1]
-    centred = _masked(rewards - rewards.sum(1, keepdim=True) / size.clamp_min(1), valid)
+    mean = rewards.sum(1, keepdim=True) / size.clamp_min(1)  # [G, 1]
+    centred = (rewards - mean).masked_fill(~valid, 0.0)  # [G, n]
     # Compared exactly: the std of equal floats need not come out as 0.
-    highest = rewards.masked_fill(~valid, -math.inf).amax(1)  # [G]
-    lowest = rewards.masked_fill(~valid, math.inf).amin(1)  # [G]
-    dead = (size[:, 0] < 2) | (highest == lowest)
+    best = rewards.masked_fill(~valid, -math.inf).amax(1, keepdim=True)  # [G, 1]
+    dead = ((rewards == best) | ~valid).all(1)  # a single one, too
     if kind == "grpo":
         std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
         centred = centred / (std + STD_EPSILON)
@@ -302,8 +277,7 @@ def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tenso
     gradient is the part that k3 alone misses. It corrects the choice of the token; that mu chose
     the tokens before it stays uncorrected.
     """
-    ratio = (logprobs - behaviour.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ratio * k3(logprobs, reference)
+    return log_ratio(logprobs, behaviour).exp() * k3(logprobs, reference)
 
 
 # ---- diagnostics ----
@@ -311,57 +285,45 @@ def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tenso
 
 @torch.no_grad()
 def diagnostics(
-    logprobs: Tensor,
-    behaviour: Tensor,
-    mask: Tensor,
+    t: Tokens,
     entropy: Tensor,
-    sums: dict[str, Tensor],
+    touched: dict[str, Tensor],
     reference: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What one micro-batch contributes to the step's diagnostics, for `merge_diagnostics`.
+    """What one micro-batch adds to the step's diagnostics, for `merge_diagnostics`: float64 [N].
 
-    Tensors [N]; `sums` is what the objective returned. -> scalars, sums over tokens except for
-    `ratio_max` and `ratio_min`. `kl_behaviour`: k3 of samples of mu, so it estimates KL(mu || pi).
-    `kl_reference` is weighted with pi / mu: on stale samples k3 alone is far too large.
+    entropy and reference [N]; `touched` is what `policy_loss` returned. `kl_behaviour`: k3 of
+    samples of mu, so it estimates KL(mu || pi). `kl_reference` is weighted with pi / mu: on stale
+    samples k3 alone is far too large.
     """
-
-    def total(values: Tensor) -> Tensor:
-        return _masked(values, mask).double().sum()
-
-    ratio = log_ratio(logprobs, behaviour, mask).double().exp()  # rho [N], double: it is squared
-    result = {
-        "tokens": mask.sum(),
-        "kl_behaviour": total(k3(behaviour, logprobs)),
-        "entropy": total(entropy),
-        "ratio": total(ratio),
-        "ratio_squared": total(ratio.square()),
-        "ratio_max": ratio.masked_fill(~mask, -math.inf).max(),
-        "ratio_min": ratio.masked_fill(~mask, math.inf).min(),
+    values = {
+        "ratio": log_ratio(t.logprobs, t.behaviour).double().exp(),  # rho; it will be squared
+        "kl_behaviour": k3(t.behaviour, t.logprobs),
+        "entropy": entropy.detach(),
+        **touched,
     }
     if reference is not None:
-        result["kl_reference"] = total(unbiased_k3(logprobs, reference, behaviour))
-    return result | sums
+        values["kl_reference"] = unbiased_k3(t.logprobs, reference, t.behaviour)
+    return {name: each.double() for name, each in values.items()}
 
 
-def merge_diagnostics(parts: list[dict]) -> dict[str, float]:
+def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     """The step's numbers, from all of its micro-batches.
 
     -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
     (Kish 1965) as a share of the tokens; all other keys as means per generated token.
-    AssertionError when the parts have different keys or the step has no generated token.
+    AssertionError when there is no part, or the parts have different keys.
     """
     assert parts and all(part.keys() == parts[0].keys() for part in parts), "parts differ in keys"
-    extremes = {"ratio_max": max, "ratio_min": min}
-    merged = {}
-    for key in parts[0]:
-        values = [float(part[key]) for part in parts]
-        merged[key] = extremes.get(key, sum)(values)
-    tokens = merged["tokens"]
-    assert tokens > 0, "no generated token in this step"
-    ess = merged.pop("ratio") ** 2 / merged.pop("ratio_squared") / tokens
-    for key in merged.keys() - {"tokens", *extremes}:
-        merged[key] /= tokens
-    return merged | {"ess": ess}
+    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    ratio = values.pop("ratio")
+    means = {name: float(each.mean()) for name, each in values.items()}
+    return means | {
+        "tokens": len(ratio),
+        "ratio_max": float(ratio.max()),
+        "ratio_min": float(ratio.min()),
+        "ess": float(ratio.sum() ** 2 / ratio.square().sum() / len(ratio)),
+    }
 
 
 # ---- the KL-window damper ----

@@ -22,7 +22,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +30,9 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime import limits
-from runtime.config import LONGEST_CONTEXT, Config, UserError
+from runtime.config import LONGEST_CONTEXT, Config, UserError, fail
 from runtime.messages import LARGEST_REWARD
 from runtime.tokenizer import END, PAD, decode_bytes, encode
-
-Answers = Sequence[str]  # the policy's turns so far, the newest last
 
 
 class Step(NamedTuple):
@@ -62,7 +60,7 @@ class Task:
     """What is learned: two pure functions and the sizes that they keep to."""
 
     reset: Callable[[int, str], dict]  # (index, "train" | "eval") -> problem with a "prompt"
-    step: Callable[[dict, Answers], Step]
+    step: Callable[[dict, Sequence[str]], Step]  # (problem, answers so far, the newest last)
     alphabet: tuple[int, ...] | None  # token ids the policy may emit; None: all but PAD
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
@@ -138,29 +136,18 @@ def _find(spec: str) -> tuple[Callable, str]:
     return names["make"], own[2] or ""
 
 
-LEAST = {
-    "max_prompt_tokens": 1,
-    "turn_tokens": 1,
-    "max_turns": 1,
-    "observation_tokens": 0,
-    "eval_size": 1,
-    "steps": 1,
-}
-
-
 def check_task(task: Task) -> None:
     """Raise TaskError for the first thing that cannot be; call `reset` once for each split."""
     if not isinstance(task, Task):
         raise TaskError(f"make must return a reward.Task, not {task!r:.80}")
-    for name, least in LEAST.items():
-        value = getattr(task, name)
-        if type(value) is not int or value < least:
-            raise TaskError(f"{name} {value!r}: allowed is a whole number from {least} up")
+    for field in fields(Task):
+        value, least = getattr(task, field.name), int(field.name != "observation_tokens")
+        if field.type is int and (type(value) is not int or value < least):
+            raise TaskError(f"{field.name} {value!r}: allowed is a whole number from {least} up")
     ids = alphabet_of(task).tolist()
     if not ids or len(set(ids) & set(range(PAD))) < len(ids):
-        raise TaskError(
-            f"alphabet {task.alphabet!r:.80}: allowed are different ids in 0..{PAD - 1}"
-        )
+        need = f"allowed are different ids in 0..{PAD - 1}"
+        raise TaskError(f"alphabet {task.alphabet!r:.80}: {need}")
     if not task.stop <= set(ids):
         raise TaskError(f"stop {set(task.stop)}: must be in the alphabet, or no answer can end")
     for split in ("train", "eval"):
@@ -221,7 +208,7 @@ def _replay(task, problem, answers):
 def verify(
     task: Task,
     problem: dict,
-    answers: Answers,
+    answers: Sequence[str],
     seconds: float | None = 1.0,
 ) -> Verdict:
     """Play an episode again from its text and judge it; nothing in the answers can raise.
@@ -246,40 +233,39 @@ def verify_group(
     verdict that may take as long as one limit.
     """
     episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
-    verdicts, known = [], {}
-    seconds = config.reward_seconds
+    verdicts, seconds = {}, config.reward_seconds
     with limits.memory_limit(config.reward_memory):
         # One alarm for all: to arm one for each costs 8% of the episodes a second of `guess`.
         with contextlib.suppress(limits.OutOfTime), limits.time_limit(seconds):
-            for answers in episodes:
-                if answers not in known:
-                    known[answers] = verify(task, group.problem, answers, seconds=None)
-                if known[answers].error == "verifier_timeout":
+            for answers in dict.fromkeys(episodes):
+                verdict = verify(task, group.problem, answers, seconds=None)
+                if verdict.error == "verifier_timeout":
                     break
-                verdicts.append(known[answers])
-        for answers in episodes[len(verdicts) :]:  # out of time: the rest one by one
-            alive()
-            verdicts.append(verify(task, group.problem, answers, seconds))
-    return verdicts
+                verdicts[answers] = verdict
+        for answers in episodes:
+            if answers not in verdicts:  # out of time: the rest one by one
+                alive()
+                verdicts[answers] = verify(task, group.problem, answers, seconds)
+    return [verdicts[answers] for answers in episodes]
 
 
 def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
     """The task's replies to all turns that ended at one token boundary: see `Environment` in
     rollout.py."""
     replies: list = []
-    seconds, memory = config.reward_seconds, config.reward_memory
+    seconds = config.reward_seconds
     while len(replies) < len(requests):
-        begin = time.monotonic()
         if replies.count("env_timeout") == 3:  # no more patience at this token boundary
             return replies + ["env_timeout"] * (len(requests) - len(replies))
+        asked, begin = len(replies), time.monotonic()
         try:
             # one limit for all of them: to arm it costs more than most turns
-            with limits.memory_limit(memory), limits.time_limit(seconds):
-                for request in requests[len(replies) :]:
-                    begin = time.monotonic()
+            with limits.memory_limit(config.reward_memory), limits.time_limit(seconds):
+                for request in requests[asked:]:
+                    asked, begin = len(replies), time.monotonic()
                     replies.append(reply(task, *request))
         except limits.OutOfTime:  # whoever used little of the limit is asked again
-            if time.monotonic() - begin > 0.5 * seconds:
+            if asked == len(replies) and time.monotonic() - begin > 0.5 * seconds:
                 replies.append("env_timeout")
         except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
             replies.append(f"env_error: {limits.describe(error)}")
@@ -346,5 +332,4 @@ if __name__ == "__main__":
         for spec in sys.argv[1:] or list(TASKS)[:-1]:  # jsonl needs a file
             show_episode(make_task(spec))
     except ValueError as complaint:
-        print(f"reward.py: {complaint}", file=sys.stderr)
-        sys.exit(2)
+        fail(complaint)

@@ -322,7 +322,7 @@ def loss_of(seen, model, samples, count: int) -> torch.Tensor:
     """What these samples of the group add to the loss of a step with `count` generated tokens."""
     learner, advantages = dataclasses.replace(seen.run.learner, model=model), advantages_of(seen)[1]
     batch = [(seen.group.trajectories[i], float(advantages[i])) for i in samples]
-    return micro_batch_loss(learner, batch, None, count, seen.config)[0]
+    return micro_batch_loss(learner, batch, False, count, seen.config)[0]
 
 
 def naive_loss(seen) -> torch.Tensor:

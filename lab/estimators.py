@@ -1,6 +1,6 @@
 """estimators.py: estimators that only the laboratory compares; training uses those of losses.py.
 
-Axes and tensors as in losses.py: log-probs and advantages [N], mask bool [N], sequence int64 [N].
+Axes and tensors as in losses.py: log-probs and advantages [N], sequence int64 [N].
 """
 
 from torch import Tensor
@@ -27,15 +27,14 @@ def opsm_mask(
     behaviour: Tensor,
     logprobs: Tensor,
     advantages: Tensor,
-    mask: Tensor,
     sequence: Tensor,
     delta: float = OPSM_DELTA,
 ) -> Tensor:
-    """Tokens to keep, bool [N]: `mask` without the sequences that are bad news AND off-policy.
+    """Tokens to keep, bool [N]: all but those of sequences that are bad news AND off-policy.
 
     A sequence goes iff A < 0 and the mean of log(mu / pi) over its tokens is > delta: DeepSeek-
-    V3.2 (arXiv 2512.02556) equation 9. Give the result to an objective as its mask, and leave
-    `count` alone: what was dropped stays in the denominator, as in the paper.
+    V3.2 (arXiv 2512.02556) equation 9. Give an objective only what is kept, and leave `count`
+    alone: what was dropped stays in the denominator, as in the paper.
     """
-    drift = sequence_mean(-log_ratio(logprobs.detach(), behaviour, mask), mask, sequence)  # [N]
-    return mask & ~((advantages < 0) & (drift > delta))
+    drift = sequence_mean(-log_ratio(logprobs.detach(), behaviour), sequence)  # [N]
+    return ~((advantages < 0) & (drift > delta))

@@ -152,14 +152,14 @@ def loss_of(method, new, old, rewards, values):
         capped = weights < ratio
     now, then, weighted = new.flatten(), old.flatten(), (weights * advantages).flatten()
     sequence = torch.arange(len(new)).repeat_interleave(new.shape[1])
-    mask = torch.ones_like(sequence, dtype=torch.bool)
+    kept = torch.ones_like(sequence, dtype=torch.bool)
     if method == "opsm":
-        mask = opsm_mask(then, now, weighted, mask, sequence)
-    objective = losses.OBJECTIVES[CORRECTIONS.get(method, method)]
-    constants = losses.Constants()
-    loss, sums = objective(now, now.detach(), then, weighted, mask, sequence, len(new), constants)
-    touched = sum(sums.values()) + (~mask).sum() + capped.sum()
-    return loss, advantages, float(touched) / len(mask)
+        kept = opsm_mask(then, now, weighted, sequence)
+    tokens = losses.Tokens(now, now.detach(), then, weighted, sequence)
+    tokens = losses.Tokens(*[values[kept] for values in tokens])  # the others stay in the count
+    loss, by = losses.policy_loss(CORRECTIONS.get(method, method), tokens, len(new))
+    touched = by["clipped"].sum() + by["capped"].sum() + (~kept).sum() + capped.sum()
+    return loss, advantages, float(touched) / len(kept)
 
 
 def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor):

@@ -101,7 +101,7 @@ class Pipeline:
             self.workers.append(SimulatedWorker(f"rollout-{i}", config.slots))
         self.verifiers = [0.0] * config.reward_workers  # heap: when each reward worker is free
         self.agenda = []  # heap of (time, order, what happens)
-        self.order = count()
+        self.order, self.group_ids = count(), count()
         self.version = 0
         self.busy = False  # the learner takes in groups or trains
         self.inbox = []  # verified groups that the learner has not taken in
@@ -136,7 +136,7 @@ class Pipeline:
             worker = min(self.workers, key=lambda w: w.load)
             worker.load += 1
             problem = {"prompt": prompt, "worker": worker}
-            group = Group(buffer.counts["admitted"], self.version, problem)
+            group = Group(next(self.group_ids), self.version, problem)
             buffer.admit(group.group_id, self.version)
             worker.waiting.extend((group, length) for length in lengths)
         for worker in self.workers:

@@ -20,9 +20,7 @@ def step(problem, answers):
     """
     answer = answers[-1]
     expected = problem["answer"]
-    matches = 0
-    for given, right in zip(answer, expected, strict=False):
-        matches += given == right
+    matches = sum(a == b for a, b in zip(answer, expected, strict=False))
     return Step(None, matches / max(len(answer), len(expected)), True)
 
 

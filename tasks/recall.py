@@ -6,7 +6,8 @@ of no use, and which one is asked at the very end.
 
 from functools import partial
 
-from reward import END, Step, Task, encode
+from reward import END, Task, encode
+from tasks.digits import step
 from tasks.problems import draw_problem, random_of, whole_number
 
 
@@ -35,23 +36,13 @@ def reset(tokens, seed, index, split):
     return draw_problem(partial(propose, tokens), random_of("recall", seed, index, split), split)
 
 
-def step(problem, answers):
-    """The share of the two digits that are right; a longer answer earns less."""
-    answer = answers[-1]
-    expected = problem["answer"]
-    matches = 0
-    for given, right in zip(answer, expected, strict=False):
-        matches += given == right
-    return Step(None, matches / max(len(answer), len(expected)), True)
-
-
 def make(argument: str, seed: int) -> Task:
     """`argument` is the length of a prompt in tokens."""
     tokens = whole_number(argument or "256", 16, 16384)
     pairs, width = shape_of(tokens)
     return Task(
         reset=partial(reset, tokens, seed),
-        step=step,
+        step=step,  # the share of the two digits that are right
         alphabet=(*encode("0123456789"), END),
         max_prompt_tokens=pairs * (width + 4) + width + 2,
         turn_tokens=3,

@@ -21,7 +21,7 @@ import train_async
 from buffer import Buffer
 from buffer import may_admit as admissible
 from buffer import staleness as staleness_of
-from losses import group_advantages, token_mean  # noqa: F401
+from losses import group_advantages  # noqa: F401
 from model import dense_packed, pack_tokens
 from rollout import sample, uniforms
 from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
@@ -99,20 +99,26 @@ def sparse_attention(q, k, v, selected, chunk_size):
     return dsa.sparse_attention(q, k, v, selected[:, None], tables)
 
 
+def token_mean(values, mask, count):
+    """losses.py: `token_mean` of what the policy generated; learner.py selects that once a step."""
+    assert values.shape == mask.shape, (values.shape, mask.shape)
+    return losses.token_mean(values[mask], count)
+
+
 def tis(logprobs, proximal, behaviour, advantages, mask, count, low, high, cap):
     """losses.py: the loss of the objective, without its statistics."""
     constants = losses.Constants(eps_low=low, eps_high=high, tis_cap=cap)
-    whole = torch.zeros_like(mask, dtype=torch.int64)
-    return losses.tis(logprobs, proximal, behaviour, advantages, mask, whole, count, constants)[0]
+    values = (logprobs, proximal, behaviour, advantages, torch.zeros_like(mask, dtype=torch.int64))
+    tokens = losses.Tokens(*[each[mask] for each in values])
+    return losses.policy_loss("tis", tokens, count, constants)[0]
 
 
 def double_sided(logprobs, behaviour, advantages, mask, count, low, high):
     """losses.py: the loss of the objective, without its statistics."""
     constants = losses.Constants(double_low=low, double_high=high)
-    whole = torch.zeros_like(mask, dtype=torch.int64)
-    return losses.double_sided(
-        logprobs, None, behaviour, advantages, mask, whole, count, constants
-    )[0]
+    values = (logprobs, behaviour, behaviour, advantages, torch.zeros_like(mask, dtype=torch.int64))
+    tokens = losses.Tokens(*[each[mask] for each in values])
+    return losses.policy_loss("double_sided", tokens, count, constants)[0]
 
 
 def damp(window, kl):
@@ -142,7 +148,6 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
     buffer.completed = {i: Group(i, start, {}) for i, start in completed}
     unnamed = {-1 - i: start for i, start in enumerate(running)}
     buffer.outstanding = dict(completed) | unnamed
-    buffer.counts["admitted"] = len(buffer.outstanding)
     batch = buffer.next_batch(version)
     return None if batch is None else [group.group_id for group in batch]
 

@@ -231,14 +231,13 @@ def test_sampled_traces_agree_with_theory(spelling):
 def test_a_wrong_objective_is_found(flaw, monkeypatch):
     right = losses.OBJECTIVES["decoupled_ppo"]
 
-    def broken(new, proximal, old, advantages, mask, sequence, count, constants):
+    def broken(t, constants):
         if flaw == "sign":
-            advantages = -advantages
-        elif flaw == "denominator":
-            count = 1.1 * count
-        else:
-            old = proximal  # the weight is 1
-        return right(new, proximal, old, advantages, mask, sequence, count, constants)
+            t = t._replace(advantages=-t.advantages)
+        elif flaw == "weight":
+            t = t._replace(behaviour=t.proximal)  # it is 1
+        gain, clipped, capped = right(t, constants)
+        return gain / 1.1 if flaw == "denominator" else gain, clipped, capped
 
     monkeypatch.setitem(losses.OBJECTIVES, "decoupled_ppo", broken)
     _, claims = lab.objectives_part(TASKS[1])

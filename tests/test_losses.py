@@ -1,10 +1,10 @@
 """The losses against oracles that share nothing with them: Python loops over floats.
 
-Every batch here carries NaN outside its mask, so that a loss that looks there cannot pass. The
-oracle of an objective takes the log-probs twice: `moving`, which gradients see, and `frozen`,
+The oracle of an objective takes the log-probs twice: `moving`, which gradients see, and `frozen`,
 which stands in the detached factors; finite differences move only the first.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -16,23 +16,32 @@ import torch
 
 import losses
 from lab.estimators import k1, k2, opsm_mask
-from losses import OBJECTIVES, Constants, Damper, group_advantages, k3, observe, unbiased_k3
+from losses import (
+    OBJECTIVES,
+    Constants,
+    Damper,
+    Tokens,
+    group_advantages,
+    k3,
+    observe,
+    policy_loss,
+    unbiased_k3,
+)
 
 NAN = float("nan")
 # Tighter caps, and wider clips for GSPO, so that random batches fall on both sides of each.
 CONSTANTS = Constants(gspo_low=0.05, gspo_high=0.06, cispo_high=0.3, tis_cap=1.3)
-LENGTHS = (5, 1, 4, 7, 3, 6)  # generated tokens of each sequence; PROMPTS come before them
-PROMPTS = (2, 0, 3, 1, 4, 2)
+LENGTHS = (5, 1, 4, 7, 3, 6)  # generated tokens of each sequence
 ALL = range(6)
 
 
 def make_batch(seed=0, noise=0.35, sequences=ALL, dtype=torch.float64):
     """Packed sequences as the learner sees them; all randomness depends on the sequence alone."""
     columns = {key: [] for key in ("logprobs", "proximal", "behaviour", "advantages")}
-    mask, sequence = [], []
+    sequence = []
     for index, original in enumerate(sequences):
         random = torch.Generator().manual_seed(1000 * seed + original)
-        prompt, length = PROMPTS[original], LENGTHS[original]
+        length = LENGTHS[original]
         drift = 0.3 * torch.randn(1, generator=random, dtype=torch.float64)  # of a whole sequence
         draw = torch.randn(3, length, generator=random, dtype=torch.float64)
         base = -1.5 + 0.5 * draw[0]
@@ -44,31 +53,25 @@ def make_batch(seed=0, noise=0.35, sequences=ALL, dtype=torch.float64):
             "advantages": torch.full((length,), (-1.0) ** original * (0.5 + 0.25 * original)),
         }
         for key, value in values.items():
-            columns[key] += [NAN] * prompt + value.tolist()
-        mask += [False] * prompt + [True] * length
-        sequence += [index] * (prompt + length)
+            columns[key] += value.tolist()
+        sequence += [index] * length
     tensors = {key: torch.tensor(value, dtype=dtype) for key, value in columns.items()}
-    return SimpleNamespace(
-        **tensors, mask=torch.tensor(mask), sequence=torch.tensor(sequence), count=sum(LENGTHS)
-    )
+    return SimpleNamespace(**tensors, sequence=torch.tensor(sequence), count=sum(LENGTHS))
 
 
-def run(name, batch, constants=CONSTANTS, mask=None):
-    """Loss, gradient with respect to the log-probs, sums."""
+def tokens_of(batch, **changes):
+    """The batch as an objective takes it."""
+    values = {name: getattr(batch, name) for name in Tokens._fields}
+    return Tokens(**values | changes)
+
+
+def run(name, batch, constants=CONSTANTS):
+    """Loss, gradient with respect to the log-probs, which tokens were touched."""
     logprobs = batch.logprobs.clone().requires_grad_()
-    mask = batch.mask if mask is None else mask
-    loss, sums = OBJECTIVES[name](
-        logprobs,
-        batch.proximal,
-        batch.behaviour,
-        batch.advantages,
-        mask,
-        batch.sequence,
-        batch.count,
-        constants,
-    )
+    tokens = tokens_of(batch, logprobs=logprobs)
+    loss, touched = policy_loss(name, tokens, batch.count, constants)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    return loss.detach(), gradient, sums
+    return loss.detach(), gradient, touched
 
 
 def single(name, logprob, proximal, behaviour, advantage, constants=Constants()):  # noqa: B008
@@ -78,12 +81,11 @@ def single(name, logprob, proximal, behaviour, advantage, constants=Constants())
         proximal=torch.tensor([proximal], dtype=torch.float64),
         behaviour=torch.tensor([behaviour], dtype=torch.float64),
         advantages=torch.tensor([advantage], dtype=torch.float64),
-        mask=torch.tensor([True]),
         sequence=torch.tensor([0]),
         count=1,
     )
-    loss, gradient, sums = run(name, batch, constants)
-    return loss.item(), gradient.item(), int(sums["clipped"]), int(sums["capped"])
+    loss, gradient, touched = run(name, batch, constants)
+    return loss.item(), gradient.item(), int(touched["clipped"].sum()), int(touched["capped"].sum())
 
 
 # ---- the oracle ----
@@ -122,12 +124,12 @@ def oracle_token(name, moving, frozen, proximal, behaviour, advantage, s):
 
 def oracle(name, batch, moving, frozen, s=CONSTANTS):
     """(loss, clipped, capped) by loops over sequences and tokens; lists of floats in."""
-    mask, sequence = batch.mask.tolist(), batch.sequence.tolist()
+    sequence = batch.sequence.tolist()
     proximal, behaviour = batch.proximal.tolist(), batch.behaviour.tolist()
     advantages = batch.advantages.tolist()
     total, clipped, capped = 0.0, 0, 0
     for index in sorted(set(sequence)):
-        tokens = [t for t in range(len(mask)) if sequence[t] == index and mask[t]]
+        tokens = [t for t in range(len(sequence)) if sequence[t] == index]
         if name == "gspo":  # the sequence form of the paper, not the token form of losses.py
             ratio = math.exp(sum(moving[t] - behaviour[t] for t in tokens) / len(tokens))
             advantage = advantages[tokens[0]]
@@ -146,10 +148,7 @@ def oracle(name, batch, moving, frozen, s=CONSTANTS):
 def oracle_gradient(name, batch, step=1e-6):
     """Central differences of the oracle; the detached factors stay where they were."""
     frozen, gradient = batch.logprobs.tolist(), []
-    for t, generated in enumerate(batch.mask.tolist()):
-        if not generated:
-            gradient.append(0.0)
-            continue
+    for t in range(len(frozen)):
         up, down = list(frozen), list(frozen)
         up[t], down[t] = up[t] + step, down[t] - step
         above, below = oracle(name, batch, up, frozen)[0], oracle(name, batch, down, frozen)[0]
@@ -164,13 +163,13 @@ def oracle_gradient(name, batch, step=1e-6):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_objective_and_gradient_against_loops_and_finite_differences(name, seed):
     batch = make_batch(seed)
-    loss, gradient, sums = run(name, batch)
+    loss, gradient, touched = run(name, batch)
     values = batch.logprobs.tolist()
     expected, clipped, capped = oracle(name, batch, values, values)
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert gradient.shape == batch.logprobs.shape
     torch.testing.assert_close(gradient, oracle_gradient(name, batch), rtol=1e-6, atol=1e-8)
-    assert (int(sums["clipped"]), int(sums["capped"])) == (clipped, capped)
+    assert (int(touched["clipped"].sum()), int(touched["capped"].sum())) == (clipped, capped)
     if name in ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "gspo"):
         assert 0 < clipped < batch.count, "the batch does not reach both branches"
     if name in ("tis", "cispo"):
@@ -181,19 +180,17 @@ def test_objective_and_gradient_against_loops_and_finite_differences(name, seed)
 def test_on_policy_every_objective_has_the_reinforce_gradient(name):
     batch = make_batch()
     batch.proximal = batch.behaviour = batch.logprobs.clone()
-    _, gradient, sums = run(name, batch, Constants())
-    expected = torch.where(batch.mask, -batch.advantages / batch.count, 0.0)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
-    assert int(sums["clipped"]) == int(sums["capped"]) == 0
+    _, gradient, touched = run(name, batch, Constants())
+    torch.testing.assert_close(gradient, -batch.advantages / batch.count, rtol=1e-12, atol=0)
+    assert int(touched["clipped"].sum()) == int(touched["capped"].sum()) == 0
 
 
 def test_gspo_keeps_per_token_advantages_apart():
     batch = make_batch()
     batch.proximal = batch.behaviour = batch.logprobs.clone()
-    batch.advantages = torch.linspace(-1, 1, len(batch.mask), dtype=torch.float64)
+    batch.advantages = torch.linspace(-1, 1, batch.count, dtype=torch.float64)
     _, gradient, _ = run("gspo", batch)
-    expected = torch.where(batch.mask, -batch.advantages / batch.count, 0.0)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, -batch.advantages / batch.count, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -204,28 +201,19 @@ def test_packing_changes_nothing(name):
     torch.testing.assert_close(sum(part[0] for part in parts), whole_loss, rtol=1e-12, atol=0)
     gradients = {}
     for chosen, (_, gradient, _) in zip(packings, parts, strict=True):
-        spans = gradient.split([PROMPTS[i] + LENGTHS[i] for i in chosen])
+        spans = gradient.split([LENGTHS[i] for i in chosen])
         gradients |= dict(zip(chosen, spans, strict=True))
     joined = torch.cat([gradients[i] for i in ALL])
     torch.testing.assert_close(joined, whole_gradient, rtol=1e-12, atol=1e-15)
     for key, value in whole_sums.items():
-        assert sum(int(part[2][key]) for part in parts) == int(value)
+        assert sum(int(part[2][key].sum()) for part in parts) == int(value.sum())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_prompt_and_padding_do_not_count(name):
+def test_the_denominator_is_what_the_caller_says(name):
     batch = make_batch()
-    loss, gradient, _ = run(name, batch)
-    keep = batch.mask
-    bare = SimpleNamespace(
-        **{key: value[keep] for key, value in vars(batch).items() if key != "count"},
-        count=batch.count,
-    )
-    bare_loss, bare_gradient, _ = run(name, bare)
-    torch.testing.assert_close(loss, bare_loss, rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradient[keep], bare_gradient, rtol=1e-12, atol=0)
-    assert (gradient[~keep] == 0).all(), "a token that the policy did not generate has a gradient"
-    batch.count *= 2  # the denominator is what the caller says, not what this micro-batch holds
+    loss, _, _ = run(name, batch)
+    batch.count *= 2  # not what this micro-batch holds
     torch.testing.assert_close(run(name, batch)[0], loss / 2, rtol=1e-12, atol=0)
 
 
@@ -235,20 +223,12 @@ def test_gradient_flows_through_logprobs_only(name):
     batch.proximal.requires_grad_()
     batch.behaviour.requires_grad_()
     logprobs = batch.logprobs.clone().requires_grad_()
-    loss, sums = OBJECTIVES[name](
-        logprobs,
-        batch.proximal,
-        batch.behaviour,
-        batch.advantages,
-        batch.mask,
-        batch.sequence,
-        batch.count,
-        CONSTANTS,
-    )
+    tokens = tokens_of(batch, logprobs=logprobs)
+    loss, touched = policy_loss(name, tokens, batch.count, CONSTANTS)
     loss.backward()
     assert loss.shape == () and logprobs.grad is not None
     assert batch.proximal.grad is None and batch.behaviour.grad is None
-    assert not any(value.requires_grad for value in sums.values())
+    assert not any(value.requires_grad for value in touched.values())
 
 
 @pytest.mark.parametrize("name", ["ppo", "double_sided", "cispo", "gspo", "reinforce"])
@@ -344,39 +324,35 @@ def test_gspo_uses_one_ratio_per_sequence():
         proximal=None,
         behaviour=torch.zeros(3, dtype=torch.float64),
         advantages=torch.ones(3, dtype=torch.float64),
-        mask=torch.ones(3, dtype=torch.bool),
         sequence=torch.tensor([0, 0, 1]),
         count=3,
     )
-    _, gradient, sums = run("gspo", batch)
+    _, gradient, touched = run("gspo", batch)
     third = 1 / 3
     assert gradient.tolist() == pytest.approx([-third, -third, 0.0])
-    assert int(sums["clipped"]) == 1
+    assert int(touched["clipped"].sum()) == 1
 
 
 def test_count_and_shapes_are_checked():
-    values, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
-    assert losses.token_mean(values, mask, 6) == 0.5
+    assert losses.token_mean(torch.ones(3), 6) == 0.5
     with pytest.raises(AssertionError, match="got 0"):
-        losses.token_mean(values, mask, 0)
-    with pytest.raises(AssertionError, match="shape"):
-        losses.token_mean(torch.ones(1), mask, 3)
-    for name in OBJECTIVES:
+        losses.token_mean(torch.ones(3), 0)
+    for name, column in itertools.product(OBJECTIVES, Tokens._fields):
         batch = make_batch()
-        batch.advantages = batch.advantages[-1:]  # would broadcast
+        setattr(batch, column, getattr(batch, column)[-1:])  # would broadcast
         with pytest.raises(AssertionError, match="shape"):
             run(name, batch)
 
 
-def test_sums_count_generated_tokens_only():
-    # Outside the mask every ratio reads 1; here 1 itself is clipped or capped.
+def test_sums_count_every_token():
+    # Every ratio is 1; here 1 itself is clipped or capped.
     batch = make_batch()
     batch.proximal = batch.behaviour = batch.logprobs.clone()
     for name, key, constants in [
         ("double_sided", "clipped", Constants(double_low=0.0)),
         ("tis", "capped", Constants(tis_cap=0.5)),
     ]:
-        assert int(run(name, batch, constants)[2][key]) == batch.count < len(batch.mask)
+        assert int(run(name, batch, constants)[2][key].sum()) == batch.count
 
 
 # ---- off-policy sequence masking ----
@@ -385,12 +361,10 @@ def test_sums_count_generated_tokens_only():
 @pytest.mark.parametrize("delta", [-0.2, 0.0, 0.05, 0.2])
 def test_opsm_against_loops(delta):
     batch = make_batch(seed=3)
-    kept = opsm_mask(
-        batch.behaviour, batch.logprobs, batch.advantages, batch.mask, batch.sequence, delta
-    )
-    expected = torch.zeros_like(batch.mask)
+    kept = opsm_mask(batch.behaviour, batch.logprobs, batch.advantages, batch.sequence, delta)
+    expected = torch.zeros_like(kept)
     for index in ALL:
-        tokens = [t for t in range(len(batch.mask)) if batch.sequence[t] == index and batch.mask[t]]
+        tokens = [t for t in range(batch.count) if batch.sequence[t] == index]
         drift = sum(float(batch.behaviour[t] - batch.logprobs[t]) for t in tokens) / len(tokens)
         expected[tokens] = not (batch.advantages[tokens[0]] < 0 and drift > delta)
     assert torch.equal(kept, expected)
@@ -402,25 +376,26 @@ def test_opsm_against_loops(delta):
 def test_opsm_threshold_is_strict_and_spares_good_news():
     behaviour = torch.tensor([0.5, 0.0, 0.75, 0.25])
     logprobs = torch.zeros(4)  # drift of both sequences: 0.25 and 0.5, exact in binary
-    mask, sequence = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    sequence = torch.tensor([0, 0, 1, 1])
     bad, good = -torch.ones(4), torch.ones(4)
 
     def kept(advantages, delta):
-        return opsm_mask(behaviour, logprobs, advantages, mask, sequence, delta).tolist()
+        return opsm_mask(behaviour, logprobs, advantages, sequence, delta).tolist()
 
     assert kept(bad, 0.25) == [True, True, False, False]
     assert kept(bad, 0.5) == [True] * 4
     assert kept(good, 0.0) == [True] * 4
     assert kept(torch.zeros(4), 0.0) == [True] * 4
-    assert opsm_mask(logprobs, behaviour, bad, mask, sequence, 0.0).all(), "sign of drift"
+    assert opsm_mask(logprobs, behaviour, bad, sequence, 0.0).all(), "sign of drift"
 
 
 def test_what_opsm_drops_stays_in_the_denominator():
     batch = make_batch()
-    kept = batch.mask & (batch.sequence != 3)
-    loss, gradient, _ = run("reinforce", batch, mask=kept)
+    kept = batch.sequence != 3
     _, whole_gradient, _ = run("reinforce", batch)
-    assert torch.equal(gradient, torch.where(kept, whole_gradient, 0.0))
+    columns = {name: values[kept] for name, values in tokens_of(batch)._asdict().items()}
+    loss, gradient, _ = run("reinforce", SimpleNamespace(**columns, count=batch.count))
+    assert torch.equal(gradient, whole_gradient[kept])
     assert torch.isfinite(loss)
 
 
@@ -581,23 +556,17 @@ def test_k3_survives_hopeless_ratios():
 
 def micro_diagnostics(batch, objective="tis"):
     reference = batch.proximal - 0.1
-    entropy = torch.where(batch.mask, batch.behaviour.abs(), NAN).requires_grad_()
-    _, _, sums = run(objective, batch)
-    return losses.diagnostics(
-        batch.logprobs.clone().requires_grad_(),
-        batch.behaviour,
-        batch.mask,
-        entropy,
-        sums,
-        reference,
-    )
+    entropy = batch.behaviour.abs().requires_grad_()
+    _, _, touched = run(objective, batch)
+    tokens = tokens_of(batch, logprobs=batch.logprobs.clone().requires_grad_())
+    return losses.diagnostics(tokens, entropy, touched, reference)
 
 
 def test_merged_diagnostics_against_loops_over_the_whole_step():
     batch = make_batch(seed=5)
     parts = [micro_diagnostics(make_batch(5, sequences=s)) for s in ([0, 3, 5], [2, 4], [1])]
     assert not any(value.requires_grad for part in parts for value in part.values())
-    tokens = [t for t in range(len(batch.mask)) if batch.mask[t]]
+    tokens = range(batch.count)
     logprobs, behaviour = batch.logprobs.tolist(), batch.behaviour.tolist()
     reference = (batch.proximal - 0.1).tolist()
     ratios = [math.exp(logprobs[t] - behaviour[t]) for t in tokens]
@@ -624,22 +593,12 @@ def test_merged_diagnostics_against_loops_over_the_whole_step():
     json.dumps(merged)
 
 
-def test_ratio_extremes_ignore_what_was_not_generated():
+def test_ratio_extremes_may_lie_on_one_side_of_1():
     batch = make_batch()
     for gap, key in [(-0.5, "ratio_max"), (0.5, "ratio_min")]:
-        batch.logprobs = batch.behaviour + gap  # 1, the ratio of a prompt token, would win
+        batch.logprobs = batch.behaviour + gap
         merged = losses.merge_diagnostics([micro_diagnostics(batch)])
         assert merged[key] == pytest.approx(math.exp(gap))
-
-
-def test_an_empty_micro_batch_changes_no_diagnostic():
-    full, empty = make_batch(), make_batch(sequences=[0])
-    empty.mask = torch.zeros_like(empty.mask)
-    alone = losses.merge_diagnostics([micro_diagnostics(full)])
-    both = losses.merge_diagnostics([micro_diagnostics(full), micro_diagnostics(empty)])
-    assert both == alone
-    with pytest.raises(AssertionError, match="no generated token"):
-        losses.merge_diagnostics([micro_diagnostics(empty)])
 
 
 def test_merging_refuses_nothing_and_different_parts():

@@ -51,7 +51,7 @@ def test_the_followed_episode_is_worth_following(stations):
         ("staleness 4 - 2 = 2", "staleness 4 - 2 = 1", "batch: page: oldest token"),
         (" 2.190 ", " 2.290 ", "steps: page:"),
         ('event("learner", kind', 'event("nobody", kind', "train_async.py has 0"),
-        ("        due = bisect_right", "        late = bisect_right", "may_admit is not what"),
+        ("        for s in range(start", "        for v in range(start", "may_admit is not what"),
         ("](../lab/replay.py)", "]", "lab/replay.py is nowhere linked"),
         ("](../bench.py)", "](../bunch.py)", "bunch.py is linked, but is not there"),
     ],
