@@ -175,8 +175,8 @@ class Generator:
         self.head = self._output_matrix()
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
-        self.known, self.cached = np.zeros((2, slots), np.int64)  # idle slots feed position 0
-        self.keys, self.turn_end = np.zeros((2, slots), np.int64)
+        # idle slots feed position 0
+        self.known, self.cached, self.keys, self.turn_end = np.zeros((4, slots), np.int64)
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
         self.episodes = [None] * slots  # Trajectory of a busy slot, without arrays until the end
         self.groups = {}  # group id -> Group, those that are not finished
@@ -290,14 +290,10 @@ class Generator:
             if first:
                 prompts[b] = group.group_id, prompt[:first]
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-            self.episodes[b] = Trajectory(
-                group.group_id,
-                sample_index,
-                key,
-                worker=self.worker,
-                started=time.monotonic(),
-                swaps=[first, self.version],
-            )
+            episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
+            episode.started = time.monotonic()
+            episode.swaps = [first, self.version]
+            self.episodes[b] = episode
             self.keys[b] = key
             self.known[b] = 0
             self.cached[b] = first
@@ -393,24 +389,18 @@ class Generator:
 
         A group leaves when all its samples are in.
         """
-        if reply is None:
-            reason = "stop"
-        elif isinstance(reply, str):
-            reason = reply
-        elif self.known[b] + len(reply) >= self.capacity:
-            reason = "length"
-        else:
-            return self._begin_turn(b, reply)
+        if isinstance(reply, list):
+            if self.known[b] + len(reply) < self.capacity:
+                return self._begin_turn(b, reply)
+            reply = "length"
         episode, n = self.episodes[b], self.known[b]
         episode.tokens = self.tokens[b, :n].copy()
         episode.logprobs = self.logprobs[b, :n].copy()
         episode.versions = self.versions[b, :n].copy()
         episode.loss_mask = episode.versions >= 0
-        episode.finish, _, episode.failure = reason.partition(": ")
+        episode.finish, _, episode.failure = (reply or "stop").partition(": ")
         episode.finished = time.monotonic()
-        self.episodes[b] = None
-        self.running[b] = False
-        self.cached[b] = 0
+        self.episodes[b], self.running[b], self.cached[b] = None, False, 0
         group = self.groups[episode.group_id]
         group.trajectories.append(episode)
         if len(group.trajectories) == self.group_size:
