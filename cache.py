@@ -206,7 +206,13 @@ def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
     if cache.k.is_cuda:
         return min(padded(longest + 1), capacity)
     c = model.config
-    lengths = key_lengths(c.heads, c.kv_heads, c.head_width, capacity, cache.k.dtype)
+    lengths = key_lengths(
+        heads=c.heads,
+        kv_heads=c.kv_heads,
+        width=c.head_width,
+        capacity=capacity,
+        dtype=cache.k.dtype,
+    )
     return next(n for n in lengths if n > longest)
 
 
@@ -236,7 +242,8 @@ def key_lengths(
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, heads, width, generator=generator, dtype=dtype)
     k, v = torch.randn(2, 1, kv_heads, capacity, width, generator=generator, dtype=dtype)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # as they lie in the cache
+    k = k.transpose(1, 2)  # as they lie in the cache
+    v = v.transpose(1, 2)
 
     def result(length: int, visible: int) -> Tensor:
         mask = torch.zeros(1, length, dtype=dtype)

@@ -24,6 +24,7 @@ Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = H
          Hs = Hkv or 1: heads that select for themselves  n, c, t: queries, chunks, tiles of a part
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -75,8 +76,8 @@ def naive_attention(
 class Tables(NamedTuple):
     """Where chunks and queries lie; tensors are int64, positions count inside a sequence.
 
-    The chunks of one sequence have consecutive ids: `first` + local id. Key rows with `pos` >
-    `q_pos` are never read, so they may hold anything, even NaN.
+    The chunks of one sequence have consecutive ids, `first` + local id, and lie one behind the
+    other. Keys behind a query's `q_pos` are never read: they may hold anything, even NaN.
     """
 
     chunk_size: int  # C
@@ -84,8 +85,6 @@ class Tables(NamedTuple):
     rows: int  # M
     cached: bool  # one query a slot, and every slot has K chunks
     row: Tensor  # [NC] first key row of the chunk
-    pos: Tensor  # [NC] position of the chunk's first key
-    len: Tensor  # [NC] key rows the chunk has (in a cache: filled or not)
     q_pos: Tensor  # [N] position of the query; -1: an empty slot, which sees nothing
     first: Tensor  # [N] id of the first chunk of the query's sequence
 
@@ -111,41 +110,39 @@ def packed_tables(
     the tables lie on its device. Chunks start anew with every sequence. Shapes are made for
     sequences of `capacity` tokens, by default the longest here; with a fixed capacity a sequence's
     result is bitwise the same whatever it is packed with, as a generator's prefill wants it.
-    Raises ValueError for other edges, a longer sequence, or a chunk size not a power of two <= 512.
     """
-    require_power("chunk_size", chunk_size, 512)
+    power = chunk_size.bit_count() == 1 and 1 <= chunk_size <= 512
+    assert power, f"chunk_size must be a power of two from 1 to 512, got {chunk_size}"
     edges = cu_seqlens
     lengths = edges.diff()
-    fits = edges[0] == 0 and edges[-1] > 0 and (lengths >= 0).all()
-    require(fits, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}")
-    longest = int(lengths.max())
+    rising = edges[0] == 0 < edges[-1] and (lengths >= 0).all()
+    assert rising, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}"
+    longest = lengths.max().item()
     capacity = capacity or longest
-    require(capacity >= longest, f"capacity must be >= {longest}, got {capacity}")
+    assert capacity >= longest, f"capacity must be >= {longest}, got {capacity}"
     sequence = torch.repeat_interleave(lengths)  # [N] sequence of a query
     q_pos = _range(len(sequence), edges) - edges[sequence]
     opens = q_pos % chunk_size == 0  # [N] whether a chunk begins here
-    row = opens.nonzero()[:, 0]  # [NC]
-    pos = q_pos[row]
     return Tables(
         chunk_size=chunk_size,
         widest=-(-capacity // chunk_size),
         rows=len(q_pos),
         cached=False,
-        row=row,
-        pos=pos,
-        len=(lengths[sequence[row]] - pos).clamp(max=chunk_size),
+        row=opens.nonzero()[:, 0],
         q_pos=q_pos,
         first=opens.cumsum(0) - 1 - q_pos // chunk_size,
     )
 
 
-def cache_tables(lengths: Tensor, capacity: int, chunk_size: int) -> Tables:
+def cache_tables(
+    lengths: Tensor,  # int64 [B], keys in each slot with the newest one, 0: an empty slot
+    capacity: int,
+    chunk_size: int,
+) -> Tables:
     """Tables for cached decode: one query per slot, at the slot's newest key.
 
-    lengths: int64 [B], keys in each slot with the newest one, 0 for an empty slot. The cache
-    [B, capacity, Hkv, D] is passed to attention as [B * capacity, Hkv, D]. All shapes depend on B
-    and capacity alone: nothing in a slot can change the arithmetic of another.
-    Raises ValueError for lengths outside 0..capacity, no slots, or a bad chunk size or capacity.
+    The cache [B, capacity, Hkv, D] is passed to attention as [B * capacity, Hkv, D]. All shapes
+    depend on B and capacity alone: nothing in a slot can change the arithmetic of another.
     """
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
@@ -157,45 +154,49 @@ def advance(tables: Tables, lengths: Tensor) -> Tables:
     slots = len(tables.first)
     capacity = tables.rows // slots
     fits = tables.cached and len(lengths) == slots and lengths.clamp(0, capacity).equal(lengths)
-    require(fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}")
+    assert fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}"
     return tables._replace(q_pos=lengths - 1)
 
 
-def chunk_means(k: Tensor, tables: Tables, chunks=...) -> Tensor:
-    """Mean key of every chunk, or of the `chunks` given.
+def chunk_means(
+    k: Tensor,  # [M, H, D]
+    tables: Tables,
+    chunks=...,  # int64 [c]
+) -> Tensor:
+    """Mean key of every chunk, or of the `chunks` given -> [NC or c, H, D] (float32 or better).
 
-    k [M, H, D], chunks int64 [c] -> [c or NC, H, D] (half precision: float32). Means of complete
-    chunks never change: a decoder keeps them, refreshes those of the queries' `own` chunks, and
-    does not read its cache again. The mean of a half-filled chunk is meaningless and harmless: only
-    complete chunks are ever candidates. At C = 1 the keys are their own means and need no copy.
+    Means of complete chunks never change: a decoder keeps them, refreshes those of the queries'
+    `own` chunks, and does not read its cache again. The mean of a chunk that is short or half
+    filled is meaningless and harmless: only complete chunks are ever candidates. At C = 1 the keys
+    are their own means and need no copy.
     """
-    size = tables.len[chunks, None]  # [c, 1]
-    offset = _range(tables.chunk_size, k)
-    rows = tables.row[chunks, None] + torch.minimum(offset, size - 1)  # [c, C]
-    keys = _gather(k, rows)  # [c, C, H, D]
-    keys = keys.masked_fill((offset >= size)[..., None, None], 0)
-    return keys.sum(1) / size[..., None]
+    rows = tables.row[chunks, None] + _range(tables.chunk_size, k)  # [c, C]
+    return _gather(k, rows.clamp(max=len(k) - 1)).mean(1)
 
 
 # ---------------------------------------------------------------------------------- score
 
 
-def mean_scores(q: Tensor, means: Tensor, tables: Tables) -> Tensor:
+def mean_scores(
+    q: Tensor,  # [N, Hq, D]
+    means: Tensor,  # [NC, Hkv, D] of the keys
+    tables: Tables,
+) -> Tensor:
     """Scores without parameters: the group's summed query times the mean key of a chunk.
 
-    q [N, Hq, D], means [NC, Hkv, D] of the keys -> [N, Hkv, K] by local chunk id, -inf where the
-    chunk is no candidate. Mean-pooled keys are MoBA's gate (arXiv 2502.13189), one selection per
-    group of query heads is NSA's (arXiv 2502.11089); the plain sum over the group, a G times
-    cheaper product, is ours.
+    -> [N, Hkv, K] by local chunk id, -inf where the chunk is no candidate. Mean-pooled keys are
+    MoBA's gate (arXiv 2502.13189), one selection per group of query heads is NSA's (arXiv
+    2502.11089); the plain sum over the group, a G times cheaper product, is ours.
     """
-    keys, rows, cell = _tiles(means, tables)
+
+    def score(keys, group):  # [t, K, Hkv, D], [t, n, Hkv, D]
+        # always contiguous: other strides, other rounding
+        keys = keys.transpose(1, 2).contiguous()  # [t, Hkv, K, D]
+        group = group.transpose(1, 2).contiguous()  # [t, Hkv, n, D]
+        return (group @ keys.mT).transpose(1, 2)  # [t, n, Hkv, K]
+
     group = _work(q).unflatten(1, (means.shape[1], -1)).sum(2)  # [N, Hkv, D]
-    group = _gather(group, rows)  # [t, n, Hkv, D]
-    # always contiguous: other strides, other rounding
-    keys = keys.transpose(1, 2).contiguous()  # [t, Hkv, K, D]
-    group = group.transpose(1, 2).contiguous()  # [t, Hkv, n, D]
-    scores = (group @ keys.mT).transpose(1, 2)  # [t, n, Hkv, K]
-    return _candidates(scores, cell, tables)
+    return _by_tiles(score, means, tables, group)
 
 
 def index_scores(
@@ -210,43 +211,46 @@ def index_scores(
     of its keys: ours, C times cheaper than scoring tokens, with the same parameters, and the KL to
     a chunk's attention mass can train it.
     """
-    require_shape("weights", weights, q_index.shape[:2])
-    keys, rows, cell = _tiles(means, tables)
-    keys = keys.squeeze(2)  # [t, K, E]
-    hits = torch.einsum("tnje,tke->tnjk", _gather(q_index, rows), keys).relu()
-    scores = torch.einsum("tnjk,tnj->tnk", hits, _gather(weights, rows))
-    return _candidates(scores[:, :, None], cell, tables)
+    shape = q_index.shape[:2]
+    assert weights.shape == shape, f"weights must be {shape}, got {weights.shape}"
+
+    def score(keys, q_index, weights):  # [t, K, 1, E], [t, n, J, E], [t, n, J]
+        hits = torch.einsum("tnje,tke->tnjk", q_index, keys.squeeze(2)).relu()
+        return torch.einsum("tnjk,tnj->tnk", hits, weights)[:, :, None]  # [t, n, 1, K]
+
+    return _by_tiles(score, means, tables, q_index, weights)
 
 
-def _tiles(means: Tensor, tables: Tables) -> tuple:
-    """Tiles of n queries that are scored with the same K keys, those of their sequence's chunks.
+def _by_tiles(
+    score: Callable,  # keys [t, K, H, D], what belongs to queries [t, n, ...] -> [t, n, Hs, K]
+    means: Tensor,  # [NC, H, D]
+    tables: Tables,
+    *of_queries: Tensor,  # [N, ...]
+) -> Tensor:
+    """Scores [N, Hs, K], -inf where a chunk is not past.
 
-    -> keys [t, K, H, D], rows [t, n] (the query in each place), cell [N] (the place of each query,
-    in all tiles). The place of a query is given by its position, so that its score does not depend,
-    bitwise, on what else is packed. Raises ValueError for another number of means.
+    A tile is n queries that are scored with the same K keys, those of their sequence's chunks. The
+    place of a query in its tile is given by its position, so that its score does not depend,
+    bitwise, on what else is packed.
     """
-    require(len(means) == len(tables.row), f"means must have {len(tables.row)} rows")
+    assert len(means) == len(tables.row), f"{len(means)} means of {len(tables.row)} chunks"
     queries = _range(len(tables.q_pos), means)
     if tables.cached:  # a slot is a tile of one query, and its chunks lie together
         keys = _work(means).unflatten(0, (-1, tables.widest))
-        return keys, queries[:, None], queries
-    place = tables.q_pos % TILE
-    opens = place == 0
-    opens[0] = True  # a block of queries may begin inside a tile
-    tile = opens.cumsum(0) - 1  # [N]
-    cell = tile * TILE + place
-    chunks = tables.first[opens, None] + _range(tables.widest, means)  # [t, K]
-    keys = _gather(means, chunks.clamp(max=len(means) - 1))
-    rows = cell.new_zeros(len(chunks) * TILE)  # unused places compute in vain
-    rows[cell] = queries
-    return keys, rows.view(-1, TILE), cell
-
-
-def _candidates(scores: Tensor, cell: Tensor, tables: Tables) -> Tensor:
-    """Scores of tiles [t, n, Hs, K] -> of queries [N, Hs, K], -inf where a chunk is not past."""
+        cell, rows = queries, queries[:, None]
+    else:
+        place = tables.q_pos % TILE
+        opens = place == 0
+        opens[0] = True  # a block of queries may begin inside a tile
+        cell = (opens.cumsum(0) - 1) * TILE + place  # [N] place of each query, in all tiles
+        chunks = tables.first[opens, None] + _range(tables.widest, means)  # [t, K]
+        keys = _gather(means, chunks.clamp(max=len(means) - 1))
+        rows = cell.new_zeros(len(chunks), TILE)  # [t, n]; unused places compute in vain
+        rows.view(-1)[cell] = queries
+    scores = score(keys, *(_gather(x, rows) for x in of_queries))
     scores = scores.flatten(0, 1).index_select(0, cell)
-    local = _range(tables.widest, scores)
-    return scores.masked_fill(local >= tables.past[:, None, None], -torch.inf)
+    future = _range(tables.widest, means) >= tables.past[:, None, None]
+    return scores.masked_fill(future, -torch.inf)
 
 
 def _blocks(tables: Tables, step: int):
@@ -260,16 +264,18 @@ def _blocks(tables: Tables, step: int):
 
 
 @torch.no_grad()
-def top_chunks(scores: Tensor, tables: Tables, top_k: int) -> Tensor:
+def top_chunks(
+    scores: Tensor,  # [N, Hs, K] by local chunk id
+    tables: Tables,
+    top_k: int,
+) -> Tensor:
     """Selects each query's own chunk, then the best of its past, deterministically.
 
-    scores [N, Hs, K] by local chunk id -> int64 [N, Hs, min(top_k, K)]: unique GLOBAL ids, the own
-    chunk first, then by score descending, ties to the lowest id, and -1 where there are no more.
-    Scores are compared as float32, with 0.0 = -0.0; only candidates are looked at, whatever the
-    other scores say.
-    Raises ValueError for top_k < 1.
+    -> int64 [N, Hs, min(top_k, K)]: unique GLOBAL ids, the own chunk first, then by score
+    descending, ties to the lowest id, and -1 where there are no more. Scores are compared as
+    float32, with 0.0 = -0.0; only candidates are looked at, whatever the other scores say.
     """
-    require(type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k!r}")
+    assert type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k}"
     width = tables.widest
     past = tables.past[:, None, None]
     local = _range(width, scores)
@@ -302,13 +308,12 @@ def select_chunks(
 
     Scores are those of `index_scores` if there is an index, else of `mean_scores`. Returns what
     `top_chunks` does. Selection has no gradient.
-    Raises ValueError for shapes, dtypes or devices that do not fit.
     """
     weights = q  # stand-in: means of the keys are scored without
     if index is not None:
         q, k, weights = index
         k = k[:, None]  # one key head
-    check_tensors(q, k, tables, weights)
+    check_tensors(tables, q, k, weights)
     if means is None:
         means = chunk_means(k, tables)
     picks = []
@@ -331,39 +336,37 @@ def sparse_attention(
     sel: Tensor,  # int64 [N, Hkv or 1, S], global chunk ids, -1: none
     tables: Tables,
 ) -> Tensor:
-    """Softmax attention of every query to the keys of its selected chunks at `pos` <= `q_pos`.
+    """Softmax attention of every query to the keys of its selected chunks up to its own.
 
     -> [N, Hq, D]; a query that sees nothing gets 0. Only selected keys are read, a block of queries
     at a time. With gradients, S * C keys and values per query are kept for the backward pass.
-    Raises ValueError for a duplicate or foreign chunk id, and for inputs that do not fit.
     """
-    check_tensors(q, k, tables, v)
-    require_shape("v", v, k.shape)
-    check_selection(sel, tables, k.shape[1])
+    check_tensors(tables, q, k, v)
+    assert v.shape == k.shape, f"v must be {k.shape}, got {v.shape}"
+    check_selection(tables, sel, k.shape[1])
     gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # elements of a query's keys
-    step = max(1, GATHER_ELEMENTS // gathered)
-    blocks = _blocks(tables, step)
-    return torch.cat([_attend(q[part], k, v, sel[part], block) for part, block in blocks])
-
-
-def _attend(q, k, v, sel, tables: Tables) -> Tensor:  # of a block: shapes as above, N = n
     heads = _range(k.shape[1], k)
     offset = _range(tables.chunk_size, k)
-    chunk = sel[..., None]  # [n, Hs, S, 1]; -1 is the last one here, and not visible
-    visible = tables.pos[chunk] + offset <= tables.q_pos[:, None, None, None]  # [n, Hs, S, C]
-    visible &= chunk >= 0
-    # What is hidden is not read: in its place stands the first key of the query's own chunk, which
-    # every query may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
-    own = tables.row[tables.own][:, None, None, None]
-    rows = torch.where(visible, tables.row[chunk] + offset, own)
-    rows = rows.flatten(2) * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
-    keys, values = (_gather(x.flatten(0, 1), rows) for x in (k, v))  # [n, Hkv, S * C, D]
-    hidden = ~visible.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
-    queries = _work(q).unflatten(1, (len(heads), -1)) * q.shape[2] ** -0.5  # [n, Hkv, G, D]
-    logits = queries @ keys.mT  # [n, Hkv, G, S * C]
-    weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
-    out = (weights @ values).masked_fill(hidden.all(-1, keepdim=True), 0)
-    return out.flatten(1, 2).to(q.dtype)
+    scale = q.shape[2] ** -0.5
+    outs = []
+    for part, block in _blocks(tables, max(1, GATHER_ELEMENTS // gathered)):
+        chunk = sel[part][..., None]  # [n, Hs, S, 1]; -1 is the last one here, and hidden
+        position = (chunk - block.first[:, None, None, None]) * tables.chunk_size + offset
+        hidden = (chunk < 0) | (position > block.q_pos[:, None, None, None])  # [n, Hs, S, C]
+        # What is hidden is not read: in its place stands the first key of the query's own chunk,
+        # which all may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
+        own = tables.row[block.own][:, None, None, None]
+        rows = torch.where(hidden, own, tables.row[chunk] + offset).flatten(2)
+        rows = rows * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
+        keys = _gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
+        values = _gather(v.flatten(0, 1), rows)
+        hidden = hidden.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
+        queries = _work(q[part]).unflatten(1, (len(heads), -1))  # [n, Hkv, G, D]
+        logits = queries * scale @ keys.mT  # [n, Hkv, G, S * C]
+        weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
+        out = (weights @ values).masked_fill(hidden.all(-1, keepdim=True), 0)
+        outs.append(out.flatten(1, 2).to(q.dtype))
+    return torch.cat(outs)
 
 
 def dsa_attention(
@@ -448,48 +451,34 @@ def _range(count: int, like: Tensor) -> Tensor:
     return torch.arange(count, device=like.device)
 
 
-def require(condition, message: str) -> None:
-    """Raises ValueError."""
-    if not condition:
-        raise ValueError(message)
+def check_tensors(
+    tables: Tables,
+    q: Tensor,  # [N, Hq, D]
+    k: Tensor,  # [M, Hkv, D]
+    *others: Tensor,
+) -> None:
+    """Queries and keys must fit the tables and each other, and all tensors in dtype and device."""
+    N, Hq, D = q.shape
+    M, Hkv, width = k.shape
+    fits = (N, M, D) == (len(tables.q_pos), tables.rows, width) and Hq % Hkv == 0
+    assert fits, f"q {q.shape}, k {k.shape} for {len(tables.q_pos)} queries, {tables.rows} keys"
+    kinds = {(x.dtype, x.device) for x in (q, k, *others)}
+    same = kinds == {(q.dtype, tables.row.device)} and q.is_floating_point()
+    assert same, f"one floating dtype, on {tables.row.device}, got {kinds}"
 
 
-def require_shape(name: str, x: Tensor, shape: tuple) -> None:
-    """Raises ValueError if the tensor has another shape."""
-    require(x.shape == shape, f"{name} must be {list(shape)}, got {list(x.shape)}")
-
-
-def require_power(name: str, value: int, most: int) -> None:
-    """Raises ValueError if the value is no power of two from 1 to `most`."""
-    fits = type(value) is int and 1 <= value <= most and value.bit_count() == 1
-    require(fits, f"{name} must be a power of two from 1 to {most}, got {value!r}")
-
-
-def check_tensors(q: Tensor, k: Tensor, tables: Tables, *others: Tensor) -> None:
-    """Queries [N, Hq, D] and keys [M, Hkv, D] must fit each other and the tables."""
-    n, m = len(tables.q_pos), tables.rows
-    require(q.shape[:-2] == (n,), f"q must be [{n}, heads, width], got {list(q.shape)}")
-    heads, width = q.shape[1:]
-    fits = k.shape in [(m, h, width) for h in range(1, heads + 1) if heads % h == 0]
-    require(fits, f"k must be [{m}, divisor of {heads}, {width}], got {list(k.shape)}")
-    for x in (q, k, *others):
-        fits = x.dtype == q.dtype and x.is_floating_point()
-        require(fits, f"dtype must be a float, the same for all tensors, got {x.dtype}")
-        device = tables.row.device
-        require(x.device == device, f"device must be the tables', {device}, got {x.device}")
-
-
-def check_selection(sel: Tensor, tables: Tables, heads: int) -> None:
+def check_selection(
+    tables: Tables,
+    sel: Tensor,  # [N, heads or 1, S]
+    heads: int,
+) -> None:
     """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""
     n = len(tables.q_pos)
-    fits = sel.dtype == torch.int64 and sel.device == tables.row.device and sel.numel()
-    fits = fits and sel.shape[:-1] in ((n, 1), (n, heads))
-    require(fits, f"sel must be int64 [{n}, {heads} or 1, S], got {sel.dtype} {list(sel.shape)}")
+    fits = sel.dtype == torch.int64 and sel.numel() and sel.shape[:-1] in ((n, 1), (n, heads))
+    assert fits, f"sel must be int64 [{n}, {heads} or 1, S], got {sel.dtype} {sel.shape}"
     ids = sel.sort(-1).values
     local = ids - tables.first[:, None, None]
     wrong = (local < 0) | (local > tables.past[:, None, None])
     wrong[..., 1:] |= ids.diff() == 0
-    wrong &= ids != -1
-    for query, head in wrong.any(-1).nonzero()[:1].tolist():
-        found = f"sel[{query}, {head}] is {sel[query, head].tolist()}"
-        raise ValueError(f"sel must hold unique ids that a query may see, or -1; {found}")
+    wrong = (wrong & (ids != -1)).any(-1)  # [N, Hs]
+    assert not wrong.any(), f"sel must hold unique ids that a query may see, or -1: {sel[wrong]}"

@@ -30,12 +30,13 @@ Legend   as in dsa.py, and   BQ queries of a block (query_block)   NB blocks   P
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 import dsa
-from dsa import Tables, require
+from dsa import Tables
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -323,6 +324,10 @@ def _select(
     tl.store(sel, tl.where(count >= 0, stop, -1)[:, None], mask=listed[:, None])
 
 
+def _sizes(tables: Tables) -> Tensor:  # [NC] key rows of each chunk
+    return F.pad(tables.row, (0, 1), value=tables.rows).diff()
+
+
 def _blocks(tables: Tables, query_block: int) -> Tensor:
     """int32 [NB, 4]: first query row, queries, first key row of the own chunk, place in it.
 
@@ -337,7 +342,7 @@ def _blocks(tables: Tables, query_block: int) -> Tensor:
     else:
         place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
         start = tables.row[:, None] + place
-        size = (tables.len[:, None] - place).clamp(0, query_block)
+        size = (_sizes(tables)[:, None] - place).clamp(0, query_block)
         columns = (start, size, (start - place), place.expand_as(start))
     return torch.stack(columns, dim=-1).int().flatten(0, -2)
 
@@ -370,7 +375,7 @@ def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]
     begin = edges[owner] + (piece - last[owner] + needed[owner]) * limit
     end = torch.minimum(begin + limit, edges[owner + 1])
     chunk = owner % many
-    pieces = (tables.row[chunk], tables.len[chunk], owner // many, begin, end)
+    pieces = (tables.row[chunk], _sizes(tables)[chunk], owner // many, begin, end)
     return (order // (heads * width)).int(), torch.stack(pieces, dim=-1)
 
 
@@ -447,9 +452,11 @@ class _Attention(torch.autograd.Function):
 
 
 def block_lead(tables: Tables, query_block: int) -> Tensor:
-    """[N] row of the first query of each query's block. Raises ValueError for a bad size: a block
-    shares its own chunk, and a decoder's queries share nothing."""
-    dsa.require_power("query_block", query_block, 1 if tables.cached else tables.chunk_size)
+    """[N] row of the first query of each query's block. A block shares its own chunk, and a
+    decoder's queries share nothing."""
+    most = 1 if tables.cached else tables.chunk_size
+    power = query_block.bit_count() == 1 and 1 <= query_block <= most
+    assert power, f"query_block must be a power of two from 1 to {most}, got {query_block}"
     return torch.arange(len(tables.q_pos), device=tables.row.device) - tables.q_pos % query_block
 
 
@@ -457,20 +464,20 @@ def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
     """What the kernels ask of tensors, beyond what dsa.py does."""
     block_lead(tables, query_block)
     whole = query_block == 1 or len(tables.q_pos) == tables.rows
-    require(whole, f"query_block must be 1 unless all keys have a query, got {query_block}")
+    assert whole, f"query_block must be 1 unless all keys have a query, got {query_block}"
     for name, x in tensors.items():
         here = f"cuda, or cpu with TRITON_INTERPRET=1: {name} is on {x.device}"
-        require(x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}")
+        assert x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}"
         allowed = INTERPRETED or x.dtype != torch.float64
-        require(allowed, f"dtype must not be float64, as {name} is, outside the interpreter")
-        require(x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}")
+        assert allowed, f"dtype must not be float64, as {name} is, outside the interpreter"
+        assert x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}"
         fits = x.shape[-1] in WIDTHS or name == "weights"
-        require(fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}")
+        assert fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}"
 
 
 def _check_attention(q, k, v, tables: Tables, query_block: int) -> None:
-    dsa.check_tensors(q, k, tables, v)
-    dsa.require_shape("v", v, k.shape)
+    dsa.check_tensors(tables, q, k, v)
+    assert v.shape == k.shape, f"v must be {k.shape}, got {v.shape}"
     _check(tables, query_block, q=q, k=k, v=v)
 
 
@@ -482,13 +489,11 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_blo
     none -> [N, Hq, D]; a query that sees nothing gets 0. scale defaults to D ** -0.5. Gradients
     for q, k, v; dK and dV are summed in float32. To check `sel` the host waits for the GPU;
     `dsa_attention`, whose lists are its own, does not.
-    Raises ValueError for a duplicate or foreign chunk id, for lists that are not shared in a
-    `query_block`, and for inputs that do not fit.
     """
     _check_attention(q, k, v, tables, query_block)
-    dsa.check_selection(sel, tables, k.shape[1])
+    dsa.check_selection(tables, sel, k.shape[1])
     shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
-    require(shared, f"sel must be the same for all queries of a query_block of {query_block}")
+    assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
     blocks = _blocks(tables, query_block)
     return _attend(q, k, v, _by_block(sel, blocks), blocks, tables, scale, query_block)
 
@@ -513,21 +518,20 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, quer
     scores may differ from dsa.py's in their last bits.
     A decoder's few queries, and lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens), are
     selected by dsa.py, 256 queries at a time.
-    Raises ValueError for top_k < 1 and for inputs that do not fit.
     """
-    dsa.check_tensors(q, k, tables)
+    dsa.check_tensors(tables, q, k)
     _check(tables, query_block, q=q, k=k)
     lists = _lists(q, k, tables, top_k, index, means, query_block, _blocks(tables, query_block))
     return lists if query_block == 1 else _by_query(lists, tables, query_block)
 
 
 def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  # [NB, Hs, S]
-    require(type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k!r}")
+    assert type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k}"
     weights, width, learned = q, min(top_k, tables.widest), index is not None
     if learned:
         q, k, weights = index
-        dsa.check_tensors(q, k[:, None], tables, weights)
-        dsa.require_shape("weights", weights, q.shape[:2])
+        dsa.check_tensors(tables, q, k[:, None], weights)
+        assert weights.shape == q.shape[:2], f"weights must be {q.shape[:2]}, got {weights.shape}"
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
     if tables.cached or width > STREAMED + 1:
         sel = dsa.select_chunks(q, k, tables, top_k, index, means)
@@ -538,7 +542,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     heads, want = k.shape[1], [len(tables.row), *k.shape[1:]]
     fits = list(means.shape) == want and means.is_contiguous() and means.device == k.device
     fits = fits and means.dtype in (k.dtype, torch.float32)
-    require(fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}")
+    assert fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}"
     sel = torch.empty(len(blocks), heads, width, dtype=torch.int64, device=q.device)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
     shape |= {"WIDE": tl.float64 if q.dtype == torch.float64 else tl.float32}
@@ -552,7 +556,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
 def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, query_block=1):
     """Score, select and attend: q [N, Hq, D], k and v [M, Hkv, D] -> [N, Hq, D].
 
-    Arguments, dtypes and errors as for `select_chunks` and `sparse_attention`; no host
+    Arguments, dtypes and checks as for `select_chunks` and `sparse_attention`; no host
     synchronisation. Nothing is kept for a backward pass that cannot come.
     """
     _check_attention(q, k, v, tables, query_block)

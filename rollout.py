@@ -30,7 +30,7 @@ from model import GPT, pack_tokens
 from reward import Task, alphabet_of, capacity_of, respond
 from runtime import limits
 from runtime.config import Config
-from runtime.messages import ARRAYS, Group, Trajectory
+from runtime.messages import Group, Trajectory
 from runtime.tokenizer import encode
 
 FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill
@@ -149,7 +149,8 @@ class Generator:
     """Continuous batching: `submit` groups, call `step` until `busy` is False, collect groups.
 
     The arrays are the state; row b is slot b. `known[b]` tokens are there, `cached[b]` of them have
-    been through the model; a slot samples when all known tokens have been.
+    been through the model; a slot samples when all known tokens have been. `versions` tell which
+    tokens the policy has said: they are -1 for all others.
     """
 
     model: GPT
@@ -172,10 +173,10 @@ class Generator:
         self.stops = np.isin(np.arange(model.config.vocab_size), list(self.environment.stop))
         self.cache = make_cache(model, slots, capacity)
         self.head = self._output_matrix()
-        self.arrays = {name: np.zeros((slots, capacity), kind) for name, kind in ARRAYS.items()}
-        self.tokens, self.loss_mask, self.logprobs, self.versions = self.arrays.values()
-        self.known = np.ones(slots, np.int64)  # idle slots feed token 0 at position 0
-        self.cached, self.keys, self.turn_start, self.turn_limit = np.zeros((4, slots), np.int64)
+        self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
+        self.logprobs = np.zeros((slots, capacity), np.float32)
+        # idle slots feed position 0
+        self.known, self.cached, self.keys, self.turn_end = np.zeros((4, slots), np.int64)
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
         self.episodes = [None] * slots  # Trajectory of a busy slot, without arrays until the end
         self.groups = {}  # group id -> Group, those that are not finished
@@ -288,21 +289,32 @@ class Generator:
             first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
             if first:
                 prompts[b] = group.group_id, prompt[:first]
-            self.tokens[b, :n] = prompt
-            self.loss_mask[b], self.logprobs[b], self.versions[b] = False, 0.0, -1
-            self.running[b] = True
-            self.known[b] = self.turn_start[b] = n
-            self.cached[b] = first
-            self.turn_limit[b] = group.problem.get("turn_tokens", self.environment.turn_tokens)
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-            self.keys[b] = key
             episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
             episode.started = time.monotonic()
             episode.swaps = [first, self.version]
             self.episodes[b] = episode
+            self.keys[b] = key
+            self.known[b] = 0
+            self.cached[b] = first
+            self._begin_turn(b, prompt)
             if sample_index == 0:
                 self._event("start", group.group_id, n)
         prefill_groups(self.model, self.cache, prompts, self.prompts)
+
+    def _begin_turn(self, b: int, tokens: list[int]) -> None:
+        """Append a prompt or an observation; what follows is the policy's turn."""
+        episode, start = self.episodes[b], self.known[b]
+        stop = start + len(tokens)
+        self.tokens[b, start:stop] = tokens
+        self.logprobs[b, start:stop] = 0.0
+        self.versions[b, start:stop] = -1
+        self.known[b] = stop
+        problem = self.groups[episode.group_id].problem
+        limit = problem.get("turn_tokens", self.environment.turn_tokens)
+        self.turn_end[b] = min(stop + limit, self.capacity)
+        episode.turns.append((int(stop), -1))  # it ends in `_end_turns`
+        self.running[b] = True
 
     # ----------------------------------------------------------------------------------- decode
 
@@ -334,16 +346,12 @@ class Generator:
         tokens = self.environment.alphabet[chosen[rows]]
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs[rows]
-        self.loss_mask[rows, at] = True
         self.versions[rows, at] = self.version
         self.known[rows] += 1
         busy = int(self.running.sum())
         self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
-
-        limit = at + 1 - self.turn_start[rows] >= self.turn_limit[rows]
-        ended = rows[self.stops[tokens] | limit | (at + 1 >= self.capacity)]
-        if len(ended):
-            self._end_turns(ended.tolist())
+        ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
+        self._end_turns(rows[ended].tolist())
 
     def _end_turns(self, ended: list[int]) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
@@ -351,13 +359,13 @@ class Generator:
         requests = {}
         for b in ended:
             episode, known = self.episodes[b], int(self.known[b])
-            episode.turns.append((int(self.turn_start[b]), known))
-            if len(episode.turns) >= environment.max_turns:
+            episode.turns[-1] = (episode.turns[-1][0], known)
+            if len(episode.turns) < environment.max_turns:
+                problem = self.groups[episode.group_id].problem
+                requests[b] = problem, self.tokens[b, :known].copy(), list(episode.turns)
+            else:
                 cut = environment.stop and not self.stops[self.tokens[b, known - 1]]
-                self._finish(b, "length" if cut else "stop")
-                continue
-            problem = self.groups[episode.group_id].problem
-            requests[b] = problem, self.tokens[b, :known].copy(), list(episode.turns)
+                self._go_on(b, "length" if cut else None)
         if environment.beside:
             deadline = time.monotonic() + environment.seconds
             for b, request in requests.items():
@@ -365,8 +373,8 @@ class Generator:
                 self.replies[b] = limits.in_thread(environment.respond, [request]), deadline
         elif requests:
             replies = environment.respond(list(requests.values()))
-            for b, observation in zip(requests, replies, strict=True):
-                self._observe(b, observation)
+            for b, reply in zip(requests, replies, strict=True):
+                self._go_on(b, reply)
 
     def _collect_replies(self) -> None:
         """Take the replies of environments that ran beside generation; give up on late ones."""
@@ -374,31 +382,27 @@ class Generator:
             done = future.done()
             if done or time.monotonic() > deadline:
                 del self.replies[b]
-                self.running[b] = True
-                self._observe(b, *(future.result() if done else ["env_timeout"]))
+                self._go_on(b, *(future.result() if done else ["env_timeout"]))
 
-    def _observe(self, b: int, observation: list[int] | None | str) -> None:
-        """Append the environment's tokens, or finish the episode."""
-        if observation is None or isinstance(observation, str):
-            return self._finish(b, observation or "stop")
-        start = self.known[b]
-        stop = start + len(observation)
-        if stop >= self.capacity:
-            return self._finish(b, "length")
-        self.tokens[b, start:stop] = observation
-        self.known[b] = self.turn_start[b] = stop
+    def _go_on(self, b: int, reply: list[int] | None | str) -> None:
+        """After a turn: begin the next one, or end the episode, and free its slot.
 
-    def _finish(self, b: int, reason: str) -> None:
-        """Turn slot b into a Trajectory and free it; a group leaves when all its samples are in."""
-        episode = self.episodes[b]
-        group = self.groups[episode.group_id]
-        for name, array in self.arrays.items():
-            setattr(episode, name, array[b, : self.known[b]].copy())
-        episode.finish, _, episode.failure = reason.partition(": ")
+        A group leaves when all its samples are in.
+        """
+        if isinstance(reply, list):
+            if self.known[b] + len(reply) < self.capacity:
+                return self._begin_turn(b, reply)
+            reply = "length"
+        episode, n = self.episodes[b], self.known[b]
+        episode.tokens = self.tokens[b, :n].copy()
+        episode.logprobs = self.logprobs[b, :n].copy()
+        episode.versions = self.versions[b, :n].copy()
+        episode.loss_mask = episode.versions >= 0
+        episode.finish, _, episode.failure = (reply or "stop").partition(": ")
         episode.finished = time.monotonic()
+        self.episodes[b], self.running[b], self.cached[b] = None, False, 0
+        group = self.groups[episode.group_id]
         group.trajectories.append(episode)
-        self.episodes[b], self.running[b] = None, False
-        self.known[b], self.cached[b], self.tokens[b, 0] = 1, 0, 0
         if len(group.trajectories) == self.group_size:
             group.trajectories.sort(key=lambda t: t.sample_index)
             self.finished.append(self.groups.pop(group.group_id))

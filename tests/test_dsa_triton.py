@@ -55,8 +55,7 @@ def packed(*cu, chunk_size):
 
 def some_queries(tables, which: slice):
     """The tables of a prefill that continues: all keys, and only these queries."""
-    names = tables._fields[7:]  # one entry a query
-    return tables._replace(**{name: getattr(tables, name)[which] for name in names})
+    return tables._replace(q_pos=tables.q_pos[which], first=tables.first[which])
 
 
 def random_qkv(queries, keys, heads=(4, 2), width=16, dtype=torch.float32):
@@ -293,11 +292,11 @@ def test_inverse_lists_are_the_naive_ones_in_bounded_pieces():
             assert end - begin <= limit
             if end > begin:
                 found.setdefault((head, row, size), []).extend(order[begin:end].tolist())
-        want = {}
+        want, rows = {}, [*tables.row.tolist(), tables.rows]
         for block, by_head in enumerate(lists.tolist()):
             for head, ids in enumerate(by_head):
                 for chunk in (c for c in ids if c >= 0):
-                    place = (head, int(tables.row[chunk]), int(tables.len[chunk]))
+                    place = (head, rows[chunk], rows[chunk + 1] - rows[chunk])
                     want.setdefault(place, []).append(block)
         assert {key: sorted(blocks) for key, blocks in found.items()} == want
 
@@ -462,10 +461,13 @@ BAD = {
         "query_block must be 1 unless all keys",
     ),
     "width": (lambda: attend(width=24), r"q must have a head width of .*128.*, got \[6, 4, 24\]"),
-    "rows": (lambda: attend(rows=5), r"q must be \[6, heads"),
-    "dtypes": (lambda: attend(v=zeros(6, 2, 16).half()), "dtype must be.*float16"),
-    "integers": (lambda: attend(**{x: zeros(6, 2, 16).long() for x in "qkv"}), "dtype.*int64"),
-    "device": (lambda: attend(k=torch.zeros(6, 2, 16, device="meta")), "device.*meta"),
+    "rows": (lambda: attend(rows=5), r"q .*\[5, 4, 16\].* for 6 queries"),
+    "dtypes": (lambda: attend(v=zeros(6, 2, 16).half()), "one floating dtype.*float16"),
+    "integers": (
+        lambda: attend(**{x: zeros(6, 2, 16).long() for x in "qkv"}),
+        "dtype.*int64",
+    ),
+    "device": (lambda: attend(k=torch.zeros(6, 2, 16, device="meta")), "got.*meta"),
     "strides q": (lambda: attend(q=zeros(4, 6, 16).transpose(0, 1)), "q must be contiguous"),
     "strides k": (lambda: attend(k=zeros(6, 2, 32)[..., ::2]), "k must be contiguous"),
     "strides v": (lambda: attend(v=zeros(6, 1, 16).expand(6, 2, 16)), "v must be contiguous"),
@@ -476,7 +478,7 @@ BAD = {
     ),
     "weights": (
         lambda: attend(index=(zeros(6, 3, 16), zeros(6, 16), zeros(6, 2))),
-        r"weights must be \[6, 3\]",
+        r"weights must be .*\[6, 3\]",
     ),
     "index strides": (
         lambda: attend(index=(zeros(6, 3, 16), zeros(16, 6).T, zeros(6, 3))),
@@ -486,9 +488,9 @@ BAD = {
     "means device": (lambda: attend(means=torch.zeros(3, 2, 16, device="meta")), "means must be"),
     "sel twice": (
         lambda: attend(sel=torch.tensor([[[0, -1, -1]]] * 5 + [[[1, 0, 1]]])),
-        r"sel must hold unique.*sel\[5, 0\] is \[1, 0, 1\]",
+        r"sel must hold unique.*\[\[1, 0, 1\]\]",
     ),
-    "sel future": (lambda: attend(sel=torch.full((6, 1, 1), 1)), r"sel must hold.*sel\[0, 0\]"),
+    "sel future": (lambda: attend(sel=torch.full((6, 1, 1), 1)), r"sel must hold.*\[\[1\],"),
     "sel far": (lambda: attend(sel=torch.full((6, 1, 1), 10**9)), "sel must hold"),
     "sel below -1": (lambda: attend(sel=torch.full((6, 1, 1), -2)), "sel must hold"),
     "sel dtype": (lambda: attend(sel=torch.zeros(6, 1, 1).int()), "sel must be int64"),
@@ -504,7 +506,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_named(name):
     call, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AssertionError, match=message):
         call()
 
 
@@ -518,7 +520,9 @@ def test_a_cpu_tensor_is_refused_where_nothing_is_interpreted():
         lambda: dsa_triton.sparse_attention(q, k, v, tables.past[:, None, None], tables),
     )
     for call in calls:
-        with pytest.raises(ValueError, match="device must be cuda, or cpu with TRITON_INTERPRET=1"):
+        with pytest.raises(
+            AssertionError, match="device must be cuda, or cpu with TRITON_INTERPRET=1"
+        ):
             call()
 
 
