@@ -702,9 +702,9 @@ def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, l
     return end, left
 
 
-def adopt() -> None:
+def adopt(yes: bool = True) -> None:
     """From now on this process is the parent of whoever is left behind by its children (Linux)."""
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    ctypes.CDLL(None).prctl(36, int(yes))  # PR_SET_CHILD_SUBREAPER
 
 
 def children() -> set[int]:

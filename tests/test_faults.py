@@ -13,7 +13,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
         fail_at("learner", "train", "no tracker", after=2),
         fail_at("learner", "train", "NaN gradient", after=4),
         fail_at("learner", "checkpoint", "full disk", after=7),
-        fail_at("reward", "receive", "exception", after=40),
+        fail_at("reward", "receive", "exception", after=48),  # after the resume
     ]
     flags = {"steps": 14, "silence": 20.0, "rollout_workers": 1, "restarts": 6}
     result = run_plan(tmp_path / "run", plan, **flags)

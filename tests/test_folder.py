@@ -10,9 +10,16 @@ from runtime.config import UserError
 from runtime.folder import Log, own_folder, read_lines, scan, write_file
 
 
+@pytest.fixture(autouse=True)
+def adopted():
+    """Who is left behind by a test is a child of this process, while the test runs."""
+    disk.adopt()
+    yield
+    disk.adopt(False)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    disk.adopt()
     return disk.make_runs(tmp_path_factory.mktemp("runs"))
 
 
@@ -39,7 +46,6 @@ def test_a_strangers_folder_does_nothing_outside(tmp_path):
 
 @pytest.mark.parametrize("mode, bad", [("sync", "os._exit(3)"), ("async", list(disk.EXAMS)[0])])
 def test_what_a_task_does_in_an_evaluation_is_named(tmp_path, mode, bad):
-    disk.adopt()
     end, left = disk.exam(tmp_path / "exam", mode, bad)
     assert disk.EXAMS[bad] in end.out + end.err and not left
 
@@ -116,7 +122,6 @@ def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):
 
 
 def test_what_a_task_has_forked_does_not_outlive_a_run_that_fails(tmp_path):
-    disk.adopt()
     fork, fail = "if not os.fork(): time.sleep(1000)", "raise RuntimeError('boom')"
     end, left = disk.exam(tmp_path / "exam", "sync", fork, fail)
     assert "episodes failed" in end.err
