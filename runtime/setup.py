@@ -70,16 +70,20 @@ def open_training(config: Config, mode: str) -> Run:
         dropped = drop_what_follows(folder, state)
         make_subfolders(folder)
         write_config(folder, record | {"steps": config.steps})
+    gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
         examiner = Examiner(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
         if state:
             log.say(f"{folder} goes on at step {learner.version}; dropped: {dropped}")
-        else:
+            return run
+        try:
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
             checkpoint(learner, folder, log)  # so that a run can always be resumed
-    gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
+        except BaseException:
+            log.close()  # the error is the last line on the screen
+            raise
     return run
 
 
