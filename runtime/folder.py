@@ -174,9 +174,8 @@ def read_lines(path: Path) -> list[dict]:
 
 def check_log(path: Path, mark: tuple[int, int]) -> None:
     """UserError when a log does not begin with what it had at this mark."""
-    found = (0, 0)
-    if mark != found:  # of a log that is still empty there may be no file
-        for _, here in scan(path, mark[0]):
-            found = here
-    if mark != found:
+    marks = [(0, 0)]  # of a log that is still empty there may be no file
+    if mark != marks[0]:
+        marks = [found for _, found in scan(path, mark[0])]
+    if mark not in marks[-1:]:
         raise UserError(f"{path}: must be whole up to byte {mark[0]:,}")
