@@ -312,9 +312,10 @@ class Pool:
             worker.process.kill()
             worker.process.join(1.0)
             if worker.restarts >= self.budget:
-                text = f"{worker.name} {reason}; {self.budget} restarts are used up "
-                text += f"(last: {worker.said}; log: {worker.log})"
-                return self._put(worker, TrainingStopped(text))
+                used = (
+                    f"{self.budget} restarts are used up (last: {worker.said}; log: {worker.log})"
+                )
+                return self._put(worker, TrainingStopped(f"{worker.name} {reason}; {used}"))
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             self.workers[worker.name] = successor
             groups, worker.work = list(worker.work.values()), {}

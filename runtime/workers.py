@@ -27,6 +27,8 @@ from runtime.messages import Answer, Group, Judgement
 from runtime.processes import Line
 from runtime.setup import task_of
 
+TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
+
 
 def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgement:
     """Verify a group, and say how long that took."""
@@ -45,12 +47,12 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     mailbox = Mailbox(model.flat.numel(), mailbox_place, device)
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
-    born = time.monotonic()
+    born, answers, waits = time.monotonic(), [], 0.0
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
     while True:
-        for group in line.receive(0.0 if generator.busy or span else 0.02):
+        for group in line.receive(0.0 if generator.busy or answers else 0.02):
             generator.submit(group)
         if mailbox.version > generator.newest:
             generator.set_weights(*mailbox.read())
@@ -67,13 +69,14 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         else:
             time.sleep(0.0005)
         line.status = {**generator.counts, "alive": time.monotonic() - born}
-        answers = []
         for group in generator.take_finished():
+            waits = waits if answers else time.monotonic()
             judgement = None if config.reward_workers else judge(group, task, config, line.beat)
             events, generator.events = generator.events, []
             answers.append(Answer(group.group_id, group, judgement, events))
-        if answers:
+        if answers and (not active or time.monotonic() - waits > TOGETHER_SECONDS):
             line.send(*answers)
+            answers = []
         line.beat()
 
 
