@@ -44,6 +44,14 @@ def test_measured_runs_kept_their_promises():
     assert all(row["staleness"]["bound"] == row["max_staleness"] for row in bounded)
 
 
+def test_no_run_folder_was_lost_or_did_harm():
+    found = load_result("disk")
+    assert all(found[kind]["wrong"] == [] for kind in ("damaged", "killed", "hostile"))
+    assert sum(found["damaged"]["ends"].values()) >= 300
+    killed = found["killed"]["ends"]
+    assert sum(n for end, n in killed.items() if end.endswith("exit -9")) >= 100
+
+
 def test_faults_and_replays_kept_their_promises():
     faults, replays = load_result("faults"), load_result("replay")["runs"]
     assert faults["faults"] >= 300 and faults["failures"] == []
