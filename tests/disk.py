@@ -162,7 +162,8 @@ def end_of(child: int, place: Path, seconds: float = 60.0) -> End:
             os.waitpid(child, 0)
             raise AssertionError(f"hangs: {(place / 'err').read_text()[-500:]}")
         time.sleep(0.002)
-    texts = [(place / n).read_text(errors="replace") for n in ("out", "err", "outside")]
+    paths = [place / name for name in ("out", "err", "outside")]  # none of one killed at once
+    texts = [path.read_text(errors="replace") if path.exists() else "" for path in paths]
     return End(os.waitstatus_to_exitcode(status), *texts)
 
 
