@@ -41,7 +41,6 @@ def train(config: Config) -> None:
                     apply_verdicts(group, verify_group(group, task, config))
             with log.timed("learner", "train", version=version):
                 metrics = learner_step(learner, groups, config)
-            metrics |= {"staleness_max": 0, "staleness_mean": 0.0}
             close_step(run, groups, metrics)
     finally:
         wall = log.close()

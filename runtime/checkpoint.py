@@ -179,10 +179,11 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         learner.reference.flat.copy_(state["reference"])
     for name in COUNTERS:
         setattr(learner, name, state[name])
-    done = Path(config.resume, "summary.json").exists()  # without it, the end is still to come
-    if ledger and learner.version >= config.steps + (not done):
-        done = f"must be more than the {learner.version} steps that the run has"
-        raise UserError(f"--steps {config.steps}: {done}")
+    ended = Path(config.resume, "summary.json").exists()
+    left = config.steps - learner.version  # at 0, a run without a summary has still to be ended
+    if ledger and (left < 0 or ended and left == 0):
+        needed = f"must be more than the {learner.version} steps that the run has"
+        raise UserError(f"--steps {config.steps}: {needed}")
 
 
 def misfit(learner: Learner, state: dict, config: Config) -> str | None:

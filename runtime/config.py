@@ -18,7 +18,7 @@ if os.name == "nt":
 
 LONGEST_CONTEXT = 131072
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
-SWAPS = ("keep", "recompute", "drain")  # drain: running episodes end first
+SWAPS = ("keep", "recompute", "drain")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 # what a plain --help shows
@@ -86,7 +86,7 @@ class Config:
     group_size: int = flag(16, "answers to each prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
-    swap: str = flag("keep", "at new weights: keep old caches, recompute, or drain", choices=SWAPS)
+    swap: str = flag("keep", "caches at new weights; drain: running ones end first", choices=SWAPS)
     rollout_weights: str = flag("float32", "precision of the weights that generate", choices=DTYPES)
 
     max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")

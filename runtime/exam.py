@@ -22,7 +22,6 @@ from pathlib import Path
 from reward import Task, Verdict, make_task, respond, verify_group
 from runtime import limits
 from runtime.config import Config, TrainingStopped
-from runtime.limits import die_with
 from runtime.messages import Group
 
 START_SECONDS = 60.0  # a child imports, and makes the task
@@ -120,7 +119,7 @@ def serve() -> None:
     pipe, here = Connection(os.dup(0)), os.getpid()
     os.close(0)
     parent, config = pipe.recv()
-    die_with(parent)
+    limits.die_with(parent)
     task = make_task(config.task, config.seed)
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
