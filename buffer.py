@@ -19,7 +19,10 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Container
+
+import numpy as np
 
 from runtime.messages import Group, Trajectory
 
@@ -145,3 +148,38 @@ class Buffer:
             worst = staleness(group, version)
             assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
         return batch
+
+
+# ---- a batch ----
+
+
+def batch_metrics(groups: list[Group], version: int) -> dict:
+    """What can be said of a batch that has trained `version` without a look at the policy."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if not t.failed]
+    ages = [staleness(t, version) for t in trajectories]
+    return {
+        "reward": float(np.mean(rewards or [0.0])),
+        "samples": len(trajectories),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
+    }
+
+
+def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
+    """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
+
+    What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
+    neighbours waste little of it. A sequence longer than the budget gets a micro-batch of its own.
+    Several learners share them: none is larger than an equal share of all tokens.
+    """
+    if learners > 1:
+        token_budget = min(token_budget, max(1, sum(lengths) // learners))
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):  # stable: deterministic
+        if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
+            batches.append([])
+        batches[-1].append(i)
+    return batches

@@ -12,22 +12,31 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 import copy
 import math
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import losses
-from buffer import staleness
-from model import GPT, generated_logprobs, pack_tokens
-from reward import Task, alphabet_of, capacity_of, problem_of, verify_group
-from rollout import Generator, generate, make_environment
+from buffer import pack
+from model import GPT, Packed, pack_tokens, padded
+from reward import (
+    Task,
+    alphabet_of,
+    capacity_of,
+    make_environment,
+    problem_of,
+    verify_group,
+)
+from rollout import Generator, generate
 from runtime.config import Config
 from runtime.messages import Group, apply_verdicts
+
+PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
 
 
 def naive_step(
@@ -61,9 +70,14 @@ def naive_step(
 
 @dataclass
 class Learner:
-    """Everything that a step changes, and so everything that a checkpoint holds."""
+    """Everything that a step changes, and so everything that a checkpoint holds.
+
+    `weights` [P] are the policy's in float32, with their gradient. A model that computes in float32
+    has the same memory for its own; one in bfloat16 gets them rounded after every step.
+    """
 
     model: GPT
+    weights: nn.Parameter
     optimizer: torch.optim.Optimizer
     damper: losses.Damper
     alphabet: Tensor  # int64 [V], token ids the policy may emit
@@ -76,8 +90,11 @@ class Learner:
 
 def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     """Optimizer, reference and damper of a model, at version 0."""
-    flat = torch.nn.Parameter(model.flat)  # one tensor is all parameters: one vector operation
-    flat.grad = model.flat_grad
+    flat = nn.Parameter(model.flat.float())  # one tensor is all parameters: one vector operation
+    if model.flat.dtype != (dtype := getattr(torch, config.dtype)):
+        model.flatten(dtype=dtype)
+    same = flat.dtype == dtype
+    flat.grad = model.flat_grad if same else torch.zeros_like(flat)
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
@@ -89,7 +106,7 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     damper = losses.Damper(threshold=config.kl_threshold)
     alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
     reference = copy.deepcopy(model) if config.reference_every else None
-    return Learner(model, optimizer, damper, alphabet, reference)
+    return Learner(model, flat, optimizer, damper, alphabet, reference)
 
 
 # ----------------------------------------------------------------------------------------- a step
@@ -116,18 +133,19 @@ def learner_step(
     batches = pack(lengths, config.token_budget, config.learners)
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
-    learner.model.flat_grad.zero_()
+    learner.weights.grad.zero_()
     loss, parts = 0.0, []
 
     for indices in batches[rank :: config.learners]:
         batch = [samples[i] for i in indices]
         share, part = micro_batch_loss(learner, batch, measured, count, config)
         share.backward()
+        gather_gradient(learner)
         loss += float(share.detach())
         parts.append(part)
 
     if config.learners > 1:
-        dist.all_reduce(learner.model.flat_grad)
+        dist.all_reduce(learner.weights.grad)
         shares: list = [None] * config.learners
         dist.all_gather_object(shares, [parts, loss])
         parts = [part for own, _ in shares for part in own]
@@ -152,23 +170,6 @@ def samples_of(groups: list[Group], kind: str) -> tuple[list[tuple], Tensor]:
     return [(t, advantage) for t, advantage in pairs if t.generated and not t.failed], dead
 
 
-def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
-    """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
-
-    What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
-    neighbours waste little of it. A sequence longer than the budget gets a micro-batch of its own.
-    Several learners share them: none is larger than an equal share of all tokens.
-    """
-    if learners > 1:
-        token_budget = min(token_budget, max(1, sum(lengths) // learners))
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):  # stable: deterministic
-        if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
-
-
 def token_logprobs(
     model: GPT,
     batch: list[tuple],
@@ -181,6 +182,40 @@ def token_logprobs(
     generated = np.flatnonzero(np.concatenate([t.loss_mask for t, _ in batch]))
     rows = torch.from_numpy(generated).to(device)
     return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
+
+
+def generated_logprobs(
+    model: GPT,
+    packed: Packed,
+    rows: Tensor,  # [M] tokens of the batch
+    alphabet: Tensor,  # [V'] token ids, the generator's
+    temperature: float,  # the generator's
+) -> tuple:
+    """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient.
+
+    Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
+    state reaches the output matrix. Logits are never there for more than PIECE pairs of a token and
+    a word: what is over is computed piece by piece, and again in the backward pass.
+    """
+    shared, wanted, copies = share_prefixes(packed, rows - 1)
+    hidden = model(shared, wanted).index_select(0, copies)  # [M, d]
+    places = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
+    places[alphabet] = torch.arange(len(alphabet), device=places.device)
+    targets = places[packed.tokens[rows]]  # [M], places in the alphabet
+    assert (targets >= 0).all(), f"generated tokens must be in the alphabet {alphabet.tolist()}"
+
+    def piece(hidden, targets):
+        logits = model.logits(hidden, alphabet).float()  # [m, V']
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+    size = PIECE // len(alphabet)
+    if len(rows) <= size:
+        return piece(hidden, targets)
+    again = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
+    pieces = map(again, hidden.split(size), targets.split(size))
+    return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
 
 
 def micro_batch_loss(
@@ -216,6 +251,20 @@ def micro_batch_loss(
     return loss, losses.diagnostics(tokens, entropy, touched, reference)
 
 
+def gather_gradient(learner: Learner) -> None:
+    """Add a micro-batch's gradient to the step's, in float32, if the model computes in another."""
+    if learner.model.flat.dtype != torch.float32:
+        learner.weights.grad += learner.model.flat_grad
+        learner.model.flat_grad.zero_()
+
+
+def set_weights(learner: Learner) -> None:
+    """Give the model its weights, rounded to its precision."""
+    if learner.model.flat.dtype != torch.float32:
+        learner.model.flat.copy_(learner.weights)
+
+
+@torch.no_grad()
 def update_weights(
     learner: Learner,
     config: Config,
@@ -223,7 +272,7 @@ def update_weights(
     metrics: dict,
 ) -> dict:
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
-    gradient = learner.model.flat_grad
+    gradient = learner.weights.grad
     norm = float(gradient.norm())
     finite = math.isfinite(loss + norm)
     if finite and "kl_reference" in metrics:
@@ -235,6 +284,7 @@ def update_weights(
             gradient.mul_(config.grad_clip / norm)
         learner.optimizer.param_groups[0]["lr"] = lr
         learner.optimizer.step()
+        set_weights(learner)
     learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
     learner.skipped += not finite
     learner.version += 1
@@ -247,21 +297,6 @@ def update_weights(
         "lr": lr,
         "kl_window": losses.window_mean(learner.damper),
         "skipped": learner.skipped,
-    }
-
-
-def batch_metrics(groups: list[Group], version: int) -> dict:
-    """What can be said of a batch that has trained `version` without a look at the policy."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in trajectories if not t.failed]
-    ages = [staleness(t, version) for t in trajectories]
-    return {
-        "reward": float(np.mean(rewards or [0.0])),
-        "samples": len(trajectories),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
     }
 
 
@@ -313,3 +348,52 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
         "turns": float(np.mean([len(t.turns) for t in episodes])),
         "failures": failures,
     }
+
+
+# ------------------------------------------------------- what is in common is computed once
+
+
+def share_prefixes(packed: Packed, rows: Tensor) -> tuple:
+    """Leaves out of a packed batch what would be computed twice, and what nobody reads.
+
+    Answers to one prompt begin alike, and equal beginnings have equal hidden states: they are
+    computed once. `rows` [M] are the tokens whose hidden states are read; nobody attends to what
+    stands in a sequence behind the last of them. The rest of the model can be read without this.
+
+    packed: what `pack_tokens` returns. Returns another one, with U distinct tokens, and sequences
+    of which none is the beginning of another; wanted [R], those of the U that are read; and
+    copies [M], with which `hidden[copies]` is what was asked for.
+
+    On one CPU thread, forward and backward of groups of 16 take 33 ms instead of 42 in `guess`, 85
+    instead of 133 in `sum`.
+    """
+    tensors = (packed.tokens, packed.grid, packed.cell[rows])
+    tokens, grid, cells = (x.cpu().numpy() for x in tensors)
+    B, T = grid.shape
+    b, t = np.divmod(cells, T)  # [M] their sequences and places
+    last = np.full((B, 1), -1)
+    np.maximum.at(last[:, 0], b, t)
+    T = padded(last.max() + 1)
+    tree = np.where(np.arange(T) > last, -1, tokens[grid[:, :T]])  # [B, T] token ids
+
+    # In sorted order, no sequence has a longer beginning in common with an earlier one than with
+    # the one just before it. Any order of bytes will do: -1 is all ones, so the longer come first.
+    order = sorted(range(B), key=lambda b: tree[b].tobytes())
+    tree = tree[order]
+    new = tree >= 0  # [B, T] tokens that the sequence before does not have
+    new[1:] &= np.logical_or.accumulate(tree[1:] != tree[:-1], axis=1)
+    numbers = new.cumsum().reshape(B, T) * new
+    numbers = np.maximum.accumulate(numbers, axis=0) - 1  # [B, T] distinct token in each cell
+    wanted, copies = np.unique(numbers[np.argsort(order)[b], t], return_inverse=True)
+
+    kept = new.any(axis=1)  # the other sequences are beginnings of these
+    arrays = (
+        tree[new],
+        new.nonzero()[1],
+        np.where(tree < 0, -1, numbers)[kept],
+        np.flatnonzero(new[kept]),
+        wanted,
+        copies,
+    )
+    *fields, wanted, copies = (torch.from_numpy(x).to(packed.tokens.device) for x in arrays)
+    return Packed(*fields), wanted, copies

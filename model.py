@@ -1,15 +1,17 @@
 """model.py: the GPT: its weights, and its forward pass over packed sequences.
 
 RMSNorm, learned absolute positions or RoPE, grouped-query attention (optionally with QK-norm),
-SwiGLU, tied embeddings. Attention is dense (PyTorch's SDPA) or sparse (dsa.py).
-`naive_forward` is the whole model for one sequence; the rest computes the same for many at once.
-All parameters are views of ONE flat tensor, their gradients of another: publishing the weights is
-one copy, clipping is one norm, the optimizer is one vector operation.
+SwiGLU, tied or untied embeddings: with RoPE and QK-norm it is Qwen3. Attention is dense (PyTorch's
+SDPA) or sparse (dsa.py). `naive_forward` is the whole model for one sequence; the rest computes the
+same for many at once.
+All parameters that are trained are views of ONE flat tensor, their gradients of another: publishing
+the weights is one copy, clipping is one norm, the optimizer is one vector operation. With LoRA only
+low-rank adapters are trained; what they are added to lies in a second flat tensor.
 Left out: generation (cache.py), training, sampling, tokenizers. Token ids in, hidden states out.
 
 Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M tokens that are read
       d model width · F hidden width · V vocabulary, V' tokens of a task
-      H heads: Hq of queries, Hkv of keys and values · D head width
+      H heads: Hq of queries, Hkv of keys and values · D head width · P parameters · r rank
 """
 
 from collections.abc import Callable
@@ -20,9 +22,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dsa
 
+LORA_SCALE = 2.0
+MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")  # of a layer; each may have adapters
 PAD_BLOCK = 16  # attention over 13 tokens takes longer than over 16, a register of AVX-512
 
 
@@ -40,6 +45,8 @@ class ModelConfig:
     context: int = 256
     positions: str = "learned"  # "learned" (absolute) or "rope" (the Qwen3 form)
     qk_norm: bool = False  # RMSNorm over each query and key head, as in Qwen3
+    tied: bool = True  # one matrix reads tokens and writes logits
+    lora: int = 0  # rank of the adapters, which alone are trained; 0: everything is
     rope_base: float = 10_000.0
     norm_eps: float = 1e-6
     init_std: float = 0.08  # with 0.02, RL from random weights learns far worse
@@ -50,6 +57,7 @@ class ModelConfig:
     index_heads: int = 2
     index_width: int = 16
     kernels: str = "auto"  # dsa: "spec" (dsa.py), "triton", or "auto": triton on CUDA
+    recompute: bool = False  # in the backward pass, layer by layer, instead of keeping activations
 
     @property
     def indexed(self) -> bool:
@@ -100,7 +108,7 @@ def naive_forward(model: "GPT", tokens: Tensor) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", q, k[:, shared]) / c.head_width**0.5
         weights = (scores + mask).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, v[:, shared])
-        x = x + out.flatten(1) @ layer.attention_out
+        x = layer.project("attention_out", out.flatten(1), x)
         x = layer.mlp(x)
     return model.norm(x)
 
@@ -129,8 +137,8 @@ def rotate(x, cos, sin) -> Tensor:
 
 
 def parameter(*shape: int) -> nn.Parameter:
-    """Ones, as norms begin; `GPT.initialise` draws the matrices."""
-    return nn.Parameter(torch.ones(shape))
+    """A place without values: `GPT.initialise` or a file gives them."""
+    return nn.Parameter(torch.empty(shape))
 
 
 class Layer(nn.Module):
@@ -155,11 +163,25 @@ class Layer(nn.Module):
         self.mlp_norm = parameter(c.width)
         self.gate_up = parameter(c.width, 2 * c.hidden)  # columns [gate | up]
         self.mlp_out = parameter(c.hidden, c.width)
+        for name in MATRICES if c.lora else ():
+            rows, columns = getattr(self, name).shape
+            self.register_parameter(f"{name}_a", parameter(rows, c.lora))
+            self.register_parameter(f"{name}_b", parameter(c.lora, columns))
+
+    def project(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """x @ W, W one of MATRICES, plus `add`; with adapters x @ (W + 2 A B) (LoRA, arXiv
+        2106.09685, with alpha = 2 r)."""
+        W = getattr(self, name)
+        out = x @ W if add is None else torch.addmm(add, x, W)
+        if self.config.lora:
+            A, B = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
+            out = torch.addmm(out, x @ A, B, alpha=LORA_SCALE)
+        return out
 
     def heads(self, h, rope) -> tuple:
         """Queries [N, Hq, D], keys and values [N, Hkv, D] of h [N, d]; rope: (cos, sin) or None."""
         c = self.config
-        qkv = (h @ self.qkv).view(len(h), -1, c.head_width)
+        qkv = self.project("qkv", h).view(len(h), -1, c.head_width)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
             q = rms_norm(q, self.q_norm, c)
@@ -172,71 +194,106 @@ class Layer(nn.Module):
     def mlp(self, x: Tensor) -> Tensor:
         """x + SwiGLU(norm x), [N, d]."""
         h = rms_norm(x, self.mlp_norm, self.config)
-        gate, up = (h @ self.gate_up).chunk(2, dim=-1)  # [N, F] each
-        return torch.addmm(x, F.silu(gate) * up, self.mlp_out)
+        gate, up = self.project("gate_up", h).chunk(2, dim=-1)  # [N, F] each
+        return self.project("mlp_out", F.silu(gate) * up, x)
 
 
 class GPT(nn.Module):
-    """The policy: token ids in, hidden states out; `logits` applies the tied output matrix.
+    """The policy: token ids in, hidden states out; `logits` applies the output matrix.
 
-    `flat` [P] holds every parameter, `flat_grad` [P] every gradient; both are made by `flatten`,
-    which must be called again after the module has moved to another device or dtype.
+    `flat` [P] holds every parameter that is trained, `flat_grad` [P] its gradient, and `frozen`
+    what is not trained (nothing, without LoRA). seed: of the weights; None leaves them to a file.
     """
 
-    def __init__(self, config: ModelConfig, seed: int = 0):
+    def __init__(self, config: ModelConfig, seed: int | None = 0, dtype=torch.float32):
         super().__init__()
         assert config.heads % config.kv_heads == 0, (config.heads, config.kv_heads)
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
-        if config.positions == "learned":
-            self.embed_positions = nn.Embedding(config.context, config.width)
-        else:
-            self.register_buffer("rope", rope_table(config), persistent=False)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.initialise(seed)
-        self.flatten()
+        with torch.device("meta"):  # no memory yet
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+            if config.positions == "learned":
+                self.embed_positions = nn.Embedding(config.context, config.width)
+            self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+            self.output = self.embed_tokens
+            if not config.tied:
+                self.output = nn.Embedding(config.vocab_size, config.width)
+        rope = rope_table(config) if config.positions == "rope" else None
+        self.register_buffer("rope", rope, persistent=False)
+        self.flatten("cpu", dtype)
+        if seed is not None:
+            self.initialise(seed)
 
-    def initialise(self, seed: int) -> None:
+    @torch.no_grad()
+    def initialise(self, seed: int, adapters: bool = False) -> None:
         """Normal(0, init_std), divided by sqrt(2 L) where a matrix writes into the residual stream,
-        as in GPT-2."""
+        as in GPT-2; norms are 1. Adapters add nothing at first: B is 0. adapters: these only."""
         generator = torch.Generator().manual_seed(seed)
         for name, p in self.named_parameters():
-            if p.dim() == 2:
-                std = self.config.init_std
+            std = self.config.init_std
+            if name.endswith(("_a", "_b")):
+                p.normal_(std=len(p) ** -0.5, generator=generator)
+                p.mul_(name.endswith("_a"))
+            elif p.dim() == 2 and not adapters:
                 if name.endswith("_out"):
                     std *= (2 * self.config.layers) ** -0.5
-                nn.init.normal_(p, std=std, generator=generator)
+                p.normal_(std=std, generator=generator)
+            elif not adapters:
+                p.fill_(not name.endswith("bias"))
 
-    def flatten(self) -> None:
-        """Move every parameter into one flat tensor and its gradient into another."""
-        parameters = list(self.parameters())
-        self.flat = torch.cat([p.detach().flatten() for p in parameters])
-        self.flat_grad = torch.zeros_like(self.flat)
-        sizes = [p.numel() for p in parameters]
-        parts = zip(parameters, self.flat.split(sizes), self.flat_grad.split(sizes), strict=True)
-        for p, weights, gradient in parts:
-            p.data = weights.view_as(p)
-            p.grad = gradient.view_as(p)
+    def flatten(self, device=None, dtype=None) -> None:
+        """Lay all parameters out as views of `flat` and `frozen`, there and in this precision."""
+        like = self.embed_tokens.weight
+        where = {"device": device or like.device, "dtype": dtype or like.dtype}
+        parts = {True: [], False: []}  # trained or not -> (module, name, parameter)
+        for module in self.modules():
+            for name, p in module.named_parameters(recurse=False):
+                trained = not self.config.lora or name.endswith(("_a", "_b"))
+                parts[trained].append((module, name, p.detach()))
+        for trained, places in parts.items():
+            sizes = [p.numel() for _, _, p in places]
+            flat = torch.empty(sum(sizes), **where)
+            for (module, name, p), new in zip(places, flat.split(sizes), strict=True):
+                if not p.is_meta:
+                    new.copy_(p.flatten())
+                setattr(module, name, nn.Parameter(new.view_as(p), trained))
+            setattr(self, "flat" if trained else "frozen", flat)
+        if self.rope is not None:
+            self.rope = self.rope.to(where["device"])
+        self._gradient = None
+
+    @property
+    def flat_grad(self) -> Tensor:
+        """The gradients [P] of `flat`; there is no memory for them until they are asked for."""
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self.flat)
+            trained = [p for p in self.parameters() if p.requires_grad]
+            parts = self._gradient.split([p.numel() for p in trained])
+            for p, gradient in zip(trained, parts, strict=True):
+                if p.grad is not None:
+                    gradient.copy_(p.grad.flatten())
+                p.grad = gradient.view_as(p)
+        return self._gradient
 
     def __deepcopy__(self, memo: dict) -> "GPT":
         """A copy with flat tensors of its own; plain copies of parameters would be no views."""
-        twin = GPT(self.config).to(self.flat)  # its device and dtype
-        twin.flatten()
+        twin = GPT(self.config, None, self.flat.dtype)
+        twin.on(self.flat.device)
         twin.flat.copy_(self.flat)
+        twin.frozen.copy_(self.frozen)
         return twin
 
     def on(self, device) -> "GPT":
         """Move to a device, flat tensors included; "cuda" is the current CUDA device."""
         if self.flat.device != torch.empty(0, device=device).device:
-            self.to(device).flatten()
+            self.flatten(device)
         return self
 
     def embed(self, tokens, positions) -> tuple:
         """Input of the first layer [N, d], and (cos, sin) of RoPE, [N, 1, D] each, or None."""
         x = self.embed_tokens(tokens)
         if self.config.positions == "rope":
-            return x, self.rope[:, positions].unbind()
+            return x, self.rope[:, positions].to(x.dtype).unbind()
         return x + self.embed_positions(positions), None
 
     def body(
@@ -248,19 +305,27 @@ class GPT(nn.Module):
     ) -> Tensor:
         """All layers -> [N, d]; with `rows`, only their hidden states -> [M, d]: of the other
         tokens the last layer computes keys and values only, because nothing else is read."""
-        c = self.config
         x, rope = self.embed(tokens, positions)  # [N, d]
-        for number, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.attention_norm, c)
+
+        def block(x, number, layer, rows):
+            h = rms_norm(x, layer.attention_norm, self.config)
             q, k, v = layer.heads(h, rope)  # [N, H, D] each
             # detached: the policy's loss does not reach the indexer, nor the indexer's the policy
-            index = layer.indexer(h.detach(), positions) if c.indexed else None
+            index = layer.indexer(h.detach(), positions) if self.config.indexed else None
             out = attend(number, q, k, v, index).flatten(1)
-            if rows is not None and number == c.layers - 1:
+            if rows is not None:
                 x = x.index_select(0, rows)
                 out = out.index_select(0, rows)
-            x = torch.addmm(x, out, layer.attention_out)  # x + out @ attention_out
-            x = layer.mlp(x)
+            x = layer.project("attention_out", out, x)  # x + out @ attention_out
+            return layer.mlp(x)
+
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            arguments = (x, number, layer, rows if number == last else None)
+            if self.config.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(*arguments)
         return self.norm(x)
 
     def forward(self, packed: "Packed", rows=None) -> Tensor:
@@ -271,7 +336,9 @@ class GPT(nn.Module):
 
     def logits(self, hidden, alphabet=...) -> Tensor:
         """Scores [N, V'] of the tokens in `alphabet` [V'], by default of all V."""
-        return F.linear(hidden, self.embed_tokens.weight[alphabet])
+        if alphabet is ... or 2 * len(alphabet) < self.config.vocab_size:
+            return F.linear(hidden, self.output.weight[alphabet])
+        return F.linear(hidden, self.output.weight)[:, alphabet]  # most of them: copy no matrix
 
 
 # ------------------------------------------------------------------- many sequences at once
@@ -373,74 +440,3 @@ def attend_packed(
         return out.index_select(0, row_of_token)
 
     return attend
-
-
-def generated_logprobs(
-    model: GPT,
-    packed: Packed,
-    rows: Tensor,  # [M] tokens of the batch
-    alphabet: Tensor,  # [V'] token ids, the generator's
-    temperature: float,  # the generator's
-) -> tuple:
-    """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient.
-
-    Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
-    state reaches the output matrix.
-    """
-    shared, wanted, copies = share_prefixes(packed, rows - 1)
-    hidden = model(shared, wanted).index_select(0, copies)  # [M, d]
-    same = packed.tokens[rows, None] == alphabet  # [M, V']
-    assert same.any(-1).all(), f"generated tokens must be in the alphabet {alphabet.tolist()}"
-    targets = same.int().argmax(-1)  # [M], places in the alphabet
-    logprobs = torch.log_softmax(model.logits(hidden, alphabet) / temperature, -1)  # [M, V']
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropy
-
-
-# ------------------------------------------------------- what is in common is computed once
-
-
-def share_prefixes(packed: Packed, rows: Tensor) -> tuple:
-    """Leaves out of a packed batch what would be computed twice, and what nobody reads.
-
-    Answers to one prompt begin alike, and equal beginnings have equal hidden states: they are
-    computed once. `rows` [M] are the tokens whose hidden states are read; nobody attends to what
-    stands in a sequence behind the last of them. The rest of the model can be read without this.
-
-    packed: what `pack_tokens` returns. Returns another one, with U distinct tokens, and sequences
-    of which none is the beginning of another; wanted [R], those of the U that are read; and
-    copies [M], with which `hidden[copies]` is what was asked for.
-
-    On one CPU thread, forward and backward of groups of 16 take 33 ms instead of 42 in `guess`, 85
-    instead of 133 in `sum`.
-    """
-    tensors = (packed.tokens, packed.grid, packed.cell[rows])
-    tokens, grid, cells = (x.cpu().numpy() for x in tensors)
-    B, T = grid.shape
-    b, t = np.divmod(cells, T)  # [M] their sequences and places
-    last = np.full((B, 1), -1)
-    np.maximum.at(last[:, 0], b, t)
-    T = padded(last.max() + 1)
-    tree = np.where(np.arange(T) > last, -1, tokens[grid[:, :T]])  # [B, T] token ids
-
-    # In sorted order, no sequence has a longer beginning in common with an earlier one than with
-    # the one just before it. Any order of bytes will do: -1 is all ones, so the longer come first.
-    order = sorted(range(B), key=lambda b: tree[b].tobytes())
-    tree = tree[order]
-    new = tree >= 0  # [B, T] tokens that the sequence before does not have
-    new[1:] &= np.logical_or.accumulate(tree[1:] != tree[:-1], axis=1)
-    numbers = new.cumsum().reshape(B, T) * new
-    numbers = np.maximum.accumulate(numbers, axis=0) - 1  # [B, T] distinct token in each cell
-    wanted, copies = np.unique(numbers[np.argsort(order)[b], t], return_inverse=True)
-
-    kept = new.any(axis=1)  # the other sequences are beginnings of these
-    arrays = (
-        tree[new],
-        new.nonzero()[1],
-        np.where(tree < 0, -1, numbers)[kept],
-        np.flatnonzero(new[kept]),
-        wanted,
-        copies,
-    )
-    *fields, wanted, copies = (torch.from_numpy(x).to(packed.tokens.device) for x in arrays)
-    return Packed(*fields), wanted, copies

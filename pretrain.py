@@ -41,7 +41,6 @@ import dsa
 from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens
 from reward import Task, alphabet_of, make_task
 from runtime.config import flag
-from runtime.tokenizer import END, encode
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys
 
@@ -86,9 +85,10 @@ def make_text(task: Task, index: int) -> tuple[list[int], list[int]]:
     table, _, _ = task.reset(index, "train")["prompt"].partition("?")
     pairs = table.rstrip(";").split(";")  # "key=51"
     count = max(1, len(pairs) // 2)
+    encode, end = task.tokenizer.encode, task.tokenizer.end
     tokens, columns = encode(table), []
     for asked in np.random.default_rng(index).integers(len(pairs), size=count):
-        tokens += [*encode("?" + pairs[asked]), END]
+        tokens += [*encode("?" + pairs[asked]), end]
         columns += range(len(tokens) - 3, len(tokens))  # two digits and the end
     return tokens, columns
 
@@ -287,7 +287,8 @@ def exam(length: int, problems: int) -> tuple[Tensor, ...]:
     """Held-out prompts of recall:`length` with their answers, as from `make_batch`."""
     task = make_task(f"recall:{length}")
     found = [task.reset(i, "eval") for i in range(problems)]
-    tokens = torch.tensor([encode(p["prompt"] + p["answer"]) + [END] for p in found])
+    encode, end = task.tokenizer.encode, task.tokenizer.end
+    tokens = torch.tensor([encode(p["prompt"] + p["answer"]) + [end] for p in found])
     columns = torch.arange(tokens.shape[1])[-3:]
     return tokens, columns, torch.from_numpy(alphabet_of(task))
 

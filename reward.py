@@ -5,9 +5,10 @@ A task is two pure functions. `reset(index, split)` gives a problem, plain JSON 
 remembered between calls. So a prompt cursor is one integer, and a reward worker can play a
 finished episode again from its text alone, with the same verdict.
 
-Every file in tasks/ has one function `make(argument, seed) -> Task`, and so has a file of your
-own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here. Copy
-tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and alphabet.
+Every file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`, and so has a file
+of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
+Copy tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and
+alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end`.
 Left out: tools, sandboxes, learned reward models. Never give model output to `eval`, to an
 unbounded number parser or to a regular expression that backtracks.
 
@@ -23,16 +24,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from runtime import limits
 from runtime.config import LONGEST_CONTEXT, Config, UserError, fail
 from runtime.messages import LARGEST_REWARD
-from runtime.tokenizer import END, PAD, decode_bytes, encode
+from runtime.tokenizer import Tokenizer, own_tokenizer, tokenizer_of
+from tasks import limits
 
 
 class Step(NamedTuple):
@@ -61,18 +62,19 @@ class Task:
 
     reset: Callable[[int, str], dict]  # (index, "train" | "eval") -> problem with a "prompt"
     step: Callable[[dict, Sequence[str]], Step]  # (problem, answers so far, the newest last)
-    alphabet: tuple[int, ...] | None  # token ids the policy may emit; None: all but PAD
+    alphabet: tuple[int, ...] | None  # token ids the policy may emit; None: all that are text
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
     max_turns: int = 1
-    stop: frozenset[int] = frozenset({END})  # ends a turn; empty: turns of just `turn_tokens`
+    stop: frozenset[int] | None = None  # ends a turn (None: the tokenizer's); empty: full turns
     observation_tokens: int = 0  # most tokens of one observation
     eval_size: int = 256  # held out: reset(0 .. eval_size - 1, "eval"), the same for every seed
     solved: float = 1.0  # an episode with this reward or more counts as solved
     steps: int = 300  # optimizer steps that a small model needs to learn it; default of --steps
     beside: bool = False  # True: steps are slow, run them in a thread beside generation
     solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
-    name: str = ""  # the spec; `make_task` writes it
+    name: str = ""  # the spec; `make_task` writes it, and
+    tokenizer: Tokenizer | None = None  # the vocabulary of the run
 
     @property
     def context(self) -> int:
@@ -98,20 +100,26 @@ USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..1638
 jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384], path/to/file.py[:ARGUMENT]"""
 
 
-def make_task(spec: str, seed: int = 0) -> Task:
+def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> Task:
     """The task that a spec such as "guess", "reverse:6" or "path/to/file.py:argument" names.
 
     `seed` decides the training prompts. TaskError, in one line, for a bad spec and for mistakes
     in a task's file, with their place.
     """
+    tokenizer = tokenizer or own_tokenizer()
     try:
         make, argument = _find(spec)
-        task = make(argument, seed)
-        check_task(task)
+        task = make(argument, seed, tokenizer)
+        task = check_task(task, tokenizer)
     except (Exception, SystemExit) as error:
         reason = error if isinstance(error, TaskError) else limits.describe(error)
         raise TaskError(f"task {spec!r}: {reason}") from error
     return replace(task, name=spec)
+
+
+def task_of(config: Config) -> Task:
+    """The configured task, in the vocabulary of the configured model; UserError."""
+    return make_task(config.task, config.seed, tokenizer_of(config))
 
 
 def own_file(spec: str) -> re.Match | None:
@@ -132,26 +140,33 @@ def _find(spec: str) -> tuple[Callable, str]:
     path = Path(own[1]).resolve()
     names = runpy.run_path(str(path), run_name=f"tasks.{path}")  # see limits.describe
     if "make" not in names:
-        raise TaskError("must define make(argument, seed)")
+        raise TaskError("must define make(argument, seed, tokenizer)")
     return names["make"], own[2] or ""
 
 
-def check_task(task: Task) -> None:
-    """Raise TaskError for the first thing that cannot be; call `reset` once for each split."""
+def check_task(task: Task, tokenizer: Tokenizer) -> Task:
+    """The task in this vocabulary; TaskError for the first thing that cannot be. Calls `reset` once
+    for each split."""
     if not isinstance(task, Task):
         raise TaskError(f"make must return a reward.Task, not {task!r:.80}")
     for field in fields(Task):
         value, least = getattr(task, field.name), int(field.name != "observation_tokens")
         if field.type is int and (type(value) is not int or value < least):
             raise TaskError(f"{field.name} {value!r}: allowed is a whole number from {least} up")
-    ids = alphabet_of(task).tolist()
-    if not ids or len(set(ids) & set(range(PAD))) < len(ids):
-        need = f"allowed are different ids in 0..{PAD - 1}"
+    chat = len(tokenizer.encode_prompt(""))
+    task = replace(task, tokenizer=tokenizer, max_prompt_tokens=task.max_prompt_tokens + chat)
+    ids = set(alphabet_of(task).tolist())
+    if not ids or len(ids & {*tokenizer.alphabet}) < len(alphabet_of(task)):
+        need = f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
         raise TaskError(f"alphabet {task.alphabet!r:.80}: {need}")
-    if not task.stop <= set(ids):
-        raise TaskError(f"stop {set(task.stop)}: must be in the alphabet, or no answer can end")
+    if task.stop is None and ids & {*tokenizer.stop}:
+        task = replace(task, stop=frozenset(tokenizer.stop) & ids)
+    if task.stop is None or not task.stop <= ids:
+        stop = set(task.stop or tokenizer.stop)
+        raise TaskError(f"stop {stop}: must be in the alphabet, or no answer can end")
     for split in ("train", "eval"):
         problem_of(task, 0, split)
+    return task
 
 
 def problem_of(task: Task, index: int, split: str) -> dict:
@@ -166,15 +181,16 @@ def problem_of(task: Task, index: int, split: str) -> dict:
     if not prompt or not isinstance(prompt, str):
         need = "must be a dict with a 'prompt', a str that is not empty"
         raise TaskError(f"{where} returned {problem!r:.80}, {need}")
-    if (size := len(encode(prompt))) > task.max_prompt_tokens:
+    if (size := len(task.tokenizer.encode_prompt(prompt))) > task.max_prompt_tokens:
         least = f"max_prompt_tokens must be {size}, is {task.max_prompt_tokens}"
         raise TaskError(f"{where}: {least}")
     return problem
 
 
 def alphabet_of(task: Task) -> np.ndarray:
-    """Token ids the policy may emit, int64 [V]: the task's own, or all but padding."""
-    return np.array(range(PAD) if task.alphabet is None else task.alphabet, np.int64)
+    """Token ids the policy may emit, int64 [V]: the task's own, or all that are text."""
+    ids = task.tokenizer.alphabet if task.alphabet is None else task.alphabet
+    return np.array(ids, np.int64)
 
 
 def capacity_of(config: Config, task: Task) -> int:
@@ -249,9 +265,44 @@ def verify_group(
     return [verdicts[answers] for answers in episodes]
 
 
+# ---- the talk of a generator with a task ----
+
+
+@dataclass
+class Environment:
+    """How the generator talks to a task.
+
+    respond([(problem, tokens, turns), ...]) -> for each request the observation's token ids, None
+    when the episode is over, or the reason (str) why the environment failed ("env_error: ...",
+    "env_timeout"): that episode is marked with it, counted, and generation goes on.
+    """
+
+    encode_prompt: Callable  # problem -> its prompt's token ids
+    respond: Callable
+    alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
+    stop: frozenset[int]  # token ids that end a turn
+    turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
+    max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
+    beside: bool = False  # run `respond` in a thread, beside generation
+    seconds: float = 2.0  # limit of an environment turn that runs beside
+
+
+def make_environment(config: Config, task: Task) -> Environment:
+    """Join a task (text) to the generator (token ids)."""
+    return Environment(
+        encode_prompt=lambda problem: task.tokenizer.encode_prompt(problem["prompt"]),
+        respond=partial(respond, task, config),
+        alphabet=alphabet_of(task),
+        stop=task.stop,
+        turn_tokens=task.turn_tokens,
+        max_turns=task.max_turns,
+        beside=task.beside,
+        seconds=config.reward_seconds,
+    )
+
+
 def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
-    """The task's replies to all turns that ended at one token boundary: see `Environment` in
-    rollout.py."""
+    """The task's replies to all turns that ended at one token boundary: see `Environment`."""
     replies: list = []
     seconds = config.reward_seconds
     while len(replies) < len(requests):
@@ -277,7 +328,7 @@ def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> 
     step = task.step(problem, split_answers(task, tokens, turns))
     if step.done:
         return None
-    observation = encode(step.observation)
+    observation = task.tokenizer.encode(step.observation)
     if len(observation) > task.observation_tokens:
         raise ValueError(
             f"observation {step.observation[:40]!r} has {len(observation)} tokens, "
@@ -292,22 +343,23 @@ def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> 
     Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.
     """
     ids = np.asarray(tokens).tolist()
-    return [_text(tuple(ids[start:stop]), task.stop) for start, stop in turns]
+    return [_text(tuple(ids[start:stop]), task.stop, task.tokenizer) for start, stop in turns]
 
 
 @lru_cache(4096)  # earlier turns are read again at every later one
-def _text(tokens, stop):
+def _text(tokens, stop, tokenizer):
     ended = tokens and tokens[-1] in stop
-    return decode_bytes(tokens[:-1] if ended else tokens).decode("utf-8", errors="replace")
+    said = tokenizer.decode_bytes(tokens[:-1] if ended else tokens)
+    return said.decode("utf-8", errors="replace")
 
 
 # ---- sample episodes ----
 
 
-def show_group(group) -> str:
+def show_group(group, task: Task) -> str:
     """One line: the text of a group's first episode, its versions and its reward."""
     t = group.trajectories[0]
-    text = decode_bytes(t.tokens.tolist()).decode(errors="replace")
+    text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
     if len(text) > 100:
         text = f"{text[:60]} ... {text[-40:]}"
     versions = t.versions[t.loss_mask]

@@ -16,9 +16,8 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -27,11 +26,10 @@ from torch import Tensor
 
 from cache import captured, decode, make_cache, prefill, prefill_groups
 from model import GPT, pack_tokens
-from reward import Task, alphabet_of, capacity_of, respond
-from runtime import limits
+from reward import Environment, Task, capacity_of, make_environment
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
-from runtime.tokenizer import encode
+from tasks import limits
 
 FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
@@ -103,42 +101,6 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple:
         level = uniform[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
     return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
-
-
-# ----------------------------------------------------------------------- the talk with the task
-
-
-@dataclass
-class Environment:
-    """How the generator talks to a task.
-
-    respond([(problem, tokens, turns), ...]) -> for each request the observation's token ids, None
-    when the episode is over, or the reason (str) why the environment failed ("env_error: ...",
-    "env_timeout"): that episode is marked with it, counted, and generation goes on.
-    """
-
-    encode_prompt: Callable  # problem -> its prompt's token ids
-    respond: Callable
-    alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
-    stop: frozenset[int]  # token ids that end a turn
-    turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
-    max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
-    beside: bool = False  # run `respond` in a thread, beside generation
-    seconds: float = 2.0  # limit of an environment turn that runs beside
-
-
-def make_environment(config: Config, task: Task) -> Environment:
-    """Join a task (text) to the generator (token ids)."""
-    return Environment(
-        encode_prompt=lambda problem: encode(problem["prompt"]),
-        respond=partial(respond, task, config),
-        alphabet=alphabet_of(task),
-        stop=task.stop,
-        turn_tokens=task.turn_tokens,
-        max_turns=task.max_turns,
-        beside=task.beside,
-        seconds=config.reward_seconds,
-    )
 
 
 # -------------------------------------------------------------------------------- the generator

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import dsa
 import losses
 import train_async
-from buffer import staleness
-from learner import learner_step, micro_batch_loss, naive_step, pack, token_logprobs
+from buffer import pack, staleness
+from learner import learner_step, micro_batch_loss, naive_step, token_logprobs
 from model import naive_forward
 from reward import split_answers
 from rollout import make_environment, make_generator, naive_generate, uniforms
@@ -37,7 +37,7 @@ from runtime.folder import read_lines
 from runtime.ledger import audit, table
 from runtime.messages import Answer, group_to_parts, pack_messages, unpack_messages
 from runtime.setup import make_model
-from runtime.tokenizer import decode_bytes, encode
+from runtime.tokenizer import own_tokenizer
 from runtime.workers import judge
 
 FLAGS = dict(groups_per_step=4, group_size=4, slots=24, steps=6, max_staleness=2, seed=0)
@@ -143,7 +143,7 @@ def numbers(values, digits: int = 3) -> str:
 
 def say(tokens) -> str:
     """Token ids as text, each token in quotes."""
-    return " ".join(repr(decode_bytes([int(token)]).decode()) for token in tokens)
+    return " ".join(repr(own_tokenizer().decode_bytes([int(token)]).decode()) for token in tokens)
 
 
 def model_of(seen, version: int, **changes):
@@ -179,7 +179,7 @@ def advantages_of(seen) -> tuple[torch.Tensor, torch.Tensor]:
 def problem(seen) -> list[str]:
     prompt, alphabet = seen.group.problem["prompt"], seen.task.alphabet
     return [
-        f"prompt        {prompt!r}, as tokens {encode(prompt)}",
+        f"prompt        {prompt!r}, as tokens {own_tokenizer().encode(prompt)}",
         f"may say       {say(alphabet[:1])} to {say(alphabet[-1:])}, "
         f"tokens {alphabet[0]} to {alphabet[-1]}",
         f"secret        {seen.group.problem['secret']}, for environment and verifier only",
@@ -210,7 +210,7 @@ def slot(seen) -> list[str]:
         drawn = f"{uniform:8.4f}{t.logprobs[i]:10.3f}{t.versions[i]:9}" if t.loss_mask[i] else ""
         lines.append(f"{i:8}  {say([token]):9}{by:12}{drawn}".rstrip())
     environment, version = make_environment(seen.config, seen.task), int(t.versions[1])
-    prompt = encode(seen.group.problem["prompt"])
+    prompt = own_tokenizer().encode(seen.group.problem["prompt"])
     tokens, found = naive_generate(model_of(seen, version), prompt, environment, t.noise_key)
     return [*lines, f"naive_generate, version {version}: {say(tokens)}, log-prob {found[0]:.3f}"]
 

@@ -22,7 +22,8 @@ import losses
 from cache import decode, make_cache, prefill
 from lab.pipeline import Costs, Pipeline, end
 from lab.plots import LOGARITHMIC, column, draw_panels
-from model import GPT, ModelConfig, generated_logprobs, pack_tokens
+from learner import generated_logprobs
+from model import GPT, ModelConfig, pack_tokens
 from runtime.config import Config
 
 PROMPT, ALPHABET = [5, 6, 7, 5, 6, 4], torch.arange(4)

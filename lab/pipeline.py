@@ -23,9 +23,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from buffer import Buffer, staleness
+from buffer import Buffer, pack, staleness
 from lab.plots import column
-from learner import pack
 from runtime.config import Config
 from runtime.messages import Group
 

@@ -78,7 +78,8 @@ def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
     task = make_task(how.task, seed)
     flat = torch.nn.Parameter(model.flat)
     flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
-    learner = Learner(model, torch.optim.AdamW([flat], weight_decay=0.0), Damper(), alphabet)
+    optimizer = torch.optim.AdamW([flat], weight_decay=0.0)
+    learner = Learner(model, flat, optimizer, Damper(), alphabet)
     generator, rewards = make_generator(how, task, model), []
     before = [p.clone() for p in parts_of(model)["indexer"]]
     for _ in tqdm(range(how.steps), f"seed {seed} RL"):

@@ -57,7 +57,7 @@ def replay(config: Config) -> None:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
         train(learner, step, done, config)
-    sha256 = sha256_of(learner.model.flat)
+    sha256 = sha256_of(learner.weights)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
     episodes = f"{len(scores) * config.group_size:,} episodes"

@@ -26,7 +26,6 @@ from rollout import Environment, Generator, generate
 from runtime.config import UserError
 from runtime.devices import describe_machine
 from runtime.messages import Group
-from runtime.tokenizer import encode
 
 
 def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -114,7 +113,7 @@ def bench_generator(folder: Path, rounds: int = 5, slots: int = 64) -> None:
     ours, theirs, version = make_twins()
     task = reward.make_task("sum")
     problems = [task.reset(i, "train") for i in range(16 * slots)]
-    prompts = [encode(problem["prompt"]) for problem in problems]
+    prompts = [task.tokenizer.encode(problem["prompt"]) for problem in problems]
     lengths = [len(problem["answer"]) + 1 for problem in problems]
     workloads = {"equal lengths": ([list(range(16))] * slots, [128] * slots)}
     workloads["sum, real lengths"] = (prompts, lengths)

@@ -6,7 +6,7 @@ Left out: what the numbers mean (learner.py, losses.py), and how lines get to di
 from tqdm import tqdm
 
 from bench import summarise
-from learner import batch_metrics
+from buffer import batch_metrics
 from reward import show_group
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped, printable
@@ -31,7 +31,7 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
         metrics["eval"] = evaluate_now(run)
         shown["eval"] = f"{metrics['eval']['solved']:.2f}"
     if version % config.samples_every == 0:
-        texts = [show_group(group) for group in groups[:3]]
+        texts = [show_group(group, run.task) for group in groups[:3]]
         log.say("\n".join(texts))
         log.logs["samples"].append([{"version": version, "text": text} for text in texts])
     log.step({"step": version, **metrics}, **shown)
@@ -68,7 +68,7 @@ def finish(run: Run, facts: dict) -> None:
     config, learner, log = run.config, run.learner, run.log
     facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
     facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
-    facts["weights_sha256"] = sha256_of(learner.model.flat)
+    facts["weights_sha256"] = sha256_of(learner.weights)
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from learner import Learner
+from learner import Learner, set_weights
 from runtime.config import Config, UserError, printable
 from runtime.folder import check_log, open_plain, scan, write_file
 from runtime.ledger import Ledger
@@ -132,7 +132,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     reference = learner.reference
     return {
         "shape": vars(learner.model.config),
-        "weights": learner.model.flat.detach().cpu(),
+        "weights": learner.weights.detach().cpu(),
         "optimizer": moments(learner),
         "window": list(learner.damper.window),
         "reference": None if reference is None else reference.flat.cpu(),
@@ -144,8 +144,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
 
 def moments(learner: Learner) -> dict[str, torch.Tensor]:
     """What the optimizer remembers."""
-    (flat,) = learner.optimizer.param_groups[0]["params"]
-    return learner.optimizer.state[flat]
+    return learner.optimizer.state[learner.weights]
 
 
 def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
@@ -171,7 +170,8 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         wrong = f"{type(error).__name__}: {error}"
     if wrong:
         raise UserError(f"--resume {config.resume}: its checkpoint must fit the run, but {wrong}")
-    learner.model.flat.copy_(state["weights"])
+    learner.weights.detach().copy_(state["weights"])
+    set_weights(learner)
     for name, tensor in moments(learner).items():
         tensor.copy_(state["optimizer"][name])
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))

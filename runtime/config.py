@@ -74,6 +74,7 @@ class Config:
     init: str = flag("", "file of weights to start from, written by pretrain.py")
 
     model: str = flag("tiny", "size", choices=("tiny", "small", "medium"), group="model")
+    dtype: str = flag("float32", "what models compute in (weights: float32)", choices=DTYPES[:2])
     context: int = flag(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     positions: str = flag("learned", "position encoding", choices=("learned", "rope"))
     attention: str = flag("dense", "dense, or sparse (dsa)", choices=("dense", "dsa"))

@@ -19,10 +19,11 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from reward import Task, Verdict, make_task, respond, verify_group
-from runtime import limits
+from reward import Task, Verdict, respond, task_of, verify_group
 from runtime.config import Config, TrainingStopped
 from runtime.messages import Group
+from runtime.processes import die_with
+from tasks import limits
 
 START_SECONDS = 60.0  # a child imports, and makes the task
 GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but not C
@@ -119,8 +120,8 @@ def serve() -> None:
     pipe, here = Connection(os.dup(0)), os.getpid()
     os.close(0)
     parent, config = pipe.recv()
-    limits.die_with(parent)
-    task = make_task(config.task, config.seed)
+    die_with(parent)
+    task = task_of(config)
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:

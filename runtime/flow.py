@@ -52,7 +52,7 @@ def open_async(config: Config):
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     flat = learner.model.flat
     try:
-        mailbox = Mailbox(flat.numel(), device=str(flat.device))
+        mailbox = Mailbox(flat)
         mailbox.publish(learner.version, flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
         run.pool = start_workers(run)

@@ -24,12 +24,13 @@ class Mailbox:
 
     One process publishes, any number read; a reader never sees a mixture of two versions. A reader
     that is overtaken (two publications during its copy) simply reads again. Versions only grow.
-    `device`: where this process has its weights; the other side need not know.
     """
 
-    def __init__(self, count: int, place: str | None = None, device: str = "cpu"):
-        """Own new memory for `count` weights, or open the memory of another process at `place`."""
-        size, self.device = HEADER + 2 * 4 * count, device
+    def __init__(self, like: Tensor, place: str | None = None):
+        """Own new memory for weights like these, or open the memory of another process at `place`;
+        this process has its weights where `like` is."""
+        count, self.device = len(like), str(like.device)
+        size = HEADER + 2 * like.nbytes
         if place is None:
             self.descriptor, self.place = reserve(size)
         else:
@@ -37,11 +38,11 @@ class Mailbox:
         memory = mmap.mmap(self.descriptor, size)
         # versions of which writing has begun in buffer 0 and 1, and of which it has ended there
         self.stamps = np.frombuffer(memory, np.int64, 4).reshape(2, 2)
-        buffers = torch.frombuffer(memory, dtype=torch.float32, count=2 * count, offset=HEADER)
+        buffers = torch.frombuffer(memory, dtype=like.dtype, count=2 * count, offset=HEADER)
         self.buffers = buffers.view(2, count)
         if place is None:
             self.stamps[:] = -1
-        if device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46
+        if self.device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46
             register = torch.cuda.cudart().cudaHostRegister
             register(self.buffers.data_ptr(), self.buffers.nbytes, 1)  # 1: for every device
 
@@ -51,7 +52,7 @@ class Mailbox:
         return int(self.stamps[1].max())
 
     def publish(self, version: int, flat: Tensor) -> None:
-        """Write float32 weights [P] into the buffer that has the older ones."""
+        """Write weights [P] into the buffer that has the older ones."""
         assert version > self.version, f"version {version} published after {self.version}"
         assert flat.shape == self.buffers[0].shape, (flat.shape, self.buffers.shape)
         begun, ended = self.stamps

@@ -12,8 +12,10 @@ middle of a message holds up nobody else. One more thread replaces those that ar
 """
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,13 +26,20 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.config import TrainingStopped
-from runtime.limits import die_with
 from runtime.messages import Answer, Group, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 END = b""  # a delivery: the last one
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
+
+
+def die_with(parent: int) -> None:
+    """Be killed when the process that has started this one ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the spawning thread
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(0)
 
 
 def next_delivery(connection: Connection) -> bytes:

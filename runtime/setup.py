@@ -16,7 +16,7 @@ import torch
 import reward
 from learner import Learner, evaluate, make_learner
 from model import GPT, PRESETS, ModelConfig
-from runtime import limits
+from reward import task_of
 from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
 from runtime.config import Config, UserError, check, flag_name
 from runtime.devices import pick_devices, set_threads
@@ -24,7 +24,7 @@ from runtime.exam import Examiner
 from runtime.folder import own_folder, read_json, refuse_links
 from runtime.ledger import Ledger, read_books
 from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, write_config
-from runtime.tokenizer import VOCAB_SIZE
+from tasks import limits
 
 
 @dataclass
@@ -96,11 +96,6 @@ def evaluate_now(run: Run) -> dict:
     return result
 
 
-def task_of(config: Config) -> reward.Task:
-    """The configured task; UserError."""
-    return reward.make_task(config.task, config.seed)
-
-
 def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
     """The policy, large enough for the task's episodes: random weights, or those of --init.
 
@@ -111,10 +106,10 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
         raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
     if not config.init:
-        shape = {"vocab_size": VOCAB_SIZE, "context": context, **PRESETS[config.model]}
+        shape = {"vocab_size": task.tokenizer.size, "context": context, **PRESETS[config.model]}
         for name in ("positions", "attention", "scoring", "chunk_size", "top_k", "kernels"):
             shape[name] = getattr(config, name)
-        return GPT(ModelConfig(**shape), config.seed)
+        return base_model(config, ModelConfig(**shape))
     try:
         stored = stored or load_tensors(Path(config.init))
         shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
@@ -133,6 +128,16 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         raise UserError(f"--init {config.init}: {needed}") from error
     model.flat.copy_(weights)
     return model
+
+
+def base_model(config: Config, shape: ModelConfig) -> GPT:
+    """A model of this shape before any training, on the CPU."""
+    return GPT(shape, config.seed)
+
+
+def worker_model(config: Config, shape: ModelConfig) -> GPT:
+    """A model whose weights will come from the learner."""
+    return GPT(shape, None, getattr(torch, config.dtype))
 
 
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from learner import learner_step, make_learner
-from model import GPT, ModelConfig
+from model import ModelConfig
 from reward import Task, verify_group
 from rollout import COUNTED, make_generator
 from runtime.checkpoint import load_checkpoint, restore
@@ -25,7 +25,7 @@ from runtime.devices import take_place
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, Judgement
 from runtime.processes import Line
-from runtime.setup import task_of
+from runtime.setup import base_model, task_of, worker_model
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
 
@@ -40,11 +40,11 @@ def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgemen
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
     device = take_place(config, config.learners + line.worker)
-    model = GPT(shape, config.seed).on(device)
+    model = worker_model(config, shape).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat.numel(), mailbox_place, device)
+    mailbox = Mailbox(model.flat, mailbox_place)
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
     born, answers, waits = time.monotonic(), [], 0.0
@@ -94,7 +94,7 @@ def reward_worker(line: Line, config: Config):
 def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path):
     """One learner of several: the same steps on its share of every batch's micro-batches."""
     rank = 1 + line.worker  # rank 0 is the parent
-    model = GPT(shape, config.seed).on(take_place(config, rank))
+    model = base_model(config, shape).on(take_place(config, rank))
     learner = make_learner(config, task_of(config), model)
     restore(learner, load_checkpoint(folder), config)
     join_learners(config, rank, folder)

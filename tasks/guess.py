@@ -1,8 +1,9 @@
 """guess.py: guess a number in 0..15 in at most 6 turns; the environment replies < or > or ?.
 
-The example to copy for a task of your own. A task file has one function, `make(argument, seed)`,
-which returns a `Task`. It runs by its path: `python train_sync.py --task path/to/file.py`, or
-`--task path/to/file.py:argument`. The README has a complete one in twenty lines, with one turn.
+The example to copy for a task of your own. A task file has one function, `make(argument, seed,
+tokenizer)`, which returns a `Task`. It runs by its path: `python train_sync.py --task
+path/to/file.py`, or `--task path/to/file.py:argument`. The README has a complete one in twenty
+lines, with one turn.
 
 The rules:
   * `reset(index, split)` returns the same problem for the same index; what it draws comes from
@@ -16,7 +17,7 @@ The rules:
 
 from functools import partial
 
-from reward import Step, Task, TaskError, encode
+from reward import Step, Task, TaskError
 from tasks.problems import in_turn
 
 RANGE, TURNS = 16, 6
@@ -56,14 +57,17 @@ def solve(problem):
     return answers
 
 
-def make(argument: str, seed: int) -> Task:
+def make(argument: str, seed: int, tokenizer) -> Task:
     """The task; `argument` is what follows the colon in --task, and there is none here."""
     if argument:
         raise TaskError("guess has no argument")
+    numbers = [tokenizer.encode(f" {n}") for n in range(RANGE)]
+    if max(map(len, numbers)) > 1:  # a turn is one token
+        raise TaskError("needs a vocabulary that has each of the numbers 0..15 as one token")
     return Task(
         reset=partial(reset, seed),
         step=step,
-        alphabet=tuple(encode("".join(f" {n}" for n in range(RANGE)))),
+        alphabet=tuple(number[0] for number in numbers),
         max_prompt_tokens=1,
         turn_tokens=1,
         max_turns=TURNS,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reward import END, Step, Task, TaskError, encode
+from reward import Step, Task, TaskError
 from runtime.folder import open_plain
 from tasks.problems import in_turn, whole_number
 
@@ -128,7 +128,7 @@ def step(verifier, problem, answers):
     return Step(None, float(value), True)
 
 
-def make(argument: str, seed: int) -> Task:
+def make(argument: str, seed: int, tokenizer) -> Task:
     """`argument` is PATH[:exact|numeric|similar][:any][:TOKENS]."""
     parts = re.fullmatch(
         r"(.*?)(?::(exact|numeric|similar))?(?::(any))?(?::([0-9]+))?", argument, re.DOTALL
@@ -141,12 +141,12 @@ def make(argument: str, seed: int) -> Task:
     held_out = set(prompts[9::10])
     splits = {"train": [row for row in rows if row["prompt"] not in held_out]}
     splits["eval"] = [row for row in rows if row["prompt"] in held_out] or rows
-    answers = [encode(row["answer"]) for row in rows]
+    answers = [tokenizer.encode(row["answer"]) for row in rows]
     return Task(
         reset=partial(reset, splits, seed),
         step=partial(step, VERIFIERS[verifier]),
-        alphabet=None if everything else (*sorted(set().union(*answers)), END),
-        max_prompt_tokens=max(len(encode(prompt)) for prompt in prompts),
+        alphabet=None if everything else (*sorted(set().union(*answers)), tokenizer.end),
+        max_prompt_tokens=max(len(tokenizer.encode(prompt)) for prompt in prompts),
         turn_tokens=most or max(map(len, answers)) + 1,
         eval_size=min(256, len(splits["eval"])),
     )

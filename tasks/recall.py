@@ -6,8 +6,8 @@ of no use, and which one is asked at the very end.
 
 from functools import partial
 
-from reward import END, Task, encode
-from tasks.digits import step
+from reward import Task
+from tasks.digits import digits_of, step
 from tasks.problems import draw_problem, random_of, whole_number
 
 
@@ -36,14 +36,14 @@ def reset(tokens, seed, index, split):
     return draw_problem(partial(propose, tokens), random_of("recall", seed, index, split), split)
 
 
-def make(argument: str, seed: int) -> Task:
+def make(argument: str, seed: int, tokenizer) -> Task:
     """`argument` is the length of a prompt in tokens."""
     tokens = whole_number(argument or "256", 16, 16384)
     pairs, width = shape_of(tokens)
     return Task(
         reset=partial(reset, tokens, seed),
         step=step,  # the share of the two digits that are right
-        alphabet=(*encode("0123456789"), END),
+        alphabet=(*digits_of(tokenizer), tokenizer.end),
         max_prompt_tokens=pairs * (width + 4) + width + 2,
         turn_tokens=3,
         eval_size=64,

@@ -659,8 +659,8 @@ from dataclasses import replace
 from tasks.guess import make as original
 
 
-def make(argument, seed):
-    task = original("", seed)
+def make(argument, seed, tokenizer):
+    task = original("", seed, tokenizer)
 
     def reset(index, split):
         return task.reset(index, split) | {"split": split}

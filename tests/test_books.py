@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from bench import summarise
-from reward import show_group
+from reward import make_task, show_group
 from runtime.folder import Log
 from runtime.messages import Group, Trajectory
-from runtime.tokenizer import encode
+from runtime.tokenizer import own_tokenizer
 
+encode = own_tokenizer().encode
 FACTS = {"staleness_bound": 4, "stopped_early": False, "wall_s": 3.0}
 CONFIG = {"task": "guess", "mode": "async", "steps": 20, "group_size": 2}
 ROW = {"reward": 0.5, "staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4}
@@ -81,7 +82,7 @@ def test_an_episode_is_shown_in_one_line():
         versions = np.arange(len(tokens), dtype=np.int32)
         turns = [(0, len(tokens))]
         t = Trajectory(7, 0, 1, tokens, *rest, versions, turns, reward=0.5)
-        return show_group(Group(7, 0, {}, [t]))
+        return show_group(Group(7, 0, {}, [t]), make_task("guess"))
 
     last = len(encode("guess\n12")) - 1
     text = f"  group 7  ['guess\\n12']  reward 0.50  versions 0..{last}  stop"

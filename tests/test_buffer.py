@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 import buffer as buffer_room
-from buffer import Buffer, may_admit, may_leave_behind, staleness
-from learner import pack
+from buffer import Buffer, may_admit, may_leave_behind, pack, staleness
 from runtime.messages import (
     ARRAYS,
     Answer,

@@ -16,10 +16,12 @@ import pytest
 
 from reward import Step, make_task, verify, verify_group
 from rollout import make_environment
-from runtime import limits
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
-from runtime.tokenizer import encode
+from runtime.tokenizer import own_tokenizer
+from tasks import limits
+
+encode = own_tokenizer().encode
 
 
 def test_guarded_serves_environments_too():

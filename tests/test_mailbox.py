@@ -28,7 +28,7 @@ def eventually(condition, seconds: float) -> bool:
 
 
 def publish_for_ever(name: str, count: int):
-    mailbox = Mailbox(count, name)
+    mailbox = Mailbox(torch.empty(count), name)
     for version in range(1, 2**24):
         mailbox.publish(version, torch.full((count,), float(version)))
 
@@ -36,14 +36,14 @@ def publish_for_ever(name: str, count: int):
 def read_later(name: str, connection):
     connection.send("here")
     connection.recv()
-    mailbox = Mailbox(1000, name)
+    mailbox = Mailbox(torch.empty(1000), name)
     connection.send(mailbox.read()[0])
     mailbox.close()
 
 
 @pytest.fixture
 def mailbox():
-    box = Mailbox(1000)
+    box = Mailbox(torch.empty(1000))
     yield box
     box.close()
 
@@ -75,7 +75,7 @@ class Interrupted:
 
 def overtaken(mailbox: Mailbox, publications: int) -> Mailbox:
     """A reader during whose first copy the writer publishes several times."""
-    reader, left = Mailbox(1000, mailbox.place), [publications]
+    reader, left = Mailbox(torch.empty(1000), mailbox.place), [publications]
 
     def publish():
         for _ in range(left[0]):
@@ -108,7 +108,7 @@ def test_reader_without_stamps_would_see_a_mixture(mailbox):
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 def test_reader_in_the_middle_of_a_publication(mailbox, step):
     """It gets the version before, whole, whatever the distance between versions."""
-    reader, seen, copies = Mailbox(1000, mailbox.place), [], [0]
+    reader, seen, copies = Mailbox(torch.empty(1000), mailbox.place), [], [0]
 
     def counted():
         copies[0] += 1
@@ -134,7 +134,7 @@ def test_reader_in_the_middle_of_a_publication(mailbox, step):
 
 def test_publication_that_never_ends(mailbox):
     """The writer is killed while it writes over what a slow reader is just copying."""
-    reader = Mailbox(1000, mailbox.place)
+    reader = Mailbox(torch.empty(1000), mailbox.place)
     mailbox.publish(0, weights(0))
 
     def killed():
@@ -154,7 +154,7 @@ def test_publication_that_never_ends(mailbox):
 
 
 def test_mailbox_before_the_first_version(mailbox):
-    reader = Mailbox(1000, mailbox.place)
+    reader = Mailbox(torch.empty(1000), mailbox.place)
     assert reader.version == -1
     version, flat = reader.read()
     assert version == -1 and (flat == 0).all()
@@ -184,14 +184,14 @@ def test_mailbox_refuses(mailbox, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)  # better than SIGBUS in the middle of a run
     with pytest.raises(OSError, match="7 MB of shared memory: No space left"):
-        Mailbox(1_000_000)
-    Mailbox(1000, mailbox.place).close()  # who only attaches needs no room
+        Mailbox(torch.empty(1_000_000))
+    Mailbox(torch.empty(1000), mailbox.place).close()  # who only attaches needs no room
 
 
 def test_no_torn_read_from_another_process():
     """A process publishes as fast as it can; every read is of one version, and versions grow."""
     count = 60_000
-    mailbox = Mailbox(count)
+    mailbox = Mailbox(torch.empty(count))
     writer = get_context("spawn").Process(
         target=publish_for_ever, args=(mailbox.place, count), daemon=True
     )
@@ -216,13 +216,13 @@ def test_no_torn_read_from_another_process():
 @pytest.mark.skipif(sys.platform != "linux", reason="memfd")
 def test_memory_goes_with_its_owner_however_that_ends():
     """kill -9 of an owner: nothing is left on disk, and readers keep what they have."""
-    code = "import runtime.mailbox as w, time, torch; m = w.Mailbox(1000); "
+    code = "import runtime.mailbox as w, time, torch; m = w.Mailbox(torch.empty(1000)); "
     code += "m.publish(3, torch.full((1000,), 3.0)); print(m.place, flush=True); time.sleep(600)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
     place = process.stdout.readline().strip()
-    reader = Mailbox(1000, place)
+    reader = Mailbox(torch.empty(1000), place)
     process.kill()
     process.communicate()
     assert not os.path.exists(place)
@@ -233,7 +233,7 @@ def test_memory_goes_with_its_owner_however_that_ends():
 
 def test_the_resource_tracker_knows_nothing_of_it():
     before = resource_tracker._resource_tracker._pid
-    Mailbox(1000).close()
+    Mailbox(torch.empty(1000)).close()
     assert resource_tracker._resource_tracker._pid == before
 
 
@@ -242,8 +242,8 @@ def test_the_resource_tracker_knows_nothing_of_it():
     "writes, reads", [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:0")]
 )
 def test_on_a_gpu_weights_travel_through_registered_memory(writes, reads):
-    mailbox = Mailbox(1000, device=writes)
-    reader = Mailbox(1000, mailbox.place, reads)
+    mailbox = Mailbox(torch.empty(1000, device=writes))
+    reader = Mailbox(torch.empty(1000, device=reads), mailbox.place)
     for box, device in ((mailbox, writes), (reader, reads)):
         assert box.buffers.is_pinned() or device == "cpu"
     for version in (1, 2, 5):

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from qwen3 import named_weights
 
-from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens, share_prefixes
+from learner import share_prefixes
+from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns
@@ -64,10 +65,10 @@ def is_view(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def assert_flat(model: GPT) -> None:
     """Every parameter lies in `flat`, every gradient in `flat_grad`, one behind the other."""
-    start = 0
+    start, gradient = 0, model.flat_grad
     for name, p in model.named_parameters():
         assert is_view(p.data, model.flat) and p.data.storage_offset() == start, name
-        assert is_view(p.grad, model.flat_grad) and p.grad.storage_offset() == start, name
+        assert is_view(p.grad, gradient) and p.grad.storage_offset() == start, name
         start += p.numel()
     assert model.flat.shape == model.flat_grad.shape == (start,)
 
@@ -362,6 +363,7 @@ def test_a_deep_copy_has_flat_tensors_of_its_own(kind):
 def test_the_language_model_loss_leaves_the_indexer_alone():
     model = make("dsa indexer")
     loss_of(model, sentences()).backward()
+    assert model.flat_grad.any()  # all gradients are its views
     for name, p in model.named_parameters():
         assert p.grad.any() == ("indexer" not in name), name
 

@@ -19,7 +19,7 @@ from pretrain import RecipeConfig, indexer_loss, losses_of, make_batch, parts_of
 from rollout import Generator, generate, make_environment
 from runtime.config import Config, UserError, parse
 from runtime.messages import Group
-from runtime.tokenizer import decode_bytes
+from runtime.tokenizer import own_tokenizer
 
 SMALL = RecipeConfig(chunk_size=2, top_k=4, tokens=128)  # attends to 8 keys: prompts of 16 to 128
 SHAPES = pytest.mark.parametrize("chunk_size, top_k", [(1, 8), (2, 4), (4, 4)])
@@ -54,7 +54,7 @@ def same(before: list, after: list) -> list[bool]:
 def test_every_question_of_a_text_is_answered_by_its_table(length):
     task = reward.make_task(f"recall:{length}", 3)
     tokens, columns = pretrain.make_text(task, 5)
-    text = decode_bytes(tokens).decode()
+    text = own_tokenizer().decode_bytes(tokens).decode()
     table, *questions = text.split("?")
     assert task.reset(5, "train")["prompt"].startswith(table)
     pairs = dict(pair.split("=") for pair in table.split(";")[:-1])
@@ -62,7 +62,7 @@ def test_every_question_of_a_text_is_answered_by_its_table(length):
     for question in questions:
         key, value = question.removesuffix("<|end|>").split("=")
         assert pairs[key] == value
-    answers = decode_bytes([tokens[column] for column in columns]).decode()
+    answers = own_tokenizer().decode_bytes([tokens[column] for column in columns]).decode()
     assert answers == "".join(question.split("=")[1] for question in questions)
 
 

@@ -35,8 +35,9 @@ from rollout import (
 from runtime.config import Config
 from runtime.messages import Group
 from runtime.setup import make_model, task_of
-from runtime.tokenizer import encode
+from runtime.tokenizer import own_tokenizer
 
+encode = own_tokenizer().encode
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=VOCAB, init_std=0.3)
@@ -697,8 +698,8 @@ def test_what_a_task_raises_is_told_with_its_place(tmp_path):
     lines = [
         "from tasks.guess import make as guess",
         "from dataclasses import replace",
-        "def make(argument, seed):",
-        "    task = guess(argument, seed)",
+        "def make(argument, seed, tokenizer):",
+        "    task = guess(argument, seed, tokenizer)",
         "    def step(problem, answers):",
         "        if problem['secret'] == 2:",
         "            raise KeyError('no such tool: 7')",

@@ -11,9 +11,10 @@ import pytest
 
 import reward
 from reward import Step, make_task, problem_of, verify
-from runtime.tokenizer import END, PAD, encode
+from runtime.tokenizer import END, PAD, own_tokenizer
 from tasks.jsonl import edit_distance, last_number
 
+encode = own_tokenizer().encode
 SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "recall", "recall:16"]
 
 
@@ -371,7 +372,8 @@ def test_last_number(text, value):
 
 # ---------------------------------------------------------------------------------- own tasks
 
-OWN = """from reward import END, Step, Task, encode
+ALPHABET = "(*letters, tokenizer.end)"
+OWN = """from reward import Step, Task
 from tasks.problems import draw_problem, random_of
 
 
@@ -385,12 +387,12 @@ def step(problem, answers):
     return Step(None, sum(hits) / max(4, len(answers[-1])), True)
 
 
-def make(argument, seed):
+def make(argument, seed, tokenizer):
     def reset(index, split):
         return draw_problem(propose, random_of("backwards", seed, index, split), split)
 
-    letters = encode("a") + encode("b") + encode("c")
-    return Task(reset, step, (*letters, END), max_prompt_tokens=8, turn_tokens=5)
+    letters = tokenizer.encode("a") + tokenizer.encode("b") + tokenizer.encode("c")
+    return Task(reset, step, (*letters, tokenizer.end), max_prompt_tokens=8, turn_tokens=5)
 """
 
 
@@ -448,18 +450,18 @@ def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
     "old, new, complaint",
     [
         ("def step", "def step(:", "SyntaxError: invalid syntax (mine.py, line 10)"),
-        ("def make", "def mako", "must define make(argument, seed)"),
-        ("import END", "import ENDE", "ImportError: cannot import name 'ENDE'"),
+        ("def make", "def mako", "must define make(argument, seed, tokenizer)"),
+        ("import Step", "import Stepp, Step", "ImportError: cannot import name 'Stepp'"),
         ("def propose", "x = 1 / 0\ndef propose", "ZeroDivisionError: division by zero (mine.py"),
         ("    def reset", "    y = x\n    def reset", "name 'x' is not defined (mine.py, line"),
         ("word[::-1]", "wort[::-1]", "NameError: name 'wort' is not defined (mine.py, line 7)"),
         ("return Task", "return Step", "TypeError: "),
         ("return Task(reset", "Task(reset", "make must return a reward.Task, not None"),
-        ("(*letters, END)", "(*letters, 600)", "600): allowed are different ids in 0..510"),
-        ("(*letters, END)", "(*letters, *letters)", "allowed are different ids in 0..510"),
-        ("(*letters, END)", "()", "alphabet (): allowed are different ids in 0..510"),
-        ("(*letters, END)", "letters", "stop {510}: must be in the alphabet"),
-        ("(*letters, END)", '("a", "b")', "ValueError: "),
+        (ALPHABET, "(*letters, 600)", "600): allowed are different ids in 0..510"),
+        (ALPHABET, "(*letters, *letters)", "allowed are different ids in 0..510"),
+        (ALPHABET, "()", "alphabet (): allowed are different ids in 0..510"),
+        (ALPHABET, "letters", "stop {510}: must be in the alphabet"),
+        (ALPHABET, '("a", "b")', "ValueError: "),
         ("turn_tokens=5", "turn_tokens=0", "turn_tokens 0: allowed is a whole number from 1 up"),
         ("turn_tokens=5", "turn_tokens=5.0", "turn_tokens 5.0: allowed is a whole number"),
         ("turn_tokens=5", "turn_tokens=5, eval_size=0", "eval_size 0: allowed is a whole"),

@@ -17,13 +17,12 @@ import reward
 import rollout
 import train_async
 import train_sync
+from buffer import batch_metrics, pack
 from learner import (
-    batch_metrics,
     evaluate,
     learner_step,
     make_learner,
     naive_step,
-    pack,
     samples_of,
     token_logprobs,
 )
@@ -36,8 +35,9 @@ from runtime.config import Config, TrainingStopped, UserError, run_main
 from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
 from runtime.setup import make_model, task_of
-from runtime.tokenizer import VOCAB_SIZE, encode
+from runtime.tokenizer import own_tokenizer
 
+encode = own_tokenizer().encode
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
 
 
@@ -129,7 +129,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
 
 @pytest.mark.parametrize("positions, fits", [("learned", False), ("rope", True)])
 def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fits):
-    shape = dict(PRESETS["tiny"], vocab_size=VOCAB_SIZE, context=9, positions=positions)
+    shape = dict(PRESETS["tiny"], vocab_size=own_tokenizer().size, context=9, positions=positions)
     model = GPT(ModelConfig(**shape, attention="dsa", scoring="indexer", top_k=2), seed=5)
     path = tmp_path / "weights.pt"
     torch.save({"shape": model.config.__dict__, "weights": model.flat}, path)
@@ -410,8 +410,8 @@ from dataclasses import replace
 from tasks.{base} import make as original
 
 
-def make(argument, seed):
-    task = original(argument, seed)
+def make(argument, seed, tokenizer):
+    task = original(argument, seed, tokenizer)
 
     def step(problem, answers):
         if {when}:
@@ -520,17 +520,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
 
 
 GRADED = """
-from reward import END, Step, Task, encode
+from reward import Step, Task
 
 
-def make(argument, seed):
+def make(argument, seed, tokenizer):
     def reset(index, split):
         return {"prompt": "a"}
 
     def step(problem, answers):
         return Step(None, REWARD, True)
 
-    return Task(reset, step, (*encode("a"), *encode("b"), END), 1, 2, eval_size=2)
+    letters = tokenizer.encode("a") + tokenizer.encode("b")
+    return Task(reset, step, (*letters, tokenizer.end), 1, 2, eval_size=2)
 """
 
 

@@ -51,7 +51,7 @@ def run(monkeypatch, config: Config, line: Script):
     monkeypatch.setattr(workers, "make_generator", lambda *a: made.append(make(*a)) or made[0])
     model = make_model(config, task_of(config))
     flat = model.flat
-    mailbox = Mailbox(flat.numel())
+    mailbox = Mailbox(flat)
     mailbox.publish(0, flat)
     monkeypatch.setattr(workers, "Mailbox", lambda *_: mailbox)
     with pytest.raises(SystemExit):

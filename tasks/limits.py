@@ -123,14 +123,6 @@ def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple
         return None, f"{who}_error: {describe(error)}"
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the process that has started this one ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the spawning thread
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(0)
-
-
 def in_thread(function: Callable, *args) -> Future:
     """Call a function in a thread of its own. Not in a pool: calls that never return would fill it
     up, and Python waits for a pool's threads at its exit."""
