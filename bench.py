@@ -5,6 +5,7 @@
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py plot RUN ...       # draw the pictures of run folders again
     python bench.py timeline RUN ...   # who did what, these runs in one picture
+    python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
@@ -22,10 +23,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from reward import own_file
+from reward import TASKS, Task, make_task, own_file
 from runtime.config import Config, UserError, fail, parse
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, refuse_links, write_file
+from runtime.messages import Group
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": (
@@ -87,6 +89,7 @@ def summarise(run: Path, facts: dict) -> str:
         "tokens_trained": int(tokens),
         "learner_tokens_per_s": round(tokens / max(seconds, 1e-9)),
         "staleness": age,
+        "mismatch": steps[0].get("mismatch") if steps else None,
         "failures": dict(failures),
         "machine": describe_machine(),
     }
@@ -124,6 +127,28 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> str:
             "`similar`), fewer or shorter answers, --group-size, --temperature or --entropy larger"
         )
     return text
+
+
+def show_group(group: Group, task: Task) -> str:
+    """One line: the text of a group's first episode, its versions and its reward."""
+    t = group.trajectories[0]
+    text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
+    if len(text) > 100:
+        text = f"{text[:60]} ... {text[-40:]}"
+    versions = t.versions[t.loss_mask]
+    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
+    said = f"reward {t.reward:.2f}  versions {span}  {t.finish}"
+    return f"  group {t.group_id}  [{text!r}]  {said}"
+
+
+def show_episode(task: Task) -> None:
+    """Print a problem, and the environment's replies to its best answers."""
+    problem = task.reset(0, "train")
+    print(f"\n{task.name}: at most {task.context} tokens, {task.eval_size} problems held out")
+    print(f"  prompt  {problem['prompt']!r:.150}")
+    answers = task.solve(problem)
+    for turn, answer in enumerate(answers, 1):
+        print(f"  answer  {answer!r:.80} -> {task.step(problem, answers[:turn])}")
 
 
 def describe() -> str:
@@ -193,6 +218,9 @@ def main(arguments: list[str]) -> None:
             measure(name, rest, new_folder(name if arguments else "bench"))
         elif name in ("plot", "timeline") and rest:
             draw(name, [Path(run) for run in rest])
+        elif name == "episode":
+            for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
+                show_episode(make_task(spec))
         elif name == "tables" and not rest:
             from lab.tables import write_tables
 
@@ -200,7 +228,7 @@ def main(arguments: list[str]) -> None:
         else:
             print(describe())
             names = ", ".join(MEASUREMENTS)
-            raise UserError(f"{name!r}: must be {names}, plot RUN, timeline RUN or tables")
+            raise UserError(f"{name!r}: must be {names}, episode, plot RUN, timeline RUN or tables")
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

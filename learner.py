@@ -151,6 +151,8 @@ def learner_step(
         parts = [part for own, _ in shares for part in own]
         loss = sum(own for _, own in shares)
     metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
+    if parts and learner.version == 0:  # no token is stale yet
+        metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, loss, metrics)
     return metrics | {
         "micro_batches": len(batches),
@@ -205,8 +207,7 @@ def generated_logprobs(
     assert (targets >= 0).all(), f"generated tokens must be in the alphabet {alphabet.tolist()}"
 
     def piece(hidden, targets):
-        logits = model.logits(hidden, alphabet).float()  # [m, V']
-        logprobs = torch.log_softmax(logits / temperature, -1)
+        logprobs = torch.log_softmax(model.logits(hidden, alphabet) / temperature, -1)  # [m, V']
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
@@ -314,7 +315,7 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
     """Greedy answers to every held-out problem, by the weights as they are between two steps.
 
     It runs where the weights are changed, so it cannot race with training; the task's code runs in
-    the examiner's process if there is one (runtime/exam.py). Returns `solved` (share), `reward`
+    the examiner's process if there is one (tasks/exam.py). Returns `solved` (share), `reward`
     (mean) and `turns` (mean); a failed episode counts as a reward of 0, and `failures` tells how
     many there are of each kind, with the words of the first.
     """

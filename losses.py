@@ -326,6 +326,14 @@ def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     }
 
 
+def mismatch(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+    """How far apart two log-probs of a token are, the generator's and the learner's: mean, 99th
+    percentile and maximum. With the same weights it is what rounding makes of them."""
+    gap = torch.cat([part["ratio"] for part in parts]).log().abs()
+    p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
+    return {"mean": float(gap.mean()), "p99": float(p99), "max": float(gap.max())}
+
+
 # ---- the KL-window damper ----
 # "Divergence-Suppressed Alignment": keep the last 1000 KL values; while their mean is above 0.15,
 # learn more slowly and hold on to the reference more. Window, threshold and 0.6 come from

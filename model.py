@@ -15,7 +15,7 @@ Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -335,10 +335,24 @@ class GPT(nn.Module):
         return self.body(packed.tokens, packed.positions, attend, rows)
 
     def logits(self, hidden, alphabet=...) -> Tensor:
-        """Scores [N, V'] of the tokens in `alphabet` [V'], by default of all V."""
+        """Scores [N, V'] of the tokens in `alphabet` [V'], by default of all; float32 or better."""
         if alphabet is ... or 2 * len(alphabet) < self.config.vocab_size:
-            return F.linear(hidden, self.output.weight[alphabet])
-        return F.linear(hidden, self.output.weight)[:, alphabet]  # most of them: copy no matrix
+            scores = F.linear(hidden, self.output.weight[alphabet])
+        else:  # most of them: copy no matrix
+            scores = F.linear(hidden, self.output.weight)[:, alphabet]
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+@torch.no_grad()
+def merged(model: GPT, into: GPT | None = None) -> GPT:
+    """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before."""
+    into = into or GPT(replace(model.config, lora=0), None, model.flat.dtype).on(model.flat.device)
+    into.flat.copy_(model.frozen)
+    for layer, plain in zip(model.layers, into.layers, strict=True):
+        for name in MATRICES:
+            A, B = getattr(layer, f"{name}_a"), getattr(layer, f"{name}_b")
+            getattr(plain, name).addmm_(A, B, alpha=LORA_SCALE)
+    return into
 
 
 # ------------------------------------------------------------------- many sequences at once

@@ -12,7 +12,7 @@ alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end
 Left out: tools, sandboxes, learned reward models. Never give model output to `eval`, to an
 unbounded number parser or to a regular expression that backtracks.
 
-`python reward.py [SPEC ...]` prints a sample episode of each task.
+`python bench.py episode [SPEC ...]` prints a sample episode of each task.
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import importlib
 import json
 import re
 import runpy
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -30,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.config import LONGEST_CONTEXT, Config, UserError, fail
+from runtime.config import LONGEST_CONTEXT, Config, UserError
 from runtime.messages import LARGEST_REWARD
 from runtime.tokenizer import Tokenizer, own_tokenizer, tokenizer_of
 from tasks import limits
@@ -351,37 +350,3 @@ def _text(tokens, stop, tokenizer):
     ended = tokens and tokens[-1] in stop
     said = tokenizer.decode_bytes(tokens[:-1] if ended else tokens)
     return said.decode("utf-8", errors="replace")
-
-
-# ---- sample episodes ----
-
-
-def show_group(group, task: Task) -> str:
-    """One line: the text of a group's first episode, its versions and its reward."""
-    t = group.trajectories[0]
-    text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
-    if len(text) > 100:
-        text = f"{text[:60]} ... {text[-40:]}"
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    said = f"reward {t.reward:.2f}  versions {span}  {t.finish}"
-    return f"  group {t.group_id}  [{text!r}]  {said}"
-
-
-def show_episode(task: Task) -> None:
-    """Print a problem, and the environment's replies to its best answers."""
-    problem = task.reset(0, "train")
-    print(f"\n{task.name}: at most {task.context} tokens, {task.eval_size} problems held out")
-    print(f"  prompt  {problem['prompt']!r:.150}")
-    answers = task.solve(problem)
-    for turn, answer in enumerate(answers, 1):
-        print(f"  answer  {answer!r:.80} -> {task.step(problem, answers[:turn])}")
-
-
-if __name__ == "__main__":
-    sys.modules["reward"] = sys.modules["__main__"]  # what tasks import is this very module
-    try:
-        for spec in sys.argv[1:] or list(TASKS)[:-1]:  # jsonl needs a file
-            show_episode(make_task(spec))
-    except ValueError as complaint:
-        fail(complaint)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache import captured, decode, make_cache, prefill, prefill_groups
-from model import GPT, pack_tokens
+from model import GPT, merged, pack_tokens
 from reward import Environment, Task, capacity_of, make_environment
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
@@ -130,11 +130,15 @@ class Generator:
 
     def __post_init__(self):
         model, slots, capacity = self.model, self.slots, self.capacity
+        self.adapted = model if model.config.lora else None
+        if self.adapted:  # added up once a version, not at every token
+            self.model = model = merged(model)
         assert capacity <= model.config.context, (capacity, model.config.context)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(model.flat.device)
         self.stops = np.isin(np.arange(model.config.vocab_size), list(self.environment.stop))
         self.cache = make_cache(model, slots, capacity)
-        self.head = self._output_matrix()
+        few = 2 * len(self.alphabet) < model.config.vocab_size
+        self.head = self._output_matrix() if few else None  # of many it would be a second copy
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
         # idle slots feed position 0
@@ -209,11 +213,17 @@ class Generator:
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
-        if flat is not None:
-            self.model.flat.copy_(flat.to(self.weights))  # rounded, then float32 again
+        if flat is not None and self.adapted:
+            self.adapted.flat.copy_(flat)
+            merged(self.adapted, self.model)
+        elif flat is not None:
+            self.model.flat.copy_(flat)
+        if self.weights != torch.float32:  # rounded, then as before again
+            self.model.flat.copy_(self.model.flat.to(self.weights))
         self.version, self.new_weights = version, None
         self.prompts.clear()  # an episode must not depend on when its siblings began
-        self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
+        if self.head is not None:
+            self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
         self.counts["swaps"] += 1
         self._event("swap", -1, len(occupied))
         for b in occupied:
@@ -228,7 +238,7 @@ class Generator:
         """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
         up to 16]. With 11 columns a library sums some rows of a product in another order (MKL on
         AVX2), and an episode would depend on its slot."""
-        rows = self.model.embed_tokens.weight.detach()[self.alphabet]  # [V, d]
+        rows = self.model.output.weight.detach()[self.alphabet]  # [V, d]
         return F.pad(rows, (0, 0, 0, -len(rows) % 16)).t().contiguous()
 
     # ------------------------------------------------------------------------------------ slots
@@ -287,7 +297,10 @@ class Generator:
         """
         tokens, positions, uniform, longest = inputs
         hidden = decode(self.model, self.cache, tokens, positions, longest)  # [B, d]
-        logits = (hidden @ self.head)[:, : len(self.alphabet)]
+        if self.head is None:
+            logits = self.model.logits(hidden, self.alphabet)
+        else:
+            logits = (hidden @ self.head)[:, : len(self.alphabet)].float()
         return sample(logits, uniform, self.temperature)
 
     def _decode(self) -> None:

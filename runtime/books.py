@@ -5,9 +5,8 @@ Left out: what the numbers mean (learner.py, losses.py), and how lines get to di
 
 from tqdm import tqdm
 
-from bench import summarise
+from bench import show_group, summarise
 from buffer import batch_metrics
-from reward import show_group
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped, printable
 from runtime.messages import Group

@@ -19,6 +19,7 @@ if os.name == "nt":
 LONGEST_CONTEXT = 131072
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 SWAPS = ("keep", "recompute", "drain")
+YES_NO = ("no", "yes")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 # what a plain --help shows
@@ -83,7 +84,13 @@ class Config:
     top_k: int = flag(8, "dsa: chunks that a query attends to", 1)
     kernels: str = flag("auto", "dsa: auto is triton on CUDA", choices=("auto", "spec", "triton"))
 
-    slots: int = flag(128, "sequences that a worker decodes at once", 1, 4096, group="generation")
+    slots: int = flag(
+        128,
+        "sequences that a worker decodes at once (0: as many as fit into free memory)",
+        0,
+        4096,
+        group="generation",
+    )
     group_size: int = flag(16, "answers to each prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
@@ -99,6 +106,7 @@ class Config:
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0, 1.0)
     entropy: float = flag(0.02, "weight of the entropy bonus")
     grad_clip: float = flag(1.0, "largest norm of the gradient (0: no limit)")
+    recompute: str = flag("no", "activations in the backward pass, to save memory", choices=YES_NO)
     token_budget: int = flag(4096, "most tokens in a micro-batch, padding included", 1)
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
     reference_every: int = flag(5, "steps between measurements of that KL (0: no reference)")

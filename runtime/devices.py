@@ -54,6 +54,14 @@ def set_threads(config: Config, processes: int, device: str) -> None:
         torch.cuda.set_device(device)
 
 
+def free_memory(device: str) -> int:
+    """Bytes that are free on a device."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    facts = Path("/proc/meminfo").read_text()
+    return 1024 * int(re.search("MemAvailable: *([0-9]+)", facts)[1])
+
+
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
     info = Path("/proc/cpuinfo")

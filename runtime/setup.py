@@ -15,16 +15,16 @@ import torch
 
 import reward
 from learner import Learner, evaluate, make_learner
-from model import GPT, PRESETS, ModelConfig
+from model import GPT, PRESETS, ModelConfig, padded
 from reward import task_of
 from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
 from runtime.config import Config, UserError, check, flag_name
-from runtime.devices import pick_devices, set_threads
-from runtime.exam import Examiner
+from runtime.devices import free_memory, pick_devices, set_threads
 from runtime.folder import own_folder, read_json, refuse_links
 from runtime.ledger import Ledger, read_books
 from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, write_config
 from tasks import limits
+from tasks.exam import Examiner
 
 
 @dataclass
@@ -65,6 +65,11 @@ def open_training(config: Config, mode: str) -> Run:
     task = task_of(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
     learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
+    if config.slots == 0:
+        places = rollouts if mode == "async" else learners
+        config = dataclasses.replace(
+            config, slots=fitting_slots(config, task, learner.model, places)
+        )
     if state:
         restore(learner, state, config, ledger)
         dropped = drop_what_follows(folder, state)
@@ -85,6 +90,24 @@ def open_training(config: Config, mode: str) -> Run:
             log.close()  # the error is the last line on the screen
             raise
     return run
+
+
+def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[str]) -> int:
+    """How many sequences of the longest kind fit into the memory that is free, for each worker;
+    said on the screen. Half of it is left to activations. UserError when none fits."""
+    c, device = model.config, places[0]
+    length = padded(reward.capacity_of(config, task))
+    size = 2 * c.layers * c.kv_heads * c.head_width * length * model.flat.element_size()
+    weights = model.flat.nbytes + 2 * model.frozen.nbytes  # with adapters merged ones, too
+    free = free_memory(device) // places.count(device) - weights
+    count = int(0.5 * free / size)
+    in_flight = (config.max_staleness + 1) * config.groups_per_step * config.group_size
+    most = min(4096, -(-in_flight // len(places)))
+    facts = f"a sequence of {length:,} tokens takes {size / 2**20:,.1f} MiB of {device}"
+    if count < 1:
+        raise UserError(f"--slots 0: must have free memory, but {facts} ({free >> 20:,} are free)")
+    print(f"--slots 0: {min(count, most)} sequences at once ({facts}, {count} would fit)")
+    return min(count, most)
 
 
 def evaluate_now(run: Run) -> dict:
@@ -109,6 +132,7 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         shape = {"vocab_size": task.tokenizer.size, "context": context, **PRESETS[config.model]}
         for name in ("positions", "attention", "scoring", "chunk_size", "top_k", "kernels"):
             shape[name] = getattr(config, name)
+        shape["recompute"] = config.recompute == "yes"
         return base_model(config, ModelConfig(**shape))
     try:
         stored = stored or load_tensors(Path(config.init))

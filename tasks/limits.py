@@ -103,7 +103,8 @@ def describe(error: BaseException) -> str:
     message = " ".join(str(error).split())[:200]
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").startswith("tasks."):
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("tasks.") and name != __name__:
             place = f" ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{type(error).__name__}: {message}{place}"
 

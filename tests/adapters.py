@@ -27,6 +27,7 @@ from rollout import sample, uniforms
 from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
+from runtime.tokenizer import own_tokenizer
 
 NAMES = {
     "ex01": "causal_attention",
@@ -165,7 +166,9 @@ def resume(in_flight, completed, next_group, version, groups_per_step, max_stale
         config=Config(groups_per_step=groups_per_step, steps=version + 10**6),
         learner=SimpleNamespace(version=version, next_group=next_group),
         buffer=buffer,
-        task=SimpleNamespace(reset=lambda *_: {"prompt": "1"}, max_prompt_tokens=1),
+        task=SimpleNamespace(
+            reset=lambda *_: {"prompt": "1"}, max_prompt_tokens=1, tokenizer=own_tokenizer()
+        ),
         pool=SimpleNamespace(issue=lambda role, groups: ["a worker" for _ in groups]),
         log=SimpleNamespace(event=lambda *args, **details: None),
     )

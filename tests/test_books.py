@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import summarise
-from reward import make_task, show_group
+from bench import show_group, summarise
+from reward import make_task
 from runtime.folder import Log
 from runtime.messages import Group, Trajectory
 from runtime.tokenizer import own_tokenizer

@@ -41,7 +41,7 @@ def refused(capsys, *argv) -> str:
     [
         (["--speed", "9"], ["--speed"]),
         (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
-        (["--slots", "0"], ["--slots", "0", "at least 1"]),
+        (["--slots", "-1"], ["--slots", "-1", "at least 0"]),
         (["--group-size", "1"], ["--group-size", "1", "at least 2"]),
         (["--groups-per-step", "-4"], ["--groups-per-step", "-4"]),
         (["--max-staleness", "-1"], ["--max-staleness", "-1"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import bench
 import reward
 from reward import Step, make_task, problem_of, verify
 from runtime.tokenizer import END, PAD, own_tokenizer
@@ -559,13 +560,13 @@ def test_bad_seed_and_split_are_refused():
 
 def test_the_sample_episodes(capsys):
     for spec in SPECS:
-        reward.show_episode(make_task(spec))
+        bench.show_episode(make_task(spec))
         shown = capsys.readouterr().out
         assert spec in shown and "reward" in shown and max(map(len, shown.splitlines())) < 200
 
 
 def test_the_command_line_refuses_in_one_line():
-    command = [sys.executable, reward.__file__, "sum:3", "nonsense"]
+    command = [sys.executable, bench.__file__, "episode", "sum:3", "nonsense"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "reward=1.0" in done.stdout
     assert done.stderr.count("\n") == 1 and "'nonsense'" in done.stderr

@@ -42,7 +42,7 @@ class Examiner:
     def start(self) -> None:
         """Start a child, and wait until it is ready."""
         self.pipe, there = Pipe()
-        code = f"import sys; sys.path[:] = {sys.path}; from runtime.exam import serve; serve()"
+        code = f"import sys; sys.path[:] = {sys.path}; from tasks.exam import serve; serve()"
         with self.log.open("ab") as log, there:
             streams = {"stdin": there, "stdout": log, "stderr": log}
             command = [sys.executable, "-c", code]
