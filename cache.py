@@ -1,75 +1,156 @@
 """cache.py: generation with the GPT: a cache of keys and values, prefill, one token per step.
 
-A cache is a static batch of slots, one running sequence each. `prefill` writes whole sequences
-into slots; `decode` feeds every slot one token. Both write into it by `remember`.
+A cache has a static batch of slots, one running sequence each. Sequences lie in racks: every slot
+has a row of 32 positions, and a sequence that outgrows its row moves to a rack with longer rows
+(128, 512, ..., the capacity), of which there are as many as were ever needed at once. So memory is
+about what sequences use, and not slots times capacity. `prefill` writes whole sequences into their
+rows; `decode` feeds every slot one token. Both write by `remember`.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
-select, and not the whole context. It does not save the memory of the cache itself.
+select, and not the whole context. It does not save memory: every row has the capacity.
 Left out: sampling, episodes, weight swaps (rollout.py).
 
-Axes: B slots · T positions of a slot · L layers · K chunks of a slot · Hq, Hkv heads · G = Hq / Hkv
-      D head width · E indexer width
+Axes: B slots · n rows of a rack, T positions of each · L layers · K chunks of a slot
+      Hq, Hkv heads · G = Hq / Hkv · D head width · E indexer width
 """
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import dsa
-from model import GPT, PAD_BLOCK, attend_packed, pack_tokens, padded, sparse_kernels
+from model import GPT, attend_packed, pack_tokens, padded, sparse_kernels
 
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
+SHORT = 32  # positions of the shortest rows
 
 
-class Cache(NamedTuple):
-    """Keys and values of a static batch of slots; a slot's rows 0 .. position-1 are valid."""
+@dataclass(eq=False)
+class Rack:
+    """Rows of one length; `slots` tells whose sequence lies in each (0 where nobody's does)."""
 
-    k: Tensor  # [L, B, T, Hkv, D]
-    v: Tensor  # [L, B, T, Hkv, D]
-    scored: Tensor | None  # keys that selection scores (dsa): k, or the indexer's [L, B, T, 1, E]
-    means: Tensor | None  # mean keys of chunks (dsa): [L, B, K, Hkv, D] or [L, B, K, 1, E]
-    tables: dsa.Tables | None  # where the chunks lie (dsa)
+    k: Tensor  # [L, n, T, Hkv, D]
+    v: Tensor  # [L, n, T, Hkv, D]
+    slots: Tensor  # [n]
+    free: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Cache:
+    """Keys and values of a static batch of slots; a slot's positions 0 .. n-1 are valid."""
+
+    racks: list[Rack]  # by length; in the first, row b is slot b's for ever
+    rack: np.ndarray  # [B] in which rack its sequence lies, and in which row
+    row: np.ndarray  # [B]
+    place: Tensor  # [B] the number of this row, through all racks
+    scored: Tensor | None = None  # keys that selection scores (dsa): k, or [L, B, T, 1, E]
+    means: Tensor | None = None  # mean keys of chunks (dsa): [L, B, K, Hkv, D] or [L, B, K, 1, E]
+    tables: dsa.Tables | None = None  # where the chunks lie (dsa)
 
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up to PAD_BLOCK.
+    """An empty cache; capacity is rounded up to PAD_BLOCK."""
+    c, T = model.config, padded(capacity)
+    sparse = sparse_kernels(c, model.flat.device) is not None
+    lengths = [SHORT * 4**i for i in range(9) if not sparse and SHORT * 4**i <= T / 2] + [T]
+    number = torch.arange(slots, device=model.flat.device)
+    racks = [make_rack(model, n=0, T=length, slots=number[:0]) for length in lengths]
+    racks[0] = make_rack(model, n=slots, T=lengths[0], slots=number)
+    cache = Cache(racks, np.zeros(slots, np.int64), np.arange(slots), number.clone())
+    if sparse:
+        k = cache.scored = racks[0].k
+        if c.indexed:
+            cache.scored = k.new_zeros(c.layers, slots, T, 1, c.index_width)
+        cache.tables = dsa.cache_tables(torch.zeros_like(number), T, c.chunk_size)
+        cache.means = cache.scored  # single keys are their own means
+        if c.chunk_size > 1:
+            cache.means = torch.zeros_like(cache.scored[:, :, : cache.tables.widest])
+    return cache
 
-    Dense attention reads whole heads, so there a head's keys lie together in memory; sparse
-    attention gathers rows, so there a row's heads do. The axes are the same in both.
-    """
+
+def make_rack(model: GPT, n: int, T: int, slots: Tensor) -> Rack:
+    """Empty rows. Dense attention reads whole heads, so there a head's keys lie together; sparse
+    attention gathers positions, so there a position's heads do. The axes are the same in both."""
     c, like = model.config, model.flat
-    T = padded(capacity)
     if sparse_kernels(c, like.device) is None:
-        k, v = like.new_zeros(2, c.layers, slots, c.kv_heads, T, c.head_width).transpose(3, 4)
-        return Cache(k, v, None, None, None)
-    k, v = like.new_zeros(2, c.layers, slots, T, c.kv_heads, c.head_width)
-    scored = like.new_zeros(c.layers, slots, T, 1, c.index_width) if c.indexed else k
-    empty = torch.zeros(slots, device=like.device).long()
-    tables = dsa.cache_tables(empty, T, c.chunk_size)
-    # single keys are their own means
-    means = torch.zeros_like(scored[:, :, : tables.widest]) if c.chunk_size > 1 else scored
-    return Cache(k, v, scored, means, tables)
+        k, v = like.new_zeros(2, c.layers, n, c.kv_heads, T, c.head_width).transpose(3, 4)
+    else:
+        k, v = like.new_zeros(2, c.layers, n, T, c.kv_heads, c.head_width)
+    return Rack(k, v, slots)
+
+
+# ------------------------------------------------------------------ a row for every sequence
+
+
+def reserve(cache: Cache, lengths: np.ndarray) -> bool:
+    """Give every slot the shortest row for `lengths` [B] positions; a sequence that has grown moves
+    with its keys. True when a rack got more rows: captured graphs know the old ones."""
+    wanted = np.searchsorted([rack.k.shape[2] for rack in cache.racks], lengths)
+    changed, grown = np.flatnonzero(wanted != cache.rack), False
+    for b in changed.tolist():
+        old, new = cache.racks[cache.rack[b]], cache.racks[wanted[b]]
+        row = b
+        if wanted[b]:
+            if not new.free:
+                add_rows(new)
+                grown = True
+            row = new.free.pop()
+            new.slots[row] = b
+            T = min(old.k.shape[2], new.k.shape[2])
+            for there, here in ((new.k, old.k), (new.v, old.v)):
+                there[:, row, :T] = here[:, cache.row[b], :T]
+        if cache.rack[b]:
+            old.free.append(int(cache.row[b]))
+            old.slots[cache.row[b]] = 0
+        cache.rack[b], cache.row[b] = wanted[b], row
+    if len(changed):
+        before = np.cumsum([0] + [len(rack.slots) for rack in cache.racks])
+        cache.place.copy_(torch.from_numpy(before[cache.rack] + cache.row))
+    return grown
+
+
+def add_rows(rack: Rack) -> None:
+    """Half as many rows again, and one."""
+    n = len(rack.slots)
+    more = n // 2 + 1
+
+    def longer(x: Tensor) -> Tensor:  # [L, n, T, Hkv, D], in the same order of memory
+        x = x.transpose(2, 3)
+        return torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1).transpose(2, 3)
+
+    rack.k = longer(rack.k)
+    rack.v = longer(rack.v)
+    rack.slots = torch.cat([rack.slots, rack.slots.new_zeros(more)])
+    rack.free += range(n, n + more)
+
+
+def cache_bytes(cache: Cache) -> tuple[int, int]:
+    """What keys and values take now, and what slots times capacity would."""
+    position = 2 * cache.racks[0].k[:, :1, :1].nbytes
+    now = sum(len(rack.slots) * rack.k.shape[2] for rack in cache.racks)
+    return position * now, position * len(cache.rack) * cache.racks[-1].k.shape[2]
 
 
 def remember(
     cache: Cache,
     layer: int,
-    place: tuple,  # slots [N], positions [N]
+    places: list,  # for each rack that is written: its number, rows, positions, which of the N
     chunks: Tensor | None,  # ids of the chunks in which they lie (dsa)
-    keys: tuple,  # k and v [N or more, Hkv, D], the indexer's queries, keys [N or more, E], weights
+    keys: tuple,  # k and v [N, Hkv, D]; the indexer's queries, keys [N, E] and weights, or None
 ) -> None:
-    """Put the keys and values of N tokens in their places; rows behind the first N are filler."""
-    N = len(place[0])
+    """Put the keys and values of tokens in their places."""
     k, v, index = keys
-    cache.k[layer][place] = k[:N]
-    cache.v[layer][place] = v[:N]
-    if index is not None:
-        cache.scored[layer][place] = index[1][:N, None]
+    for number, rows, positions, tokens in places:
+        rack = cache.racks[number]
+        rack.k[layer][rows, positions] = k[tokens]
+        rack.v[layer][rows, positions] = v[tokens]
+        if index is not None:
+            cache.scored[layer][rows, positions] = index[1][tokens, None]
     if chunks is not None:
         scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
         means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)
@@ -89,11 +170,13 @@ def prefill_groups(
     for slot, (group, _) in prompts.items():
         if group not in known:
             first.setdefault(group, slot)
-    slots = torch.tensor([*first.values()], device=cache.k.device)
-    prefill(model, cache, slots, [prompts[slot][1] for slot in first.values()])
+    prefill(model, cache, [*first.values()], [prompts[slot][1] for slot in first.values()])
     for slot, (group, tokens) in prompts.items():
+        rack, row = cache.racks[cache.rack[slot]], cache.row[slot]
         # what the slot holds of its first tokens (means: at least of their chunks)
-        parts = [x[:, slot, : len(tokens)] for x in cache[:4] if x is not None]
+        rows = [rack.k[:, row], rack.v[:, row]]
+        rows += [x[:, slot] for x in (cache.scored, cache.means) if x is not None]
+        parts = [x[:, : len(tokens)] for x in rows]
         if group not in known:
             known[group] = [x.clone() for x in parts]
         for part, ready in zip(parts, known[group], strict=True):
@@ -104,41 +187,44 @@ def prefill_groups(
 def prefill(
     model: GPT,
     cache: Cache,
-    slots: Tensor,  # [B]
+    slots: list,  # [B]
     sequences: list,  # B arrays or lists of token ids
 ) -> None:
-    """Write keys and values of whole sequences into their cache slots, one sequence a slot.
+    """Write keys and values of whole sequences into their rows, one sequence a slot.
 
     Only sequences whose grids have the same width go together: SDPA's order of summation changes
     with the width (from 200 tokens on, torch 2.13, CPU).
     """
-    places = {}  # width of the grid -> places in `sequences`
-    for i, sequence in enumerate(sequences):
-        places.setdefault(padded(len(sequence)), []).append(i)
-    for same in places.values():
-        _prefill_width(model, cache, slots[same], [sequences[i] for i in same])
+    widths = {}  # width of the grid -> slots and their sequences
+    for slot, sequence in zip(slots, sequences, strict=True):
+        widths.setdefault(padded(len(sequence)), []).append((slot, sequence))
+    for same in widths.values():
+        _prefill_width(model, cache, *zip(*same, strict=True))
 
 
-def _prefill_width(model: GPT, cache: Cache, slots: Tensor, sequences: list) -> None:
+def _prefill_width(model: GPT, cache: Cache, slots: tuple, sequences: tuple) -> None:
     lengths = [len(s) for s in sequences]
     N = sum(lengths)
     filler = [[0]] * (MIN_ROWS - N)  # too few rows change the rounding
     packed = pack_tokens([*sequences, *filler], model.flat.device)
-    counts = torch.tensor(lengths, device=slots.device)
-    place = (torch.repeat_interleave(slots, counts), packed.positions[:N])
+    owner, places = np.repeat(slots, lengths), []  # [N] slots
+    for number in sorted({*cache.rack[owner].tolist()}):
+        own = torch.from_numpy(np.flatnonzero(cache.rack[owner] == number)).to(packed.tokens.device)
+        rows = torch.from_numpy(cache.row[owner]).to(own.device)[own]
+        places.append((number, rows, packed.positions[own], own))
     chunks = None
     if cache.tables is not None:  # as far as the longest sequence fills them
-        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=slots.device)
-        chunks = (cache.tables.first[slots, None] + local).flatten()
-    attend_all = attend_packed(model.config, packed, cache.k.shape[2])
+        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=own.device)
+        chunks = (cache.tables.first[[*slots], None] + local).flatten()
+    attend_all = attend_packed(model.config, packed, cache.racks[-1].k.shape[2])
 
     def attend(layer, q, *keys):
-        remember(cache, layer, place, chunks, keys)
+        remember(cache, layer, places, chunks, keys)
         if layer == model.config.layers - 1:  # nothing but its keys and values is read
             return q
         return attend_all(layer, q, *keys)
 
-    model.body(packed.tokens, packed.positions, attend, rows=slots[:0])
+    model.body(packed.tokens, packed.positions, attend, rows=packed.cell[:0])
 
 
 # ------------------------------------------------------------------------ one token a slot
@@ -150,30 +236,41 @@ def decode(
     cache: Cache,
     tokens: Tensor,  # [B]
     positions: Tensor,  # [B]
-    longest: int,  # largest position among slots that matter
 ) -> Tensor:
     """One step: feed every slot its token at its position, return hidden states [B, d].
 
-    Dense attention reads no key behind `longest`. Row b depends on slot b only, bitwise: shapes are
-    static and masked keys add exact zeros.
+    Row b depends on slot b only, bitwise: shapes are static, how many keys a slot reads depends on
+    its own row, and masked keys add exact zeros.
     """
-    c = model.config
-    place = (torch.arange(len(tokens), device=tokens.device), positions)
-    if cache.tables is None:  # every query attends to the keys of its slot up to its own
-        chunks = None
-        T = keys_to_read(model, cache, longest)
-        future = torch.arange(T, device=positions.device) > positions[:, None]  # [B, T]
-        mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
-    else:  # every query selects chunks of its slot by their means, and attends to those
+    c, everybody = model.config, slice(None)
+    places, masks, chunks = [], [], None
+    for number, rack in enumerate(cache.racks):
+        if n := len(rack.slots):
+            T = rack.k.shape[2]
+            at = positions if number == 0 else positions[rack.slots]
+            tokens_of = everybody if number == 0 else rack.slots
+            rows = torch.arange(n, device=at.device)
+            # who has moved on writes into a row that nobody reads
+            places.append((number, rows, at.clamp(max=T - 1), tokens_of))
+            future = torch.arange(T, device=at.device) > at[:, None]  # [n, T]
+            masks.append(model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf))
+    if cache.tables is not None:  # every query selects chunks of its slot by their means
         tables = dsa.advance(cache.tables, positions + 1)
         chunks = tables.own
         dsa_attention = sparse_kernels(c, positions.device)
 
     def attend(layer, q, *keys):
-        remember(cache, layer, place, chunks, keys)
-        if cache.tables is None:
-            return attend_slots(q, cache.k[layer, :, :T], cache.v[layer, :, :T], mask)
-        k, v, scored, means = (x[layer].flatten(0, 1) for x in cache[:4])  # [B * T, H, D or E]
+        remember(cache, layer, places, chunks, keys)
+        if cache.tables is None:  # every query attends to the keys of its slot up to its own
+            outs = []
+            for (number, _, _, tokens_of), mask in zip(places, masks, strict=True):
+                rack = cache.racks[number]
+                outs.append(attend_rows(q[tokens_of], rack.k[layer], rack.v[layer], mask))
+            return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, cache.place)
+        k, v, scored, means = (
+            x[layer].flatten(0, 1)  # [B * T, H, D or E]
+            for x in (cache.racks[0].k, cache.racks[0].v, cache.scored, cache.means)
+        )
         index = keys[-1]
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])
@@ -182,84 +279,30 @@ def decode(
     return model.body(tokens, positions, attend)
 
 
-def attend_slots(
-    q: Tensor,  # [B, Hq, D]
-    k: Tensor,  # [B, T, Hkv, D]
-    v: Tensor,  # [B, T, Hkv, D]
-    mask: Tensor,  # [B, T] of 0 and -inf
+def attend_rows(
+    q: Tensor,  # [n, Hq, D]
+    k: Tensor,  # [n, T, Hkv, D]
+    v: Tensor,  # [n, T, Hkv, D]
+    mask: Tensor,  # [n, T] of 0 and -inf
 ) -> Tensor:
-    """One query a slot on its cached keys -> [B, Hq, D].
+    """One query a row on its cached keys -> [n, Hq, D].
 
     SDPA gets the G query heads of a group where it expects queries: so they share their keys.
     """
-    grouped = q.unflatten(1, (k.shape[2], -1))  # [B, Hkv, G, D]
+    grouped = q.unflatten(1, (k.shape[2], -1))  # [n, Hkv, G, D]
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
-    k = k.transpose(1, 2)  # [B, Hkv, T, D]
+    k = k.transpose(1, 2)  # [n, Hkv, T, D]
     v = v.transpose(1, 2)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
 
 
-def keys_to_read(model: GPT, cache: Cache, longest: int) -> int:
-    """How many keys of each slot a dense step reads, so that every slot's result is bitwise what
-    the whole cache gives (on a GPU: as many as there are, rounded up)."""
-    capacity = cache.k.shape[2]
-    if cache.k.is_cuda:
-        return min(padded(longest + 1), capacity)
-    c = model.config
-    lengths = key_lengths(
-        heads=c.heads,
-        kv_heads=c.kv_heads,
-        width=c.head_width,
-        capacity=capacity,
-        dtype=cache.k.dtype,
-    )
-    return next(n for n in lengths if n > longest)
-
-
-# ------------------------------------------------------------------ for equal bits, and for speed
-
-
-@functools.cache
-def key_lengths(
-    heads: int,
-    kv_heads: int,
-    width: int,
-    capacity: int,
-    dtype: torch.dtype,
-) -> list[int]:
-    """Lengths, ascending, to which a step on CPU may cut its cache without changing a bit.
-
-    An episode must be bitwise the same whatever its neighbours are, and the longest neighbour
-    decides how many keys are read. But the order in which a library sums depends on that number
-    and on the processor (MKL halves sums over 208 values and more on AVX2, over 400 and more on
-    AVX-512). So this processor is asked, with random numbers and in some milliseconds: which
-    lengths give what the whole cache gives, with the rest masked?
-
-    What it is for is equal bits. Reading fewer keys gains speed, too: in `sum`, whose cache has 304
-    positions, a step that reads 16 to 48 of them takes 1.9 to 2.5 times less than one that reads
-    them all.
-    """
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(1, heads, width, generator=generator, dtype=dtype)
-    k, v = torch.randn(2, 1, kv_heads, capacity, width, generator=generator, dtype=dtype)
-    k = k.transpose(1, 2)  # as they lie in the cache
-    v = v.transpose(1, 2)
-
-    def result(length: int, visible: int) -> Tensor:
-        mask = torch.zeros(1, length, dtype=dtype)
-        mask[:, visible:] = -torch.inf
-        return attend_slots(q, k[:, :length], v[:, :length], mask)
-
-    lengths = range(PAD_BLOCK, capacity, PAD_BLOCK)
-    lengths = [n for n in lengths if n <= 512 or n % 512 == 0]  # fewer questions
-    same = [n for n in lengths if result(n, n).equal(result(capacity, n))]
-    return [*same, capacity]
+# ------------------------------------------------------------------------------- for speed
 
 
 def captured(
     step: Callable,  # inputs -> results
-    inputs: tuple,  # tokens, positions and uniform numbers, [B] each, and the longest position
-    graphs: dict,  # longest position -> a graph, its inputs and results: those captured so far
+    inputs: list,  # tokens, positions and uniform numbers, [B] each
+    graphs: list,  # the graph, its inputs and results; empty: none was captured yet
 ) -> tuple:
     """step(inputs), run as a CUDA graph.
 
@@ -267,21 +310,19 @@ def captured(
     all at once. On an H100 a step of `tiny` takes 0.19 ms instead of 1.09, of `medium` 0.94
     instead of 3.2.
 
-    A graph repeats what was done with the same memory. So inputs are copied to a fixed place,
-    weights and output matrix may change in place only, and the number of keys read is fixed: there
-    is a graph for each power of two from 16.
+    A graph repeats what was done with the same memory. So inputs are copied to a fixed place, and
+    weights, output matrix and the places of rows may change in place only. When a rack gets more
+    rows (`reserve`), a new graph is captured.
     """
-    *values, longest = inputs
-    longest = max(16, 2 ** int(longest).bit_length()) - 1
-    if longest not in graphs:
-        places = [value.clone() for value in values]
-        step((*places, longest))  # what libraries set up at their first call cannot be captured
+    if not graphs:
+        places = [value.clone() for value in inputs]
+        step(places)  # what libraries set up at their first call cannot be captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = step((*places, longest))
-        graphs[longest] = graph, places, results
-    graph, places, results = graphs[longest]
-    for place, value in zip(places, values, strict=True):
+            results = step(places)
+        graphs[:] = graph, places, results
+    graph, places, results = graphs
+    for place, value in zip(places, inputs, strict=True):
         place.copy_(value)
     graph.replay()
     return results

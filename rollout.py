@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import captured, decode, make_cache, prefill, prefill_groups
+from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
 from model import GPT, merged, pack_tokens
 from reward import Environment, Task, capacity_of, make_environment
 from runtime.config import Config
@@ -154,7 +154,7 @@ class Generator:
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter(dict.fromkeys((*COUNTED, "swaps", "busy"), 0))
-        self.captures = {}  # CUDA graphs of a step: see `captured`
+        self.captures = []  # the CUDA graph of a step: see `captured`
         self.fed_prompts = FED_PROMPTS if self.graphs else 0
 
     @property
@@ -186,7 +186,10 @@ class Generator:
         if self.new_weights is not None:
             self._adopt()
         self._collect_replies()
-        self._refill()
+        prompts = self._refill()
+        if reserve(self.cache, self.cached + 1):
+            self.captures.clear()
+        prefill_groups(self.model, self.cache, prompts, self.prompts)
         if not self.running.any():
             return False
         refilled = time.monotonic()
@@ -230,9 +233,8 @@ class Generator:
             self.episodes[b].swaps += [int(self.cached[b]), version]
         if self.swap == "recompute":
             filled = [b for b in occupied if self.cached[b] > 0]
-            slots = torch.tensor(filled, device=self.alphabet.device)
             sequences = [self.tokens[b, : self.cached[b]] for b in filled]
-            prefill(self.model, self.cache, slots, sequences)
+            prefill(self.model, self.cache, filled, sequences)
 
     def _output_matrix(self) -> Tensor:
         """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
@@ -243,14 +245,15 @@ class Generator:
 
     # ------------------------------------------------------------------------------------ slots
 
-    def _refill(self) -> None:
+    def _refill(self) -> dict:
         """Give free slots to waiting samples, in order; a group never begins under old weights.
 
-        All of a prompt but its last token, which `_decode` feeds, goes into the cache at once.
+        Returns what goes into the cache at once: slot -> its group, and all of its prompt but the
+        last token, which `_decode` feeds.
         """
+        prompts = {}
         if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
-            return
-        prompts = {}  # slot -> its group, and the prompt tokens that must be in the cache
+            return prompts
         for b in [b for b, episode in enumerate(self.episodes) if episode is None]:
             if not self.waiting or self.waiting[0][0].start > self.version:
                 break
@@ -272,7 +275,7 @@ class Generator:
             self._begin_turn(b, prompt)
             if sample_index == 0:
                 self._event("start", group.group_id, n)
-        prefill_groups(self.model, self.cache, prompts, self.prompts)
+        return prompts
 
     def _begin_turn(self, b: int, tokens: list[int]) -> None:
         """Append a prompt or an observation; what follows is the policy's turn."""
@@ -293,10 +296,10 @@ class Generator:
     def _next_tokens(self, inputs: tuple) -> tuple:
         """Feed every slot one token and sample what follows: what `sample` returns.
 
-        inputs: tokens, positions, uniform [B] each, and the longest position.
+        inputs: tokens, positions, uniform [B] each.
         """
-        tokens, positions, uniform, longest = inputs
-        hidden = decode(self.model, self.cache, tokens, positions, longest)  # [B, d]
+        tokens, positions, uniform = inputs
+        hidden = decode(self.model, self.cache, tokens, positions)  # [B, d]
         if self.head is None:
             logits = self.model.logits(hidden, self.alphabet)
         else:
@@ -309,7 +312,7 @@ class Generator:
         tokens = self.tokens[np.arange(self.slots), self.cached].astype(np.int64)
         # noise belongs to the position of the token that is sampled
         arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1)
-        inputs = *(torch.from_numpy(x).to(self.alphabet.device) for x in arrays), longest
+        inputs = [torch.from_numpy(x).to(self.alphabet.device) for x in arrays]
         step = self._next_tokens
         with torch.inference_mode(not self.graphs):
             results = captured(step, inputs, self.captures) if self.graphs else step(inputs)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import losses
-from cache import decode, make_cache, prefill
+from cache import decode, make_cache, prefill, reserve
 from lab.pipeline import Costs, Pipeline, end
 from lab.plots import LOGARITHMIC, column, draw_panels
 from learner import generated_logprobs
@@ -70,6 +70,7 @@ def swapped_logprobs(a, b, responses, boundary, mode):
     recorded = []
     known = torch.cat([torch.tensor(PROMPT).expand(count, -1), responses], 1)
     cache = make_cache(a, count, known.shape[1])
+    reserve(cache, np.full(count, known.shape[1]))
     prefill(a, cache, slots, known[:, :start].tolist())
     for t in range(responses.shape[1]):
         cached = start + t
@@ -78,7 +79,7 @@ def swapped_logprobs(a, b, responses, boundary, mode):
             if mode == "recompute":
                 prefill(b, cache, slots, known[:, :cached].tolist())
         positions = torch.full((count,), cached)
-        hidden = decode(model, cache, known[:, cached], positions, cached)
+        hidden = decode(model, cache, known[:, cached], positions)
         logprobs = torch.log_softmax(model.logits(hidden, ALPHABET), -1)
         recorded.append(logprobs.gather(1, responses[:, t : t + 1]))
     return torch.cat(recorded, 1)

@@ -160,7 +160,9 @@ def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
 def full_cache(model: GPT, slots: int) -> tuple:
     """The model, and a cache full of random numbers."""
     cache = caches.make_cache(model, slots, model.config.context)
-    for part in cache[:4]:  # keys, values, the indexer's keys, mean keys
+    caches.reserve(cache, np.full(slots, model.config.context))
+    last = cache.racks[-1]
+    for part in (last.k, last.v, cache.scored, cache.means):
         if part is not None:
             part.normal_()
     return model, cache, slots
@@ -168,12 +170,11 @@ def full_cache(model: GPT, slots: int) -> tuple:
 
 def token_seconds(model: GPT, cache: caches.Cache, slots: int, repeat: int = 5) -> float:
     """Seconds of one decode step at the last position of every slot."""
-    last = model.config.context - 1
     tokens = torch.arange(slots, device=model.flat.device)
-    positions = torch.full_like(tokens, last)
+    positions = torch.full_like(tokens, model.config.context - 1)
     begin = time.perf_counter()
     for _ in range(repeat):
-        hidden = caches.decode(model, cache, tokens, positions, last)
+        hidden = caches.decode(model, cache, tokens, positions)
     hidden.cpu()  # waits for a GPU
     return (time.perf_counter() - begin) / repeat
 
