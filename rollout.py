@@ -225,10 +225,10 @@ class Generator:
             prefill(self.model, self.cache, slots, sequences)
 
     def _output_matrix(self) -> Tensor:
-        """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
+        """The output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
         up to 16]. With 11 columns a library sums some rows of a product in another order (MKL on
         AVX2), and an episode would depend on its slot."""
-        rows = self.model.embed_tokens.weight.detach()[self.alphabet]  # [V, d]
+        rows = self.model.output.weight.detach()[self.alphabet]  # [V, d]
         return F.pad(rows, (0, 0, 0, -len(rows) % 16)).t().contiguous()
 
     # ------------------------------------------------------------------------------------ slots
