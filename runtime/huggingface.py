@@ -87,26 +87,32 @@ def read_shape(folder: Path, context: int) -> dict:
     """The shape of a folder's model, for so many positions; UserError where it is no Qwen3."""
     refuse_links(folder)
     path = folder / "config.json"
-    facts, shape = {"model_type": None} | read_json(path), {}
-    for name in ("rope_scaling", "rope_parameters"):
-        part = facts.get(name) or {}
-        require(isinstance(part, dict), f"{path}: {name} {part!r:.80}: must be an object")
+    facts = {"model_type": None} | read_json(path)
+
+    def check(name, value, fits, needed):
+        require(fits, f"{path}: {name} {value!r:.80}: must be {needed}")
+
+    rope = {name: facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    for place, part in {"": facts, **rope}.items():
+        check(place, part, isinstance(part, dict), "an object")
+        for name, only in ONLY.items():
+            value = part.get(name, only)
+            check(name, value, value == only, repr(only))
         facts |= part
-    for name, there in FIELDS.items():
-        shape[name] = value = facts.get(there)
+    shape = {name: facts.get(there) for name, there in FIELDS.items()}
+    for name, value in shape.items():
         kind = ModelConfig.__annotations__[name]
-        fits = type(value) in {kind, {float: int}.get(kind)} and 0 <= value < 1 << 24
-        require(fits, f"{path}: {there} {value!r:.80}: must be a sound {kind.__name__}")
-    fits = shape["heads"] % max(1, shape["kv_heads"]) == shape["head_width"] % 2 == 0
-    fits = fits and 0 < min(value for name, value in shape.items() if name != "tied")
-    require(fits, f"{path}: heads {shape['heads']}, {shape['kv_heads']} of {shape['head_width']}")
-    only = ONLY | {"layer_types": ["full_attention"] * shape["layers"]}
-    for name, value in only.items():
-        found = facts.get(name, value)
-        require(found == value, f"{path}: {name} {found!r:.80}: must be {value!r:.80}")
+        right = type(value) is kind or (type(value), kind) == (int, float)
+        fits = right and (kind is bool or 0 < value < 1 << 24)
+        check(FIELDS[name], value, fits, f"a sound {kind.__name__}")
+    layers, types = shape["layers"], facts.get("layer_types") or ["full_attention"]
+    check("num_hidden_layers", layers, layers <= 1024, "at most 1024")
+    check("layer_types", types, {*types} == {"full_attention"}, "full_attention")
+    heads = shape["heads"], shape["kv_heads"], shape["head_width"]
+    check("heads", heads, heads[0] % heads[1] == heads[2] % 2 == 0, "even and divide each other")
     most = f"must be at most {shape['context']}, max_position_embeddings of {folder}"
     require(context <= shape["context"], f"--context {context}: {most}")
-    return shape | {"positions": "rope", "qk_norm": True}
+    return shape | {"context": context, "positions": "rope", "qk_norm": True}
 
 
 def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:

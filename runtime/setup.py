@@ -101,8 +101,8 @@ def evaluate_now(run: Run) -> dict:
 
 
 def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
-    """The policy, large enough for the task's episodes: random weights, those of a Hugging Face folder,
-    or those of --init (with the vocabulary of --model).
+    """The policy, large enough for the task's episodes: random weights, those of a Hugging Face
+    folder, or those of --init (with the vocabulary of --model).
 
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
@@ -112,13 +112,13 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
     if not config.init:
         if config.model in PRESETS:
-            shape = PRESETS[config.model] | {"positions": config.positions}
+            shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
             shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
         else:
             shape = read_shape(Path(config.model), context)
         for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
             shape[name] = getattr(config, name)
-        return base_model(config, ModelConfig(**shape, context=context), stored is not None)
+        return base_model(config, ModelConfig(**shape), stored is not None)
     if config.lora:
         raise UserError(f"--lora {config.lora}: must be 0 with --init")
     try:
@@ -153,8 +153,8 @@ def worker_model(config: Config, shape: ModelConfig) -> GPT:
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     """The configuration of the run to resume (or to replay), and all that its config.json holds.
 
-    Only --steps and --export may change, and only to resume. A folder may come from somebody else: it runs code
-    of a file only if the user names that file, too. Raises UserError.
+    Only --steps and --export may change, and only to resume. A folder may come from somebody else:
+    it runs code of a file only if the user names that file, too. Raises UserError.
     """
     folder = Path(getattr(config, flag))
     old, stored = stored_config(folder, f"--{flag}")
