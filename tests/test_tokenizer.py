@@ -282,7 +282,7 @@ OTHERS = {
     "no model": (changed(model=None), "must be a byte-level BPE"),
     "no vocabulary": (in_model(vocab=[1]), "must be a byte-level BPE"),
     "odd id": (lambda facts: facts["model"]["vocab"].update(a="x"), "must be a byte-level BPE"),
-    "same id": (lambda facts: facts["added_tokens"][0].update(id=1), "two tokens have one id"),
+    "same id": (lambda facts: facts["added_tokens"][3].update(id=1), "two tokens have one id"),
 }
 
 
@@ -299,7 +299,7 @@ def test_stop_tokens_and_the_size_of_the_embedding(tmp_path):
     facts = facts_of("qwen")
     with pytest.raises(UserError, match="ids reach 1999, vocab_size is 1999"):
         read_tokenizer(write_tokenizer(tmp_path, facts, vocab_size=1999))
-    for stop in (None, [], [2, 2000], "2", [None], True):
+    for stop in (None, [], [2, 2000], "2", [None]):
         with pytest.raises(UserError, match="tokenizer.json: must be a byte-level BPE"):
             read_tokenizer(write_tokenizer(tmp_path, facts, stop))
     write_tokenizer(tmp_path, facts, stop=0)
@@ -313,16 +313,16 @@ def test_stop_tokens_and_the_size_of_the_embedding(tmp_path):
         read_tokenizer(write_tokenizer(tmp_path, without), "think")
 
 
-@pytest.mark.parametrize("pattern", [r"\p{L}+", r"[a-m]+| ", r"a*"])
+@pytest.mark.parametrize("pattern", [r"\p{L}+", r"[a-m]+| "])
 def test_a_pattern_that_leaves_text_out_drops_nothing(tmp_path, pattern):
     tokenizers = pytest.importorskip("tokenizers", reason=REASON)
     facts = json.loads(json.dumps(facts_of("qwen")))
     in_step(0, pattern={"Regex": pattern})(facts)
     ours = read_tokenizer(write_tokenizer(tmp_path, facts))
     theirs = tokenizers.Tokenizer.from_str(json.dumps(facts))
-    text = "The weights, 42 of them: return self.config ... (zzz)"
-    if pattern == "a*":  # it matches nothing, everywhere
-        with pytest.raises(ValueError, match="drops a part of"):
-            ours.encode(text)
-    else:
-        assert ours.encode(text) == theirs.encode(text).ids
+    theirs.encode_special_tokens = True
+    texts = ["The weights, 42 of them: return self.config ... (zzz)", *many_texts(200)]
+    for text in [text for text in texts if "think>" not in text]:
+        found = ours.encode(text)
+        assert found == theirs.encode(text).ids
+        assert ours.decode_bytes(found).decode() == unicodedata.normalize("NFC", text)
