@@ -40,6 +40,12 @@ class UserError(ValueError):
     """A mistake of the user's: one line that names the value and what is allowed; exit code 2."""
 
 
+def require(fits: bool, complaint: str) -> None:
+    """UserError unless it fits."""
+    if not fits:
+        raise UserError(complaint)
+
+
 class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to look at; exit code 1."""
 
@@ -163,13 +169,13 @@ def check(config: Config) -> Config:
 
 def check_folder(config: Config, model: str) -> None:
     """Refuse a --model that is nothing, and a shape beside the one that a folder has."""
-    if not os.path.isdir(model):
-        files = "(config.json, *.safetensors, tokenizer.json)"
-        needed = f"must be {', '.join(SIZES)} or a folder of Qwen3 weights {files}"
-        raise UserError(f"--model {model}: {needed}")
+    needed = "must be tiny, small, medium or a folder of Qwen3 weights"
+    needed += " (config.json, *.safetensors, tokenizer.json)"
+    require(os.path.isdir(model), f"--model {model}: {needed}")
     for name in ("positions", "qk_norm"):
-        if (value := getattr(config, name)) != getattr(Config, name):
-            raise UserError(f"{flag_name(name)} {value}: must be left out with --model {model}")
+        value = getattr(config, name)
+        said = f"{flag_name(name)} {value}: must be left out with --model {model}"
+        require(value == getattr(Config, name), said)
 
 
 def parse(description: str, argv: list[str], kind: type = Config) -> Config:

@@ -10,11 +10,11 @@ Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of s
 """
 
 import contextlib
+import copy
 import json
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,12 +24,13 @@ from torch import Tensor
 
 from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, UserError, fail, open_streams, printable
+from runtime.config import Config, UserError, fail, open_streams, printable, require
 from runtime.folder import read_json, refuse_links, write_file
 from runtime.runlog import stored_config
 from runtime.tokenizer import LARGEST, to_json, tokenizer_of
 
-SHARD = 2 << 30  # most bytes of weights in a file
+LAST = "lm_head.weight"
+SHARD = 2 << 30  # bytes of weights, about so many in a file
 FIELDS = {  # of ModelConfig -> of config.json
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -46,6 +47,7 @@ FIELDS = {  # of ModelConfig -> of config.json
 ONLY = {  # fields of config.json that change what is computed -> their value, if they are there
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
+    "layer_types": "full_attention",
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -75,11 +77,6 @@ COPIED = (
 )
 
 
-def require(fits: bool, complaint: str) -> None:
-    if not fits:
-        raise UserError(complaint)
-
-
 # --------------------------------------------------------------------------------------------- in
 
 
@@ -88,28 +85,22 @@ def read_shape(folder: Path, context: int) -> dict:
     refuse_links(folder)
     path = folder / "config.json"
     facts = {"model_type": None} | read_json(path)
-
-    def check(name, value, fits, needed):
-        require(fits, f"{path}: {name} {value!r:.80}: must be {needed}")
-
-    rope = {name: facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
-    for place, part in {"": facts, **rope}.items():
-        check(place, part, isinstance(part, dict), "an object")
-        for name, only in ONLY.items():
-            value = part.get(name, only)
-            check(name, value, value == only, repr(only))
-        facts |= part
-    shape = {name: facts.get(there) for name, there in FIELDS.items()}
-    for name, value in shape.items():
+    types = facts.pop("layer_types", None) or ()
+    pairs = [*facts.items(), *(("layer_types", kind) for kind in types)]
+    for name in ("rope_scaling", "rope_parameters"):
+        part = facts.get(name) or {}
+        pairs += part.items() if isinstance(part, dict) else [("rope_type", part)]
+    for name, value in pairs:
+        only = ONLY.get(name, value)
+        require(value == only, f"{path}: {name} {value!r:.80}: must be {only!r}")
+    facts, shape = dict(pairs), {}
+    for name, there in FIELDS.items():
+        shape[name] = value = facts.get(there)
         kind = ModelConfig.__annotations__[name]
-        right = type(value) is kind or (type(value), kind) == (int, float)
-        fits = right and (kind is bool or 0 < value < 1 << 24)
-        check(FIELDS[name], value, fits, f"a sound {kind.__name__}")
-    layers, types = shape["layers"], facts.get("layer_types") or ["full_attention"]
-    check("num_hidden_layers", layers, layers <= 1024, "at most 1024")
-    check("layer_types", types, {*types} == {"full_attention"}, "full_attention")
-    heads = shape["heads"], shape["kv_heads"], shape["head_width"]
-    check("heads", heads, heads[0] % heads[1] == heads[2] % 2 == 0, "even and divide each other")
+        fits = type(value) in (kind, int) and (kind is bool or 0 < value < 1 << 24)
+        require(fits, f"{path}: {there} {value!r:.80}: must be a sound {kind.__name__}")
+    odd = shape["heads"] % shape["kv_heads"] or shape["head_width"] % 2 or shape["layers"] > 1024
+    require(not odd, f"{path}: heads must share keys evenly, head_dim be even: {shape}")
     most = f"must be at most {shape['context']}, max_position_embeddings of {folder}"
     require(context <= shape["context"], f"--context {context}: {most}")
     return shape | {"context": context, "positions": "rope", "qk_norm": True}
@@ -139,14 +130,14 @@ def load_weights(model: GPT, folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         files = read_json(index, LARGEST).get("weight_map")
-        sound = isinstance(files, dict) and all(map(is_name, files.values()))
-        require(sound, f"{index}: weight_map must hold names of files beside it")
+        inside = isinstance(files, dict) and all(Path(str(f)).name == f for f in files.values())
+        require(inside, f"{index}: weight_map must hold names of files beside it")
     else:
         with opened(folder / "model.safetensors") as file:
             files = dict.fromkeys(file.keys(), "model.safetensors")
     views = named_weights(model)
-    if twice := model.config.tied and "lm_head.weight" in files:
-        views["lm_head.weight"] = model.output.weight.detach()
+    if LAST in files:  # of a tied model: the embeddings again
+        views[LAST] = model.output.weight.detach()
     if odd := sorted(views.keys() ^ files.keys()):
         wrong = "is missing" if odd[0] in views else "is none of its weights"
         raise UserError(f"{folder}: {odd[0]} {wrong} ({len(odd)} such names)")
@@ -154,18 +145,13 @@ def load_weights(model: GPT, folder: Path) -> None:
         place = folder / files[name]
         with opened(place) as file:  # anew each time: what was mapped before is let go
             tensor = file.get_tensor(name)
+        said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
         fits = tensor.is_floating_point() and tensor.shape == view.shape
-        said = f"{tensor.dtype} {list(tensor.shape)}"
-        require(fits, f"{place}: {name} {said}: must be floats {list(view.shape)}")
-        if twice and name == "lm_head.weight":
+        require(fits, f"{said}: must be floats {list(view.shape)}")
+        if name == LAST and model.config.tied:
             same = torch.equal(view, tensor.to(view.dtype))
-            require(same, f"{place}: {name}: must be the embeddings (tie_word_embeddings)")
+            require(same, f"{said}: must be the embeddings (tie_word_embeddings)")
         view.copy_(tensor)
-
-
-def is_name(file) -> bool:
-    """Of a file, and no path that leads elsewhere."""
-    return isinstance(file, str) and Path(file).name == file
 
 
 @contextlib.contextmanager
@@ -193,7 +179,7 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
         views |= {f"model.layers.{number}.{name}.weight": view for name, view in own.items()}
     views["model.norm.weight"] = model.norm.weight
     if not model.config.tied:
-        views["lm_head.weight"] = model.output.weight
+        views[LAST] = model.output.weight
     return {name: view.detach() for name, view in views.items()}
 
 
@@ -212,17 +198,14 @@ def matrices(layer: Layer, kind: str = "") -> dict[str, Tensor]:
 
 @torch.no_grad()
 def merged(model: GPT) -> GPT:
-    """The model itself, or one on the CPU whose matrices have taken up their adapters."""
-    if not model.config.lora:
-        return model
-    plain = GPT(replace(model.config, lora=0), None)
-    for name, place in plain.named_parameters():
-        place.copy_(model.get_parameter(name))
-    for new, layer in zip(plain.layers, model.layers, strict=True):
-        for name in PARTS:
-            A, B = (getattr(layer, f"{name}_{which}").to("cpu", torch.float32) for which in "ab")
-            getattr(new, name).addmm_(A, B, alpha=LORA_SCALE)
-    return plain
+    """The model itself, or a copy whose matrices have taken up their adapters, to be written."""
+    if model.config.lora:
+        model = copy.deepcopy(model)
+        for layer in model.layers:
+            for name in PARTS:
+                A, B = getattr(layer, f"{name}_a"), getattr(layer, f"{name}_b")
+                getattr(layer, name).addmm_(A, B, alpha=LORA_SCALE)
+    return model
 
 
 # -------------------------------------------------------------------------------------------- out
@@ -243,12 +226,11 @@ def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> 
     check_export(folder, model.config)
     folder.mkdir(parents=True, exist_ok=True)
     if adapters:
+        require(config.lora > 0, "--adapters: must be left out, the run has no --lora")
         write_adapters(model, config, folder)
         return f"{folder}: adapters of {config.model}, for PEFT"
-    write_weights(merged(model), folder, config.dtype)
-    tokenizer = tokenizer_of(config)
-    facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
-    facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    write_weights(merged(model), folder, getattr(torch, config.dtype))
+    tokenizer, source = tokenizer_of(config), {}
     if config.model in PRESETS:
         end, pad = tokenizer.encoding.decode_batch([[tokenizer.end], [tokenizer.size - 1]])
         kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad}
@@ -256,13 +238,16 @@ def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> 
         write(folder / "tokenizer_config.json", kind)
         write(folder / "generation_config.json", {"eos_token_id": list(tokenizer.stop)})
     else:
+        source = read_json(Path(config.model, "config.json"))
         for path in Path(config.model).iterdir():
             if path.name in COPIED:
                 shutil.copyfile(path, folder / path.name)
-        source = read_json(Path(config.model, "config.json"))
-        del facts["max_position_embeddings"], facts["rope_theta"]  # the run's is shorter
-        facts = source | facts
-    write(folder / "config.json", facts | {"dtype": config.dtype, "torch_dtype": config.dtype})
+    facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
+    longest = "max_position_embeddings"  # of the folder: a run needs fewer
+    facts[longest] = source.get(longest, facts[longest])
+    facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
+    write(folder / "config.json", source | facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
     return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
 
@@ -271,45 +256,41 @@ def write(path: Path, record: dict) -> None:
     write_file(path, json.dumps(record, indent=1).encode())
 
 
-def write_weights(model: GPT, folder: Path, dtype: str, most: int = SHARD) -> None:
-    """Files of at most so many bytes (or of one tensor), and an index if there are several."""
-    shards, size = [{}], 0
+def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHARD) -> None:
+    """Files that begin every so many bytes, and an index if there are several."""
+    shards, files, size = {}, {}, 0
     for name, view in named_weights(model).items():
-        size += (nbytes := view.numel() * getattr(torch, dtype).itemsize)
-        if size > most and shards[-1]:
-            size = nbytes
-            shards.append({})
-        shards[-1][name] = view
-    files, count = {}, len(shards)
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05}-of-{count:05}.safetensors" if count > 1 else "model.safetensors"
-        files |= dict.fromkeys(shard, name)
-        save(folder / name, shard, dtype)
-    if count > 1:
+        shards.setdefault(size // most, {})[name] = view
+        size += view.nbytes
+    for number, views in enumerate(shards.values(), 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        files |= dict.fromkeys(views, file)
+        save(views, folder / file, dtype)
+    if len(shards) > 1:
         write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
 
 
 def write_adapters(model: GPT, config: Config, folder: Path) -> None:
     """PEFT's form: the parts of a fused matrix have the same A."""
-    rank, views = model.config.lora, {}
-    require(rank > 0, f"--adapters: {folder} must be of a run with --lora")
+    views, rank = {}, config.lora
     for number, layer in enumerate(model.layers):
         for kind in "ab":
             for name, view in matrices(layer, f"_{kind}").items():
-                place = f"base_model.model.model.layers.{number}.{name}"
-                views[f"{place}.lora_{kind.upper()}.weight"] = view.detach()
-    save(folder / "adapter_model.safetensors", views, config.dtype)
+                place = f"base_model.model.model.layers.{number}.{name}.lora_{kind.upper()}.weight"
+                views[place] = view.detach()
+    save(views, folder / "adapter_model.safetensors", getattr(torch, config.dtype))
     names = [name.split(".")[1] for parts in PARTS.values() for name in parts]
     facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": names, "r": rank}
     facts |= {"lora_alpha": LORA_SCALE * rank, "base_model_name_or_path": config.model}
     write(folder / "adapter_config.json", facts)
 
 
-def save(path: Path, views: dict[str, Tensor], dtype: str) -> None:
-    """A safetensors file; it wants every tensor in memory of its own."""
-    like = {"device": "cpu", "dtype": getattr(torch, dtype), "copy": True}
-    like["memory_format"] = torch.contiguous_format
-    save_file({name: view.to(**like) for name, view in views.items()}, path, {"format": "pt"})
+def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    """A safetensors file: it wants every tensor in memory of its own."""
+    rows = torch.contiguous_format
+    own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
+    save_file(own, path, {"format": "pt"})
 
 
 def stored_model(run: Path) -> tuple[GPT, Config]:

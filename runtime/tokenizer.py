@@ -16,7 +16,7 @@ from pathlib import Path
 
 import tiktoken
 
-from runtime.config import SIZES, Config, UserError
+from runtime.config import SIZES, Config, UserError, require
 from runtime.folder import read_json, refuse_links
 
 VOCABULARY = Path(__file__).with_name("vocab.tiktoken")  # a line a token: base64 and rank
@@ -132,7 +132,7 @@ def read_tokenizer(folder: Path, chat: str = "no") -> Tokenizer:
         tokenizer = converted(found, facts)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         needed = "must be a byte-level BPE of the usual form"
-        raise UserError(f"{path}: {needed} ({type(error).__name__}: {error})") from error
+        raise UserError(f"{path}: {needed} ({error!r:.200})") from error
     return in_chat(tokenizer, chat)
 
 
@@ -158,13 +158,13 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     others = {*special.values()}  # they may stand among the text, too
     ranks = {spelled(token): i for token, i in parts["vocab"].items() if i not in others}
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in parts["merges"]]
-    pairs = [(spelled(a), spelled(b)) for a, b in pairs]
+    pairs = [[spelled(a), spelled(b)] for a, b in pairs]
     made = [ranks[a + b] for a, b in pairs]
     require(made == sorted({*made}), "merges are not in the order of the vocabulary")
-    for a, b in pairs:
-        require(halves(a + b, ranks) == [a, b], f"merges cannot make {a + b!r:.80}")
-    least = {bytes([value]) for value in range(256)}
-    whole = least <= ranks.keys() and len(ranks) == 256 + len(pairs)
+    odd = [pair for pair in pairs if halves(b"".join(pair), ranks) != pair]
+    require(not odd, f"merging never joins {odd[:1]}")
+    whole = {bytes([value]) for value in range(256)} <= ranks.keys()
+    whole = whole and len(ranks) == 256 + len(pairs)
     require(whole, "vocabulary is not all bytes and what merges make of them")
 
     ids, stop = [*ranks.values(), *special.values()], facts.get("eos_token_id")
@@ -178,11 +178,6 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     encoding = tiktoken.Encoding("folder", **how)
     form = "NFC" if parts.get("normalizer") else None
     return Tokenizer(encoding, tuple(stop), plain=tuple(plain), form=form)
-
-
-def require(fits: bool, flaw: str) -> None:
-    if not fits:
-        raise ValueError(flaw)
 
 
 def spelled(token: str) -> bytes:

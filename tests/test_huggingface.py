@@ -130,7 +130,7 @@ def encoded(folder, text) -> list[int]:
 
 def test_weights_are_written_in_shards(small, tmp_path):
     ours = loaded(small)
-    huggingface.write_weights(ours, tmp_path, "float32", most=1 << 20)
+    huggingface.write_weights(ours, tmp_path, torch.float32, most=1 << 20)
     files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     assert len({*files.values()}) > 2 and files.keys() == named_weights(ours).keys()
     again = GPT(ours.config, None)
@@ -157,7 +157,7 @@ def test_a_tied_folder_may_have_the_output_matrix_twice(small, tmp_path):
     assert torch.equal(loaded(tmp_path).flat, loaded(small).flat)
     tensors["lm_head.weight"][0, 0] += 1
     safetensors.save_file(tensors, path)
-    with pytest.raises(UserError, match=r"lm_head.weight: must be the embeddings"):
+    with pytest.raises(UserError, match="lm_head.weight .*must be the embeddings"):
         loaded(tmp_path)
 
 
@@ -182,7 +182,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_no_more_memory_than_the_model_and_its_largest_tensor(tmp_path):
-    """A model of 300 MB in five files; no other memory but that of one tensor."""
+    """150 MB in shards: beside the model there is never more than one tensor."""
     shape = {"vocab_size": 16000, "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128}
     big = write_folder(tmp_path / "big", **shape, dtype=torch.bfloat16, shard="64MB")
     assert sum(file.stat().st_size for file in big.glob("*.safetensors")) > 120e6
@@ -228,8 +228,8 @@ REFUSED = {
     "num_key_value_heads": 3,
     "head_dim": 47,
     "hidden_size": "128",
-    "num_hidden_layers": 10**9,
-    "tie_word_embeddings": 1,
+    "num_hidden_layers": 2000,
+    "tie_word_embeddings": "yes",
     "rms_norm_eps": None,
     "rope_theta": -1.0,
     "vocab_size": 1000,  # fewer than the tokenizer has
@@ -245,7 +245,8 @@ def test_what_changes_the_computation_is_refused_by_name(small, tmp_path, name):
     change_json(tmp_path / "config.json", **{name: value})
     line = refusal(tmp_path)
     inner = next((str(v) for v in value.values()), "") if isinstance(value, dict) else ""
-    words = {"num_key_value_heads": "heads (4, 3, 48)", "head_dim": "heads (4, 2, 47)"}
+    words = {"num_key_value_heads": "'kv_heads': 3", "head_dim": "'head_width': 47"}
+    words["num_hidden_layers"] = "'layers': 2000"
     assert words.get(name, name) in line or inner and inner in line, line
     assert str(tmp_path) in line
 
@@ -444,7 +445,7 @@ def test_adapters_are_merged_or_written_apart_as_peft_reads_them(small, tmp_path
             weight = weight + facts["lora_alpha"] / facts["r"] * B @ A
         torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-5)
     assert not parts
-    with pytest.raises(UserError, match="of a run with --lora"):
+    with pytest.raises(UserError, match="must be left out, the run has no --lora"):
         export(loaded(small), config_of(small), tmp_path / "none", adapters=True)
 
 
@@ -457,7 +458,8 @@ def test_a_run_with_adapters_is_exported_from_its_checkpoint(small, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "for transformers" in done.stdout, done.stderr
     model, _ = stored_model(run)
-    assert torch.equal(loaded(out).flat, merged(model).flat)
+    wanted = named_weights(merged(model))
+    assert all(torch.equal(x, wanted[name]) for name, x in named_weights(loaded(out)).items())
     assert not torch.equal(loaded(out).flat, loaded(small).flat)
     train_sync.train(dataclasses.replace(Config(), resume=str(run), steps=3))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

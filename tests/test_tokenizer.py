@@ -276,7 +276,7 @@ OTHERS = {
     "suffix": (in_model(end_of_word_suffix="</w>"), "end_of_word_suffix is"),
     "fallback": (in_model(byte_fallback=True), "byte_fallback is True"),
     "order": (swap_merges, "not in the order of the vocabulary"),
-    "other merges": (merge_otherwise, "merges cannot make"),
+    "other merges": (merge_otherwise, "merging never joins"),
     "missing byte": (lose_a_byte, "vocabulary is not all bytes|KeyError"),
     "unmade": (unmade, "vocabulary is not all bytes"),
     "no model": (changed(model=None), "must be a byte-level BPE"),
