@@ -16,8 +16,10 @@ from qwen3 import REASON, named_weights, write_folder
 import cache
 import train_async
 import train_sync
+from learner import make_learner, new_groups, token_logprobs
 from model import GPT, LORA_SCALE, ModelConfig, pack_tokens
 from reward import task_of
+from rollout import generate, make_generator
 from runtime import huggingface
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, run_main
@@ -465,3 +467,17 @@ def test_a_run_with_adapters_is_exported_from_its_checkpoint(small, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "must be new or an empty folder" in done.stderr
+
+
+def test_an_untied_output_matrix_generates_what_is_trained(tmp_path):
+    folder = write_folder(tmp_path / "model", num_hidden_layers=1, tie_word_embeddings=False)
+    config = config_of(folder)
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task))
+    generator = make_generator(config, task, learner.model)
+    (group,) = generate(generator, new_groups(learner, task, 1))
+    batch = [(trajectory, 0.0) for trajectory in group.trajectories]
+    with torch.no_grad():
+        trained, _ = token_logprobs(learner.model, batch, learner, config)
+    sampled = np.concatenate([t.logprobs[t.loss_mask] for t in group.trajectories])
+    np.testing.assert_allclose(sampled, trained.numpy(), atol=1e-4)
