@@ -134,6 +134,8 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         if context > model.config.context:
             needed = f"{context} positions for task {config.task}"
             raise ValueError(f"{needed}, has {model.config.context}")
+        if (words := model.config.vocab_size) < task.tokenizer.size:
+            raise ValueError(f"{words} tokens for a vocabulary of {task.tokenizer.size}")
     except (Exception, limits.OutOfTime) as error:  # almost anything may stand in a file
         needed = f"must be a weights file of pretrain.py that fits ({error})"
         raise UserError(f"--init {config.init}: {needed}") from error

@@ -481,3 +481,19 @@ def test_an_untied_output_matrix_generates_what_is_trained(tmp_path):
         trained, _ = token_logprobs(learner.model, batch, learner, config)
     sampled = np.concatenate([t.logprobs[t.loss_mask] for t in group.trajectories])
     np.testing.assert_allclose(sampled, trained.numpy(), atol=1e-4)
+
+
+def test_weights_of_a_file_must_have_room_for_the_folders_vocabulary(small, tmp_path):
+    shape = ModelConfig(layers=1, width=8, heads=1, kv_heads=1, head_width=8, hidden=8)
+    model = GPT(shape)
+    torch.save({"shape": vars(shape), "weights": model.flat}, tmp_path / "weights.pt")
+    config = config_of(small, init=str(tmp_path / "weights.pt"))
+    with pytest.raises(UserError, match="512 tokens for a vocabulary of 2000"):
+        make_model(config, task_of(config))
+
+
+def test_a_shape_larger_than_any_memory_costs_one_line(small, tmp_path):
+    change_json(
+        copy_folder(small, tmp_path) / "config.json", hidden_size=1 << 23, vocab_size=1 << 23
+    )
+    assert "must fit into memory" in refusal(tmp_path)
