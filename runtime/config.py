@@ -17,7 +17,7 @@ if os.name == "nt":
     sys.exit("nanoGLM needs Linux or macOS (time limits and signals are POSIX); on Windows use WSL")
 
 LONGEST_CONTEXT = 131072
-SIZES = ("tiny", "small", "medium")
+SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 SWAPS = ("keep", "recompute", "drain")
 CHATS = ("no", "think", "answer")

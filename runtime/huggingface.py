@@ -85,8 +85,9 @@ def read_shape(folder: Path, context: int) -> dict:
     refuse_links(folder)
     path = folder / "config.json"
     facts = {"model_type": None} | read_json(path)
-    types = facts.pop("layer_types", None) or ()
-    pairs = [*facts.items(), *(("layer_types", kind) for kind in types)]
+    types = facts.pop("layer_types", None) or []
+    types = types if isinstance(types, list) else [types]
+    pairs = [*facts.items(), *[("layer_types", kind) for kind in types]]
     for name in ("rope_scaling", "rope_parameters"):
         part = facts.get(name) or {}
         pairs += part.items() if isinstance(part, dict) else [("rope_type", part)]
@@ -112,7 +113,7 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
     stored: a checkpoint or the mailbox will bring all that is trained, so that is not read.
     """
     preset = config.model in PRESETS
-    dtype = config.dtype if config.lora else "float32"  # nothing is added to what is frozen
+    dtype = config.dtype if config.lora else "float32"  # the frozen need no more
     try:
         model = GPT(shape, config.seed if preset else None, getattr(torch, dtype))
     except RuntimeError as error:
@@ -257,7 +258,7 @@ def write(path: Path, record: dict) -> None:
 
 
 def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHARD) -> None:
-    """Files that begin every so many bytes, and an index if there are several."""
+    """A new file every so many bytes, and an index if there are several."""
     shards, files, size = {}, {}, 0
     for name, view in named_weights(model).items():
         shards.setdefault(size // most, {})[name] = view
@@ -309,7 +310,12 @@ if __name__ == "__main__":
             try:
                 trained, settings = stored_model(Path(run))
                 print(printable(export(trained, settings, Path(folder), bool(rest))))
-            except UserError as error:
+            except (
+                UserError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+            ) as error:  # of an odd checkpoint
                 fail(error)
         case _:
             fail("must be given: RUN FOLDER [--adapters]")

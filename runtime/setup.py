@@ -145,11 +145,9 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
 
 def worker_model(config: Config, shape: ModelConfig) -> GPT:
     """A model whose weights will come from the learner, but for those that are frozen."""
-    return (
-        base_model(config, shape, True)
-        if config.lora
-        else GPT(shape, None, getattr(torch, config.dtype))
-    )
+    if config.lora:
+        return base_model(config, shape, stored=True)
+    return GPT(shape, None, getattr(torch, config.dtype))
 
 
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:

@@ -224,6 +224,7 @@ REFUSED = {
     "attention_dropout": 0.1,
     "use_sliding_window": True,
     "layer_types": ["full_attention", "sliding_attention"],
+    "max_position_embeddings": True,
     "quantization_config": {"quant_method": "gptq"},
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
