@@ -153,6 +153,7 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
         if field.type is int and (type(value) is not int or value < least):
             raise TaskError(f"{field.name} {value!r}: allowed is a whole number from {least} up")
     chat = len(tokenizer.encode_prompt(""))
+    chat += bool(chat)  # a prompt's first characters may merge with those before it in another way
     task = replace(task, tokenizer=tokenizer, max_prompt_tokens=task.max_prompt_tokens + chat)
     ids = set(alphabet_of(task).tolist())
     if not ids or len(ids & {*tokenizer.alphabet}) < len(alphabet_of(task)):

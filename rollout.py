@@ -237,7 +237,7 @@ class Generator:
             prefill(self.model, self.cache, filled, sequences)
 
     def _output_matrix(self) -> Tensor:
-        """The tied output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
+        """The output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
         up to 16]. With 11 columns a library sums some rows of a product in another order (MKL on
         AVX2), and an episode would depend on its slot."""
         rows = self.model.output.weight.detach()[self.alphabet]  # [V, d]

@@ -3,12 +3,15 @@
 Left out: what the numbers mean (learner.py, losses.py), and how lines get to disk (runlog.py).
 """
 
+from pathlib import Path
+
 from tqdm import tqdm
 
 from bench import show_group, summarise
 from buffer import batch_metrics
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped, printable
+from runtime.huggingface import export
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
@@ -68,6 +71,8 @@ def finish(run: Run, facts: dict) -> None:
     facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
     facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
     facts["weights_sha256"] = sha256_of(learner.weights)
+    if config.export and not facts["stopped_early"]:
+        print(printable(export(learner.model, config, Path(config.export))))
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)

@@ -17,9 +17,11 @@ if os.name == "nt":
     sys.exit("nanoGLM needs Linux or macOS (time limits and signals are POSIX); on Windows use WSL")
 
 LONGEST_CONTEXT = 131072
+SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
 SWAPS = ("keep", "recompute", "drain")
 YES_NO = ("no", "yes")
+CHATS = ("no", "think", "answer")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 # what a plain --help shows
@@ -37,6 +39,12 @@ sys.excepthook = complain
 
 class UserError(ValueError):
     """A mistake of the user's: one line that names the value and what is allowed; exit code 2."""
+
+
+def require(fits: bool, complaint: str) -> None:
+    """UserError unless it fits."""
+    if not fits:
+        raise UserError(complaint)
 
 
 class TrainingStopped(RuntimeError):
@@ -73,11 +81,24 @@ class Config:
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
     init: str = flag("", "file of weights to start from, written by pretrain.py")
+    export: str = flag("", "folder to write at the end: the model for transformers")
 
-    model: str = flag("tiny", "size", choices=("tiny", "small", "medium"), group="model")
+    model: str = flag(
+        "tiny",
+        "tiny, small, medium, or a folder of Qwen3 weights",
+        group="model",
+    )
+    lora: int = flag(
+        0,
+        "rank of the adapters that alone are trained (0: train everything)",
+        0,
+        1024,
+    )
     dtype: str = flag("float32", "what models compute in (weights: float32)", choices=DTYPES[:2])
     context: int = flag(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     positions: str = flag("learned", "position encoding", choices=("learned", "rope"))
+    qk_norm: str = flag("no", "RMSNorm of queries and keys, as in Qwen3", choices=("no", "yes"))
+    chat: str = flag("no", "prompts as a chat; answer: without thinking", choices=CHATS)
     attention: str = flag("dense", "dense, or sparse (dsa)", choices=("dense", "dsa"))
     scoring: str = flag("mean", "dsa: how chunks are scored", choices=("mean", "indexer"))
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
@@ -146,10 +167,23 @@ def check(config: Config) -> Config:
             raise UserError(f"{name} {value}: must be at least {low}{at_most}")
     if getattr(config, "chunk_size", 1).bit_count() != 1:
         raise UserError(f"--chunk-size {config.chunk_size}: must be a power of two")
+    if (model := getattr(config, "model", "tiny")) not in SIZES:
+        check_folder(config, model)
     if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
         least = 2 * config.reward_seconds
         raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")
     return config
+
+
+def check_folder(config: Config, model: str) -> None:
+    """Refuse a --model that is nothing, and a shape beside the one that a folder has."""
+    needed = "must be tiny, small, medium or a folder of Qwen3 weights"
+    needed += " (config.json, *.safetensors, tokenizer.json)"
+    require(os.path.isdir(model), f"--model {model}: {needed}")
+    for name in ("positions", "qk_norm"):
+        value = getattr(config, name)
+        said = f"{flag_name(name)} {value}: must be left out with --model {model}"
+        require(value == getattr(Config, name), said)
 
 
 def parse(description: str, argv: list[str], kind: type = Config) -> Config:

@@ -68,9 +68,9 @@ def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
     return file
 
 
-def read_json(path: Path) -> dict:
-    """The object in a file; UserError for anything else."""
-    with open_plain(path, LONGEST_TEXT) as file:
+def read_json(path: Path, most: int = LONGEST_TEXT) -> dict:
+    """The object in a file of at most so many bytes; UserError for anything else."""
+    with open_plain(path, most) as file:
         return to_record(file.read(), path)
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runtime.config import Config, UserError, printable
+from runtime.config import Config, UserError, check, printable
 from runtime.devices import describe_machine
-from runtime.folder import Log, own_folder, sync_folder, write_file
+from runtime.folder import Log, own_folder, read_json, refuse_links, sync_folder, write_file
 
 LOGS = ("metrics", "events", "samples")
 
@@ -54,6 +54,21 @@ def new_folder(config: Config, mode: str):
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         raise
+
+
+def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
+    """The configuration of a run folder, and all that its config.json holds; UserError."""
+    refuse_links(run)
+    try:
+        stored = read_json(run / "config.json")
+        values = {f.name: stored.get(f.name, f.default) for f in dataclasses.fields(Config)}
+        config = check(Config(**values))
+        if stored.get("mode") not in ("sync", "async"):
+            raise UserError(f"mode {stored.get('mode')!r}: must be sync or async")
+    except UserError as error:
+        needed = f"must be a run folder with a sound config.json ({error})"
+        raise UserError(f"{flag} {run}: {needed}") from error
+    return config, stored
 
 
 def make_subfolders(run: Path) -> None:

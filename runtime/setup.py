@@ -20,9 +20,10 @@ from reward import task_of
 from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
 from runtime.config import Config, UserError, check, flag_name
 from runtime.devices import free_memory, pick_devices, set_threads
-from runtime.folder import own_folder, read_json, refuse_links
+from runtime.folder import own_folder
+from runtime.huggingface import base_model, check_export, read_shape
 from runtime.ledger import Ledger, read_books
-from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, write_config
+from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, stored_config, write_config
 from tasks import limits
 from tasks.exam import Examiner
 
@@ -64,17 +65,19 @@ def open_training(config: Config, mode: str) -> Run:
     set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
     task = task_of(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
-    learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
+    model = make_model(config, task, state)
+    if config.export:
+        check_export(Path(config.export), model.config)
+    learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
         places = rollouts if mode == "async" else learners
-        config = dataclasses.replace(
-            config, slots=fitting_slots(config, task, learner.model, places)
-        )
+        slots = fitting_slots(config, task, learner.model, places)
+        config = dataclasses.replace(config, slots=slots)
     if state:
         restore(learner, state, config, ledger)
         dropped = drop_what_follows(folder, state)
         make_subfolders(folder)
-        write_config(folder, record | {"steps": config.steps})
+        write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
         examiner = Examiner(config, folder / "logs" / "evaluation.log")
@@ -120,7 +123,8 @@ def evaluate_now(run: Run) -> dict:
 
 
 def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
-    """The policy, large enough for the task's episodes: random weights, or those of --init.
+    """The policy, large enough for the task's episodes: random weights, those of a Hugging Face
+    folder, or those of --init (with the vocabulary of --model).
 
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
@@ -129,11 +133,17 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
         raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
     if not config.init:
-        shape = {"vocab_size": task.tokenizer.size, "context": context, **PRESETS[config.model]}
-        for name in ("positions", "attention", "scoring", "chunk_size", "top_k", "kernels"):
+        if config.model in PRESETS:
+            shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
+            shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
+        else:
+            shape = read_shape(Path(config.model), context)
+        for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
             shape[name] = getattr(config, name)
         shape["recompute"] = config.recompute == "yes"
-        return base_model(config, ModelConfig(**shape))
+        return base_model(config, ModelConfig(**shape), stored is not None)
+    if config.lora:
+        raise UserError(f"--lora {config.lora}: must be 0 with --init")
     try:
         stored = stored or load_tensors(Path(config.init))
         shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
@@ -147,6 +157,8 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
         if context > model.config.context:
             needed = f"{context} positions for task {config.task}"
             raise ValueError(f"{needed}, has {model.config.context}")
+        if (words := model.config.vocab_size) < task.tokenizer.size:
+            raise ValueError(f"{words} tokens for a vocabulary of {task.tokenizer.size}")
     except (Exception, limits.OutOfTime) as error:  # almost anything may stand in a file
         needed = f"must be a weights file of pretrain.py that fits ({error})"
         raise UserError(f"--init {config.init}: {needed}") from error
@@ -154,40 +166,29 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     return model
 
 
-def base_model(config: Config, shape: ModelConfig) -> GPT:
-    """A model of this shape before any training, on the CPU."""
-    return GPT(shape, config.seed)
-
-
 def worker_model(config: Config, shape: ModelConfig) -> GPT:
-    """A model whose weights will come from the learner."""
+    """A model whose weights will come from the learner, but for those that are frozen."""
+    if config.lora:
+        return base_model(config, shape, stored=True)
     return GPT(shape, None, getattr(torch, config.dtype))
 
 
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     """The configuration of the run to resume (or to replay), and all that its config.json holds.
 
-    Only --steps may change, and only to resume. A folder may come from somebody else: it runs code
-    of a file only if the user names that file, too. Raises UserError.
+    Only --steps and --export may change, and only to resume. A folder may come from somebody else:
+    it runs code of a file only if the user names that file, too. Raises UserError.
     """
     folder = Path(getattr(config, flag))
-    refuse_links(folder)
-    try:
-        stored = read_json(folder / "config.json")
-        values = {f.name: stored.get(f.name, f.default) for f in dataclasses.fields(Config)}
-        old = check(Config(**values))
-        if stored.get("mode") not in ("sync", "async"):
-            raise UserError(f"mode {stored.get('mode')!r}: must be sync or async")
-    except UserError as error:
-        needed = f"must be a run folder with a sound config.json ({error})"
-        raise UserError(f"--{flag} {folder}: {needed}") from error
-    free = {"resume", "steps"} if flag == "resume" else {flag}
+    old, stored = stored_config(folder, f"--{flag}")
+    free = {"resume", "steps", "export"} if flag == "resume" else {flag}
     for f in dataclasses.fields(Config):
-        given, had = getattr(config, f.name), values[f.name]
+        given, had = getattr(config, f.name), getattr(old, f.name)
         if f.name not in free and given not in (f.default, had):
             said = f"{flag_name(f.name)} {given}"
             raise UserError(f"{said}: must be left out with --{flag} (the run has {had})")
     if reward.own_file(old.task) and config.task != old.task:
         raise UserError(f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
     changed = {flag: str(folder), "steps": config.steps or old.steps}
+    changed["export"] = config.export or old.export
     return check(dataclasses.replace(old, **changed)), stored

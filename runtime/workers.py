@@ -94,7 +94,7 @@ def reward_worker(line: Line, config: Config):
 def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path):
     """One learner of several: the same steps on its share of every batch's micro-batches."""
     rank = 1 + line.worker  # rank 0 is the parent
-    model = base_model(config, shape).on(take_place(config, rank))
+    model = base_model(config, shape, stored=True).on(take_place(config, rank))
     learner = make_learner(config, task_of(config), model)
     restore(learner, load_checkpoint(folder), config)
     join_learners(config, rank, folder)

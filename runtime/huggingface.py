@@ -1,0 +1,321 @@
+"""runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
+
+    python -m runtime.huggingface runs/NAME FOLDER              # for transformers
+    python -m runtime.huggingface runs/NAME FOLDER --adapters   # for PEFT, beside their base
+
+Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
+A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
+be a stranger's: links are refused, and so are names of files that are paths.
+Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of sparse attention.
+"""
+
+import contextlib
+import copy
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig
+from runtime.checkpoint import load_checkpoint
+from runtime.config import Config, UserError, fail, open_streams, printable, require
+from runtime.folder import read_json, refuse_links, write_file
+from runtime.runlog import stored_config
+from runtime.tokenizer import LARGEST, to_json, tokenizer_of
+
+LAST = "lm_head.weight"
+SHARD = 2 << 30  # bytes of weights, about so many in a file
+FIELDS = {  # of ModelConfig -> of config.json
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "hidden": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "context": "max_position_embeddings",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+ONLY = {  # fields of config.json that change what is computed -> their value, if they are there
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "layer_types": "full_attention",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "quantization_config": None,
+    "rope_type": "default",
+    "type": "default",
+    "partial_rotary_factor": 1.0,
+}
+NORMS = {
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+}
+PARTS = {  # what our matrices are made of
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention_out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp_out": ("mlp.down_proj",),
+}
+COPIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+# --------------------------------------------------------------------------------------------- in
+
+
+def read_shape(folder: Path, context: int) -> dict:
+    """The shape of a folder's model, for so many positions; UserError where it is no Qwen3."""
+    refuse_links(folder)
+    path = folder / "config.json"
+    facts = {"model_type": None} | read_json(path)
+    types = facts.pop("layer_types", None) or []
+    types = types if isinstance(types, list) else [types]
+    pairs = [*facts.items(), *[("layer_types", kind) for kind in types]]
+    for name in ("rope_scaling", "rope_parameters"):
+        part = facts.get(name) or {}
+        pairs += part.items() if isinstance(part, dict) else [("rope_type", part)]
+    for name, value in pairs:
+        only = ONLY.get(name, value)
+        require(value == only, f"{path}: {name} {value!r:.80}: must be {only!r}")
+    facts, shape = dict(pairs), {}
+    for name, there in FIELDS.items():
+        shape[name] = value = facts.get(there)
+        kind = ModelConfig.__annotations__[name]
+        fits = type(value) in (kind, int) and (kind is bool or 0 < value < 1 << 24)
+        require(fits, f"{path}: {there} {value!r:.80}: must be a sound {kind.__name__}")
+    odd = shape["heads"] % shape["kv_heads"] or shape["head_width"] % 2 or shape["layers"] > 1024
+    require(not odd, f"{path}: heads must share keys evenly, head_dim be even: {shape}")
+    most = f"must be at most {shape['context']}, max_position_embeddings of {folder}"
+    require(context <= shape["context"], f"--context {context}: {most}")
+    return shape | {"context": context, "positions": "rope", "qk_norm": True}
+
+
+def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
+    """A model of this shape before any training, on the CPU.
+
+    stored: a checkpoint or the mailbox will bring all that is trained, so that is not read.
+    """
+    preset = config.model in PRESETS
+    dtype = config.dtype if config.lora else "float32"  # the frozen need no more
+    try:
+        model = GPT(shape, config.seed if preset else None, getattr(torch, dtype))
+    except RuntimeError as error:
+        raise UserError(f"--model {config.model}: must fit into memory ({error})") from error
+    if not preset:
+        model.initialise(config.seed, adapters=not shape.indexed)  # the folder has no indexer
+        if config.lora or not stored:
+            load_weights(model, Path(config.model))
+    return model
+
+
+def load_weights(model: GPT, folder: Path) -> None:
+    """Read every weight of a folder into its place, one tensor at a time; UserError."""
+    refuse_links(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = read_json(index, LARGEST).get("weight_map")
+        inside = isinstance(files, dict) and all(Path(str(f)).name == f for f in files.values())
+        require(inside, f"{index}: weight_map must hold names of files beside it")
+    else:
+        with opened(folder / "model.safetensors") as file:
+            files = dict.fromkeys(file.keys(), "model.safetensors")
+    views = named_weights(model)
+    if LAST in files:  # of a tied model: the embeddings again
+        views[LAST] = model.output.weight.detach()
+    if odd := sorted(views.keys() ^ files.keys()):
+        wrong = "is missing" if odd[0] in views else "is none of its weights"
+        raise UserError(f"{folder}: {odd[0]} {wrong} ({len(odd)} such names)")
+    for name, view in views.items():
+        place = folder / files[name]
+        with opened(place) as file:  # anew each time: what was mapped before is let go
+            tensor = file.get_tensor(name)
+        said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
+        fits = tensor.is_floating_point() and tensor.shape == view.shape
+        require(fits, f"{said}: must be floats {list(view.shape)}")
+        if name == LAST and model.config.tied:
+            same = torch.equal(view, tensor.to(view.dtype))
+            require(same, f"{said}: must be the embeddings (tie_word_embeddings)")
+        view.copy_(tensor)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator:
+    """A safetensors file to read; UserError for what is wrong with it."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path}: must be a whole safetensors file ({error})") from error
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def named_weights(model: GPT) -> dict[str, Tensor]:
+    """Every weight under its Qwen3 name and shape, as a view: copying into it changes the model.
+
+    Without adapters, learned positions and the indexer, which Qwen3 lacks.
+    """
+    views = {"model.embed_tokens.weight": model.embed_tokens.weight}
+    for number, layer in enumerate(model.layers):
+        own = matrices(layer)
+        own |= {name: getattr(layer, ours) for name, ours in NORMS.items() if hasattr(layer, ours)}
+        views |= {f"model.layers.{number}.{name}.weight": view for name, view in own.items()}
+    views["model.norm.weight"] = model.norm.weight
+    if not model.config.tied:
+        views[LAST] = model.output.weight
+    return {name: view.detach() for name, view in views.items()}
+
+
+def matrices(layer: Layer, kind: str = "") -> dict[str, Tensor]:
+    """The matrices of a layer as views [out, in], fused ones apart. Of adapters, kind "_b" is cut
+    in the same way, and "_a" is what the parts of a fused one share."""
+    c, found = layer.config, {}
+    q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
+    sizes = {"qkv": [q, kv, kv], "gate_up": c.hidden}
+    for name, parts in PARTS.items():
+        whole = getattr(layer, name + kind).t()
+        cut = [whole] * 3 if kind == "_a" else whole.split(sizes.get(name, c.width))
+        found |= zip(parts, cut, strict=False)
+    return found
+
+
+@torch.no_grad()
+def merged(model: GPT) -> GPT:
+    """The model itself, or a copy whose matrices have taken up their adapters, to be written."""
+    if model.config.lora:
+        model = copy.deepcopy(model)
+        for layer in model.layers:
+            for name in PARTS:
+                A, B = getattr(layer, f"{name}_a"), getattr(layer, f"{name}_b")
+                getattr(layer, name).addmm_(A, B, alpha=LORA_SCALE)
+    return model
+
+
+# -------------------------------------------------------------------------------------------- out
+
+
+def check_export(folder: Path, shape: ModelConfig) -> None:
+    """UserError where a model of this shape cannot be written into this folder."""
+    free = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
+    require(free, f"--export {folder}: must be new or an empty folder")
+    flags = "--positions rope --qk-norm yes, without --scoring indexer"
+    fits = shape.positions == "rope" and shape.qk_norm and not shape.indexed
+    require(fits, f"--export {folder}: must have a model of Qwen3's form ({flags})")
+
+
+def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> str:
+    """Write a model as transformers reads it, adapters merged, or these alone as PEFT does; returns
+    what to say. The last file is that without which there is no model."""
+    check_export(folder, model.config)
+    folder.mkdir(parents=True, exist_ok=True)
+    if adapters:
+        require(config.lora > 0, "--adapters: must be left out, the run has no --lora")
+        write_adapters(model, config, folder)
+        return f"{folder}: adapters of {config.model}, for PEFT"
+    write_weights(merged(model), folder, getattr(torch, config.dtype))
+    tokenizer, source = tokenizer_of(config), {}
+    if config.model in PRESETS:
+        end, pad = tokenizer.encoding.decode_batch([[tokenizer.end], [tokenizer.size - 1]])
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad}
+        write(folder / "tokenizer.json", to_json(tokenizer))
+        write(folder / "tokenizer_config.json", kind)
+        write(folder / "generation_config.json", {"eos_token_id": list(tokenizer.stop)})
+    else:
+        source = read_json(Path(config.model, "config.json"))
+        for path in Path(config.model).iterdir():
+            if path.name in COPIED:
+                shutil.copyfile(path, folder / path.name)
+    facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
+    longest = "max_position_embeddings"  # of the folder: a run needs fewer
+    facts[longest] = source.get(longest, facts[longest])
+    facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
+    write(folder / "config.json", source | facts)
+    sparse = ", its attention dense" if model.config.attention == "dsa" else ""
+    return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
+
+
+def write(path: Path, record: dict) -> None:
+    write_file(path, json.dumps(record, indent=1).encode())
+
+
+def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHARD) -> None:
+    """A new file every so many bytes, and an index if there are several."""
+    shards, files, size = {}, {}, 0
+    for name, view in named_weights(model).items():
+        shards.setdefault(size // most, {})[name] = view
+        size += view.nbytes
+    for number, views in enumerate(shards.values(), 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        files |= dict.fromkeys(views, file)
+        save(views, folder / file, dtype)
+    if len(shards) > 1:
+        write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+
+
+def write_adapters(model: GPT, config: Config, folder: Path) -> None:
+    """PEFT's form: the parts of a fused matrix have the same A."""
+    views, rank = {}, config.lora
+    for number, layer in enumerate(model.layers):
+        for kind in "ab":
+            for name, view in matrices(layer, f"_{kind}").items():
+                place = f"base_model.model.model.layers.{number}.{name}.lora_{kind.upper()}.weight"
+                views[place] = view.detach()
+    save(views, folder / "adapter_model.safetensors", getattr(torch, config.dtype))
+    names = [name.split(".")[1] for parts in PARTS.values() for name in parts]
+    facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": names, "r": rank}
+    facts |= {"lora_alpha": LORA_SCALE * rank, "base_model_name_or_path": config.model}
+    write(folder / "adapter_config.json", facts)
+
+
+def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    """A safetensors file: it wants every tensor in memory of its own."""
+    rows = torch.contiguous_format
+    own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
+    save_file(own, path, {"format": "pt"})
+
+
+def stored_model(run: Path) -> tuple[GPT, Config]:
+    """The model of a run's newest checkpoint; UserError."""
+    config, _ = stored_config(run, "run")
+    state = load_checkpoint(run)
+    model = base_model(config, ModelConfig(**state["shape"]), stored=True)
+    model.flat.copy_(state["weights"])
+    return model, config
+
+
+if __name__ == "__main__":
+    open_streams()
+    match sys.argv[1:]:
+        case [run, folder, *rest] if rest in ([], ["--adapters"]):
+            try:
+                trained, settings = stored_model(Path(run))
+                print(printable(export(trained, settings, Path(folder), bool(rest))))
+            except (
+                UserError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+            ) as error:  # of an odd checkpoint
+                fail(error)
+        case _:
+            fail("must be given: RUN FOLDER [--adapters]")
