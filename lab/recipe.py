@@ -24,7 +24,16 @@ from lab.plots import between, column, markdown, save_result
 from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT
-from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, parts_of, train_stage
+from pretrain import (
+    RecipeConfig,
+    accuracy,
+    exam,
+    grow,
+    make_recipe_model,
+    parts_of,
+    recall_batches,
+    train_stage,
+)
 from reward import alphabet_of, make_task, verify_group
 from rollout import generate, make_generator
 from runtime.config import Config, UserError
@@ -51,7 +60,9 @@ def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
         result["accuracy"][variant] = rows
 
     def stage(name: str, steps: int, used: int) -> None:
-        result["stages"][name] = train_stage(model, config, seed, name, steps, used)
+        result["stages"][name] = train_stage(
+            model, config, name, steps, recall_batches(config, seed, used)
+        )
         weights = {"shape": model.config.__dict__, "weights": model.flat.cpu()}
         torch.save(weights, folder / f"{name}.pt")
 
