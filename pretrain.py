@@ -38,7 +38,7 @@ Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chu
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +58,7 @@ from runtime.setup import make_model
 from runtime.tokenizer import Tokenizer, tokenizer_of
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys
+INDEX_SHAPE = ("chunk_size", "top_k", "index_heads", "index_width")
 TASK_TOKENS = {"train": 1 << 18, "eval": 1 << 14}  # so much text is made of a task's problems
 
 
@@ -84,7 +85,7 @@ class SparseConfig(Stages):
 
     dense_steps: int = flag(0, "steps of the dense stage, for a model of random weights")
     sparse_lr: float = flag(1e-3, "share of lr and matrix-lr in the sparse stage", 0.0, 1.0)
-    model: str = flag("tiny", "the dense model, as in train_sync.py", group="model and text")
+    model: str = flag("tiny", "the dense model, as in train_sync.py")
     index_heads: int = flag(4, "heads of the indexer (DeepSeek-V3.2: 64)", 1)
     index_width: int = flag(16, "width of its heads (128)", 4)
     text: str = flag("", "text file to learn from, in UTF-8; or")
@@ -154,11 +155,11 @@ def recall_batches(config: RecipeConfig, seed: int, used: int) -> Iterator[tuple
 # ---------------------------------------------------------------------------------- text of yours
 
 
-def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list[list]:
-    """Tokens of a file, or of a task's problems: to learn from, and held out. Raises UserError."""
+def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list:
+    """Tokens of a text to learn from, and of one that is held out. Raises UserError."""
     if config.task:
         task = make_task(config.task, config.seed, tokenizer)
-        return [episodes(task, *size) for size in TASK_TOKENS.items()]
+        return [list(islice(episodes(task, split), n)) for split, n in TASK_TOKENS.items()]
     try:
         with open_plain(Path(config.text)) as file:
             tokens = tokenizer.encode(file.read().decode())
@@ -168,19 +169,18 @@ def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list[list]:
     return [tokens[:-held_out], tokens[-held_out:]]
 
 
-def episodes(task: Task, split: str, least: int) -> list[int]:
-    """At least so many tokens: problems with their best answers, as RL sees them."""
-    encode, tokens, index = task.tokenizer.encode, [], 0
-    end = [task.tokenizer.end] if task.stop else []
-    while len(tokens) < least:
+def episodes(task: Task, split: str) -> Iterator[int]:
+    """Tokens without end: problems with their best answers, as RL sees them."""
+    encode = task.tokenizer.encode
+    for index in count():
         problem = task.reset(index, split)
-        answers = task.solve(problem)
-        tokens += task.tokenizer.encode_prompt(problem["prompt"])
-        for turn, answer in enumerate(answers, 1):
-            said = task.step(problem, answers[:turn]).observation or ""
-            tokens += encode(answer) + end + encode(said)
-        index += 1
-    return tokens
+        yield from task.tokenizer.encode_prompt(problem["prompt"])
+        said = []
+        for answer in task.solve(problem):
+            said.append(answer)
+            yield from encode(answer)
+            yield from [task.tokenizer.end] if task.stop else []
+            yield from encode(task.step(problem, said).observation or "")
 
 
 def row_batches(tokens: list[int], config: SparseConfig) -> Iterator[tuple]:
@@ -221,8 +221,7 @@ def sparse_model(config: SparseConfig) -> tuple[GPT, Tokenizer]:
     tokenizer = tokenizer_of(how)
     # to make a model, a row of text is a task's prompt with one token to answer
     dense = make_model(how, Task(None, None, None, config.length - 1, 1, tokenizer=tokenizer))
-    names = ("chunk_size", "top_k", "index_heads", "index_width")
-    shape = {name: getattr(config, name) for name in names}
+    shape = {name: getattr(config, name) for name in INDEX_SHAPE}
     model = GPT(replace(dense.config, attention="dsa", scoring="indexer", **shape), config.seed)
     model.load_state_dict(dense.state_dict(), strict=False)
     return model, tokenizer
@@ -291,12 +290,10 @@ def answer(model: GPT, batch: tuple, attend: Callable) -> tuple[Tensor, Tensor]:
         return F.cross_entropy(logits, right, reduction="sum"), logits.argmax(-1) == right
 
     # as in learner.py: logits of no more than PIECE pairs of a token and a word are there at once
-    size, sums, exact = PIECE // model.config.vocab_size, 0.0, []
-    for part in zip(hidden.split(size), right.split(size), strict=True):
-        loss, hits = checkpoint(piece, *part, use_reentrant=False)
-        sums += loss
-        exact.append(hits)
-    return sums / len(right), torch.cat(exact).view(B, *columns.shape).all(-1)
+    size = PIECE // model.config.vocab_size
+    again = partial(checkpoint, piece, use_reentrant=False)
+    losses, exact = zip(*map(again, hidden.split(size), right.split(size)), strict=True)
+    return sum(losses) / len(right), torch.cat(exact).view(B, *columns.shape).all(-1)
 
 
 def losses_of(model: GPT, batch: tuple, stage: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -422,15 +419,13 @@ def accuracy(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, kind
 
 
 @torch.no_grad()
-def measure(model: GPT, batch: tuple) -> str:
-    """What indexer and model are worth on held-out text."""
-    dense, kl, _ = losses_of(model, batch, "warm-up")
-    sparse, _, _ = losses_of(model, batch, "sparse")
-    return f"KL {kl:.4f}   loss: sparse {sparse:.4f}, dense {dense:.4f}"
+def weights_file(model: GPT) -> dict:
+    """What --init reads."""
+    return {"shape": vars(model.config), "weights": model.flat}
 
 
 def train(config: SparseConfig) -> None:
-    """Every stage in turn, what it was worth, and the weights, in a file."""
+    """Every stage in turn, what it was worth on held-out text, and the weights, in a file."""
     if config.text and config.task:
         raise UserError(f"--task {config.task}: must be left out with --text")
     path = Path(config.out)
@@ -440,14 +435,17 @@ def train(config: SparseConfig) -> None:
     texts = read_text(config, tokenizer)
     if (most := min(map(len, texts))) < config.length:
         raise UserError(f"--length {config.length}: must be at most {most}, half of a short text")
-    batches, exam = (row_batches(text, config) for text in texts)
-    exam, results = next(exam), []
-    stages = {"dense": config.dense_steps, "warm-up": config.warmup_steps}
-    for stage, steps in (stages | {"sparse": config.sparse_steps}).items():
-        if steps:
+    batches, exams = (row_batches(text, config) for text in texts)
+    exam, results = next(exams), []
+    for stage in ("dense", "warm-up", "sparse"):
+        if steps := getattr(config, stage.replace("-", "") + "_steps"):
             train_stage(model, config, stage, steps, batches)
-        results.append(f"after {stage:8}{measure(model, exam)}")
-    torch.save({"shape": vars(model.config), "weights": model.flat}, path)
+        with torch.no_grad():
+            dense, kl, _ = losses_of(model, exam, "warm-up")
+            sparse, _, _ = losses_of(model, exam, "sparse")
+        loss = f"loss with sparse attention {sparse:.3f}, with dense {dense:.3f}"
+        results.append(f"after {stage:8} KL {kl:.4f}, {loss}")
+    torch.save(weights_file(model), path)
     print("\n".join(results))
 
 

@@ -33,6 +33,7 @@ from pretrain import (
     parts_of,
     recall_batches,
     train_stage,
+    weights_file,
 )
 from reward import alphabet_of, make_task, verify_group
 from rollout import generate, make_generator
@@ -60,11 +61,9 @@ def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
         result["accuracy"][variant] = rows
 
     def stage(name: str, steps: int, used: int) -> None:
-        result["stages"][name] = train_stage(
-            model, config, name, steps, recall_batches(config, seed, used)
-        )
-        weights = {"shape": model.config.__dict__, "weights": model.flat.cpu()}
-        torch.save(weights, folder / f"{name}.pt")
+        batches = recall_batches(config, seed, used)
+        result["stages"][name] = train_stage(model, config, name, steps, batches)
+        torch.save(weights_file(model), folder / f"{name}.pt")
 
     _, used = result["stages"]["growing"] = grow(model, config, seed)
     stage("dense", config.dense_steps, used)
