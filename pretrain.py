@@ -2,11 +2,11 @@
 
     python pretrain.py --model FOLDER --text FILE.txt --out sparse.pt     # or --task SPEC
     python train_sync.py --model FOLDER --init sparse.pt                  # the indexer is frozen
-    python bench.py recipe             # all of it on the task `recall`, every stage examined
+    python bench.py recipe                    # all of it on the task `recall`, every stage examined
 
 The stages are those of DeepSeek-V3.2-Exp's report and of GLM-5's (arXiv 2602.15763):
-  dense    Everything but the indexer learns the text. Attention is dense. A model that has weights
-           already does without (--dense-steps 0).
+  dense    Everything but the indexer learns the text. Attention is dense. A model that is loaded
+           does without: --dense-steps is 0.
   warm-up  Only the indexer learns, everything else is frozen. Attention stays dense. The loss is
            KL(p || softmax(I)) over the chunks before a query: I are the indexer's scores, and p is
            the dense attention, summed over heads and over the keys of a chunk, made to sum to one.
@@ -17,14 +17,17 @@ Neither loss reaches the other's parameters: the indexer's input is detached (mo
 has no gradient, and p is detached here. The chunk of the query itself is always selected; it has no
 competitor, so p leaves it out.
 
-Text is one line of tokens, cut into rows of --length: a file, or a task's prompts with their best
-answers. The loss is on every next token, those of prompts too, among the whole vocabulary. What is
-measured after each stage is measured on text that is held out: the last tenth of a file, or the
-problems that a task holds out.
+Text of yours is one long line of tokens, cut into rows of --length: a file, or a task's prompts
+with their best answers. The loss is on every next token, those of prompts too, among the whole
+vocabulary. A line for each stage tells what it was worth on held-out text (the last tenth of a
+file, or the problems that a task holds out): the KL of the indexer, summed over layers, and the
+loss with sparse and with dense attention. After "dense" nobody has trained the indexer yet.
 The recipe's text: the table of one problem (never a held-out one), then many questions about it
 instead of one; the loss is on the answers. Tables begin with two pairs and double whenever nine
 answers in ten are right: long tables alone do not teach the matching of keys within minutes.
-Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW.
+Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. Of both
+rates little is left by default in the sparse stage of a model of yours; give one that began with
+random weights more: --sparse-lr 0.1.
 
 Left out: weight decay, a dense twin that trains as long as the whole recipe, GPUs, and speed:
 training uses dense masks instead of the sparse kernels, so memory grows with the square of a row.
@@ -59,7 +62,7 @@ from runtime.tokenizer import Tokenizer, tokenizer_of
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys
 INDEX_SHAPE = ("chunk_size", "top_k", "index_heads", "index_width")
-TASK_TOKENS = {"train": 1 << 18, "eval": 1 << 14}  # so much text is made of a task's problems
+TASK_TOKENS = 1 << 17  # so much text is made of a task's problems, and of those it holds out
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class RecipeConfig(Stages):
 # ----------------------------------------------------------------------------- the recipe's text
 
 
-def make_text(task: Task, index: int) -> tuple[list[int], list[int]]:
+def make_text(task: Task, index: int) -> tuple:
     """A training problem's table, then "?key=51<end>" for half as many pairs, drawn with
     replacement: tokens [T], and the columns [M] of the answers."""
     table, _, _ = task.reset(index, "train")["prompt"].partition("?")
@@ -131,7 +134,7 @@ def make_text(task: Task, index: int) -> tuple[list[int], list[int]]:
     return tokens, columns
 
 
-def make_batch(length: int, seed: int, start: int, budget: int) -> tuple[Tensor, ...]:
+def make_batch(length: int, seed: int, start: int, budget: int) -> tuple:
     """About `budget` tokens of text on problems of recall:`length`, from problem `start` on.
 
     Returns int64 tokens [B, T], columns [A, m] of their answers, and the alphabet [V'] of answers.
@@ -144,7 +147,7 @@ def make_batch(length: int, seed: int, start: int, budget: int) -> tuple[Tensor,
     return torch.tensor(texts), torch.tensor(columns).view(-1, 3), alphabet
 
 
-def recall_batches(config: RecipeConfig, seed: int, used: int) -> Iterator[tuple]:
+def recall_batches(config: RecipeConfig, seed: int, used: int) -> Iterator:
     """Texts of all lengths in turn, from problem `used` on."""
     for step in count():
         batch = make_batch(config.lengths[step % len(MULTIPLES)], seed, used, config.tokens)
@@ -159,7 +162,7 @@ def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list:
     """Tokens of a text to learn from, and of one that is held out. Raises UserError."""
     if config.task:
         task = make_task(config.task, config.seed, tokenizer)
-        return [list(islice(episodes(task, split), n)) for split, n in TASK_TOKENS.items()]
+        return [list(islice(episodes(task, split), TASK_TOKENS)) for split in ("train", "eval")]
     try:
         with open_plain(Path(config.text)) as file:
             tokens = tokenizer.encode(file.read().decode())
@@ -169,7 +172,7 @@ def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list:
     return [tokens[:-held_out], tokens[-held_out:]]
 
 
-def episodes(task: Task, split: str) -> Iterator[int]:
+def episodes(task: Task, split: str) -> Iterator:
     """Tokens without end: problems with their best answers, as RL sees them."""
     encode = task.tokenizer.encode
     for index in count():
@@ -183,7 +186,7 @@ def episodes(task: Task, split: str) -> Iterator[int]:
             yield from encode(task.step(problem, said).observation or "")
 
 
-def row_batches(tokens: list[int], config: SparseConfig) -> Iterator[tuple]:
+def row_batches(tokens: list, config: SparseConfig) -> Iterator:
     """Batches of rows [B, T], drawn at random without end, as from `make_batch`: every token but
     the first is an answer, and the alphabet is everything."""
     T, random = config.length, np.random.default_rng(config.seed)
@@ -215,7 +218,7 @@ def make_recipe_model(config: RecipeConfig, seed: int) -> GPT:
     return GPT(model, seed)
 
 
-def sparse_model(config: SparseConfig) -> tuple[GPT, Tokenizer]:
+def sparse_model(config: SparseConfig) -> tuple:
     """The model of --model with an indexer, random by seed, and its vocabulary."""
     how = check(Config(model=config.model, seed=config.seed, context=config.length))
     tokenizer = tokenizer_of(how)
@@ -271,7 +274,7 @@ def indexer_loss(scores: Tensor, mass: Tensor) -> Tensor:
     return divergence.sum() / among.any(-1).sum().clamp(min=1)
 
 
-def answer(model: GPT, batch: tuple, attend: Callable) -> tuple[Tensor, Tensor]:
+def answer(model: GPT, batch: tuple, attend: Callable) -> tuple:
     """Mean cross-entropy of the answers, and which are exact: given the right tokens before, all
     tokens of such an answer are the most probable of the alphabet, as in greedy decoding.
 
@@ -296,7 +299,7 @@ def answer(model: GPT, batch: tuple, attend: Callable) -> tuple[Tensor, Tensor]:
     return sum(losses) / len(right), torch.cat(exact).view(B, *columns.shape).all(-1)
 
 
-def losses_of(model: GPT, batch: tuple, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+def losses_of(model: GPT, batch: tuple, stage: str) -> tuple:
     """Loss of the answers, loss of the indexer, summed over layers (dense stage: 0), and which
     answers are exact."""
     tokens, seen = batch[0], []
@@ -310,7 +313,7 @@ def losses_of(model: GPT, batch: tuple, stage: str) -> tuple[Tensor, Tensor, Ten
 # ------------------------------------------------------------------------------------ the stages
 
 
-def parts_of(model: GPT) -> dict[str, list]:
+def parts_of(model: GPT) -> dict:
     """The parameters that are trained alike: indexer, matrices of the layers, others."""
     parts = {"indexer": [], "matrices": [], "others": []}
     for name, p in model.named_parameters():
@@ -350,7 +353,7 @@ def train_step(model: GPT, batch: tuple, stage: str, optimizers: list, decay: fl
     return {"loss": loss.item(), "kl": kl.item(), "exact": exact.float().mean().item()}
 
 
-def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple[int, int]:
+def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple:
     """The dense stage's first part: short texts, doubled whenever nine answers in ten are right.
     Returns steps and problems used; a model that learns nothing stops at `grow_steps`."""
     length, used, right = 16, 0, 0.0
@@ -367,13 +370,7 @@ def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple[int, int]:
     return step + 1, used
 
 
-def train_stage(
-    model: GPT,
-    config: Stages,
-    stage: str,
-    steps: int,
-    batches: Iterator[tuple],
-) -> dict:
+def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Iterator) -> dict:
     """So many steps of a stage on the next batches, with a learning rate that falls to zero.
     Returns the losses and the share of exact answers at the end."""
     optimizers, history = make_optimizers(model, config, stage), []
@@ -395,7 +392,7 @@ def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
     return attend if kind == "dsa" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
 
 
-def exam(length: int, problems: int) -> tuple[Tensor, ...]:
+def exam(length: int, problems: int) -> tuple:
     """Held-out prompts of recall:`length` with their answers, as from `make_batch`."""
     task = make_task(f"recall:{length}")
     found = [task.reset(i, "eval") for i in range(problems)]
@@ -435,16 +432,16 @@ def train(config: SparseConfig) -> None:
     texts = read_text(config, tokenizer)
     if (most := min(map(len, texts))) < config.length:
         raise UserError(f"--length {config.length}: must be at most {most}, half of a short text")
-    batches, exams = (row_batches(text, config) for text in texts)
-    exam, results = next(exams), []
+    batches, held_out = (row_batches(text, config) for text in texts)
+    batch, results = next(held_out), []
     for stage in ("dense", "warm-up", "sparse"):
         if steps := getattr(config, stage.replace("-", "") + "_steps"):
             train_stage(model, config, stage, steps, batches)
         with torch.no_grad():
-            dense, kl, _ = losses_of(model, exam, "warm-up")
-            sparse, _, _ = losses_of(model, exam, "sparse")
-        loss = f"loss with sparse attention {sparse:.3f}, with dense {dense:.3f}"
-        results.append(f"after {stage:8} KL {kl:.4f}, {loss}")
+            dense, kl, _ = losses_of(model, batch, "warm-up")
+            sparse, _, _ = losses_of(model, batch, "sparse")
+        loss = f"loss: sparse {sparse:.3f}, dense {dense:.3f}"
+        results.append(f"after {stage:8} KL {kl:.3f}   {loss}")
     torch.save(weights_file(model), path)
     print("\n".join(results))
 
