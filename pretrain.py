@@ -76,10 +76,10 @@ class Stages:
     warmup_steps: int = flag(100, "steps of the indexer's warm-up", 1)
     sparse_steps: int = flag(300, "steps of the sparse stage", 1)
     tokens: int = flag(2048, "tokens in a step", 1)
-    lr: float = flag(3e-3, "learning rate of AdamW, for all but matrices and indexer", 0.0, 1.0)
-    matrix_lr: float = flag(0.02, "learning rate of Muon, for matrices", 0.0, 1.0)
-    sparse_lr: float = flag(0.5, "share of both that is left in the sparse stage", 0.0, 1.0)
-    index_lr: float = flag(5e-3, "learning rate of AdamW, for the indexer", 0.0, 1.0)
+    lr: float = flag(3e-3, "learning rate of AdamW, for all but matrices and indexer")
+    matrix_lr: float = flag(0.02, "learning rate of Muon, for matrices")
+    sparse_lr: float = flag(0.5, "share of both that is left in the sparse stage")
+    index_lr: float = flag(5e-3, "learning rate of AdamW, for the indexer")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SparseConfig(Stages):
     """What `python pretrain.py` needs to know."""
 
     dense_steps: int = flag(0, "steps of the dense stage, for a model of random weights")
-    sparse_lr: float = flag(1e-3, "share of lr and matrix-lr in the sparse stage", 0.0, 1.0)
+    sparse_lr: float = flag(1e-3, "share of lr and matrix-lr in the sparse stage")
     model: str = flag("tiny", "the dense model, as in train_sync.py")
     index_heads: int = flag(4, "heads of the indexer (DeepSeek-V3.2: 64)", 1)
     index_width: int = flag(16, "width of its heads (128)", 4)
@@ -101,10 +101,10 @@ class SparseConfig(Stages):
 class RecipeConfig(Stages):
     """What `python bench.py recipe` needs to know."""
 
-    seeds: int = flag(1, "how many seeds to run, from --seed on", 1, 100)
+    seeds: int = flag(1, "how many seeds to run, from --seed on", 1)
     grow_steps: int = flag(2000, "most steps of the dense stage while its tables grow", 1)
-    rl_steps: int = flag(10, "steps of RL with the indexer frozen (0: none)", 0)
-    problems: int = flag(512, "held-out problems of the longest length", 1, 100000)
+    rl_steps: int = flag(10, "steps of RL with the indexer frozen (0: none)")
+    problems: int = flag(512, "held-out problems of the longest length", 1)
 
     @property
     def attended(self) -> int:
