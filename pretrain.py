@@ -176,7 +176,7 @@ def episodes(task: Task, split: str) -> Iterator:
     """Tokens without end: problems with their best answers, as RL sees them."""
     encode = task.tokenizer.encode
     for index in count():
-        problem = task.reset(index, split)
+        problem = task.reset(index % task.eval_size if split == "eval" else index, split)
         yield from task.tokenizer.encode_prompt(problem["prompt"])
         said = []
         for answer in task.solve(problem):
@@ -430,8 +430,8 @@ def train(config: SparseConfig) -> None:
         raise UserError(f"--out {path}: must be a new file in a folder that exists")
     model, tokenizer = sparse_model(config)
     texts = read_text(config, tokenizer)
-    if (most := min(map(len, texts))) < config.length:
-        raise UserError(f"--length {config.length}: must be at most {most}, half of a short text")
+    if config.length > (most := sum(map(len, texts)) // 2):
+        raise UserError(f"--length {config.length}: must be at most {most}, half of the text")
     batches, held_out = (row_batches(text, config) for text in texts)
     batch, results = next(held_out), []
     for stage in ("dense", "warm-up", "sparse"):

@@ -317,6 +317,18 @@ def test_the_loss_of_a_text_is_that_of_every_next_token(tmp_path, monkeypatch):
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
+def test_a_text_of_two_rows_is_enough_and_one_token_less_is_not(tmp_path, capsys):
+    config = own(tmp_path)
+    for size in (128, 127):
+        (tmp_path / "text.txt").write_text("a" * size)
+        if size == 128:
+            pretrain.train(config)
+            assert capsys.readouterr().out.count("KL") == 3
+        else:
+            with pytest.raises(UserError, match="--length 64: must be at most 63, half of the"):
+                pretrain.train(dataclasses.replace(config, out=str(tmp_path / "two.pt")))
+
+
 def test_episodes_are_what_rl_sees():
     task = reward.make_task("guess")
     tokens = list(itertools.islice(pretrain.episodes(task, "eval"), 60))
@@ -335,8 +347,8 @@ def test_episodes_are_what_rl_sees():
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ({"words": 9}, "--length 64: must be at most"),
-        ({"words": 40, "length": 64}, "--length 64: must be at most"),
+        ({"words": 9, "length": 500}, "--length 500: must be at most"),
+        ({"words": 1, "text": "", "task": ""}, "--text : must be a text file"),
         ({"text": "none.txt"}, "--text none.txt: must be a text file"),
         ({"text": ""}, "--text : must be a text file"),
         ({"text": "/dev/zero"}, "--text /dev/zero: must be a text file"),
