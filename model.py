@@ -241,6 +241,10 @@ class GPT(nn.Module):
             elif not adapters:
                 p.fill_(not name.endswith("bias"))
 
+    def trains(self, name: str) -> bool:
+        """Whether a parameter is a view of `flat`, and not of `frozen`."""
+        return not self.config.lora or name.endswith(("_a", "_b"))
+
     def flatten(self, device=None, dtype=None) -> None:
         """Lay all parameters out as views of `flat` and `frozen`, there and in this precision."""
         like = self.embed_tokens.weight
@@ -248,8 +252,7 @@ class GPT(nn.Module):
         parts = {True: [], False: []}  # trained or not -> (module, name, parameter)
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):
-                trained = not self.config.lora or name.endswith(("_a", "_b"))
-                parts[trained].append((module, name, p.detach()))
+                parts[self.trains(name)].append((module, name, p.detach()))
         for trained, places in parts.items():
             sizes = [p.numel() for _, _, p in places]
             flat = torch.empty(sum(sizes), **where)
@@ -267,7 +270,8 @@ class GPT(nn.Module):
         """The gradients [P] of `flat`; there is no memory for them until they are asked for."""
         if self._gradient is None:
             self._gradient = torch.zeros_like(self.flat)
-            trained = [p for p in self.parameters() if p.requires_grad]
+            # whatever requires a gradient now: a training stage may have frozen some of them
+            trained = [p for name, p in self.named_parameters() if self.trains(name)]
             parts = self._gradient.split([p.numel() for p in trained])
             for p, gradient in zip(trained, parts, strict=True):
                 if p.grad is not None:

@@ -1,9 +1,12 @@
 """pretrain.py: how a model becomes sparse: dense first, then the indexer alone, then both.
 
-`python bench.py recipe` runs all of it on the task `recall` and examines every stage.
+    python pretrain.py --model FOLDER --text FILE.txt --out sparse.pt     # or --task SPEC
+    python train_sync.py --model FOLDER --init sparse.pt                  # the indexer is frozen
+    python bench.py recipe                    # all of it on the task `recall`, every stage examined
 
 The stages are those of DeepSeek-V3.2-Exp's report and of GLM-5's (arXiv 2602.15763):
-  dense    Everything but the indexer learns the task's own text. Attention is dense.
+  dense    Everything but the indexer learns the text. Attention is dense. A model that is loaded
+           does without: --dense-steps is 0.
   warm-up  Only the indexer learns, everything else is frozen. Attention stays dense. The loss is
            KL(p || softmax(I)) over the chunks before a query: I are the indexer's scores, and p is
            the dense attention, summed over heads and over the keys of a chunk, made to sum to one.
@@ -14,56 +17,94 @@ Neither loss reaches the other's parameters: the indexer's input is detached (mo
 has no gradient, and p is detached here. The chunk of the query itself is always selected; it has no
 competitor, so p leaves it out.
 
-Text: the table of one problem (never a held-out one), then many questions about it instead of one;
-the loss is on the answers. Tables begin with two pairs and double whenever nine answers in ten are
-right: long tables alone do not teach the matching of keys within minutes.
-Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW.
+Text of yours is one long line of tokens, cut into rows of --length: a file, or a task's prompts
+with their best answers. The loss is on every next token, those of prompts too, among the whole
+vocabulary. A line for each stage tells what it was worth on held-out text (the last tenth of a
+file, or the problems that a task holds out): the KL of the indexer, summed over layers, and the
+loss with sparse and with dense attention. After "dense" nobody has trained the indexer yet.
+The recipe's text: the table of one problem (never a held-out one), then many questions about it
+instead of one; the loss is on the answers. Tables begin with two pairs and double whenever nine
+answers in ten are right: long tables alone do not teach the matching of keys within minutes.
+Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. Of both
+rates little is left by default in the sparse stage of a model of yours; give one that began with
+random weights more: --sparse-lr 0.1.
 
-Left out: other tasks, weight decay, the learning rates of the reports (this model is tiny), a dense
-twin that trains as long as the whole recipe, and speed: training uses dense masks instead of the
-sparse kernels. Every accuracy is measured on the real sparse path.
+Left out: weight decay, a dense twin that trains as long as the whole recipe, GPUs, and speed:
+training uses dense masks instead of the sparse kernels, so memory grows with the square of a row.
+Every accuracy of the recipe is measured on the real sparse path.
 
-Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chunks of a text
-      M answer tokens of a text · V' tokens of the task's alphabet
+Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chunks of a text · d width
+      A answers of a text, of m tokens each · M tokens that are predicted
+      V' tokens of the alphabet: the task's, or all
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import dsa
+from learner import PIECE
 from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens
 from reward import Task, alphabet_of, make_task
-from runtime.config import flag
+from runtime.config import LONGEST_CONTEXT, Config, UserError, check, flag, run_main
+from runtime.folder import open_plain
+from runtime.setup import make_model
+from runtime.tokenizer import Tokenizer, tokenizer_of
 
-MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys
+MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys
+INDEX_SHAPE = ("chunk_size", "top_k", "index_heads", "index_width")
+TASK_TOKENS = 1 << 17  # so much text is made of a task's problems, and of those it holds out
 
 
 @dataclass(frozen=True)
-class RecipeConfig:
-    """Everything that the recipe needs to know; fields are flags."""
+class Stages:
+    """What the recipe and a model of yours both need to know; fields are flags."""
 
     seed: int = flag(0, "of weights and text", 0, 2**31 - 1)
-    seeds: int = flag(1, "how many seeds to run, from --seed on", 1, 100)
-    chunk_size: int = flag(1, "keys in a chunk, a power of two", 1, 64)
-    top_k: int = flag(16, "chunks that a query attends to", 1, 64)
-    grow_steps: int = flag(2000, "most steps of the dense stage while its tables grow", 1)
-    dense_steps: int = flag(400, "steps of the dense stage on all lengths", 1)
+    chunk_size: int = flag(1, "keys in a chunk, a power of two", 1, 512)
+    top_k: int = flag(16, "chunks that a query attends to", 1)
+    dense_steps: int = flag(400, "steps of the dense stage (on all lengths)", 1)
     warmup_steps: int = flag(100, "steps of the indexer's warm-up", 1)
     sparse_steps: int = flag(300, "steps of the sparse stage", 1)
-    rl_steps: int = flag(10, "steps of RL with the indexer frozen (0: none)", 0)
     tokens: int = flag(2048, "tokens in a step", 1)
-    lr: float = flag(3e-3, "learning rate of AdamW, for all but matrices and indexer", 0.0, 1.0)
-    matrix_lr: float = flag(0.02, "learning rate of Muon, for matrices", 0.0, 1.0)
-    sparse_lr: float = flag(0.5, "share of both that is left in the sparse stage", 0.0, 1.0)
-    index_lr: float = flag(5e-3, "learning rate of AdamW, for the indexer", 0.0, 1.0)
-    problems: int = flag(512, "held-out problems of the longest length", 1, 100000)
+    lr: float = flag(3e-3, "learning rate of AdamW, for all but matrices and indexer")
+    matrix_lr: float = flag(0.02, "learning rate of Muon, for matrices")
+    sparse_lr: float = flag(0.5, "share of both that is left in the sparse stage")
+    index_lr: float = flag(5e-3, "learning rate of AdamW, for the indexer")
+
+
+@dataclass(frozen=True)
+class SparseConfig(Stages):
+    """What `python pretrain.py` needs to know."""
+
+    dense_steps: int = flag(0, "steps of the dense stage, for a model of random weights")
+    sparse_lr: float = flag(1e-3, "share of lr and matrix-lr in the sparse stage")
+    model: str = flag("tiny", "the dense model, as in train_sync.py")
+    index_heads: int = flag(4, "heads of the indexer (DeepSeek-V3.2: 64)", 1)
+    index_width: int = flag(16, "width of its heads (128)", 4)
+    text: str = flag("", "text file to learn from, in UTF-8; or")
+    task: str = flag("", "task, whose prompts with their best answers are the text")
+    length: int = flag(512, "tokens in a row of text", 2, LONGEST_CONTEXT)
+    out: str = flag("sparse.pt", "file of weights to write")
+
+
+@dataclass(frozen=True)
+class RecipeConfig(Stages):
+    """What `python bench.py recipe` needs to know."""
+
+    seeds: int = flag(1, "how many seeds to run, from --seed on", 1)
+    grow_steps: int = flag(2000, "most steps of the dense stage while its tables grow", 1)
+    rl_steps: int = flag(10, "steps of RL with the indexer frozen (0: none)")
+    problems: int = flag(512, "held-out problems of the longest length", 1)
 
     @property
     def attended(self) -> int:
@@ -76,10 +117,10 @@ class RecipeConfig:
         return [self.attended * multiple for multiple in MULTIPLES]
 
 
-# -------------------------------------------------------------------------------------- the text
+# ----------------------------------------------------------------------------- the recipe's text
 
 
-def make_text(task: Task, index: int) -> tuple[list[int], list[int]]:
+def make_text(task: Task, index: int) -> tuple:
     """A training problem's table, then "?key=51<end>" for half as many pairs, drawn with
     replacement: tokens [T], and the columns [M] of the answers."""
     table, _, _ = task.reset(index, "train")["prompt"].partition("?")
@@ -93,16 +134,66 @@ def make_text(task: Task, index: int) -> tuple[list[int], list[int]]:
     return tokens, columns
 
 
-def make_batch(length: int, seed: int, start: int, budget: int) -> tuple[Tensor, ...]:
+def make_batch(length: int, seed: int, start: int, budget: int) -> tuple:
     """About `budget` tokens of text on problems of recall:`length`, from problem `start` on.
 
-    Returns int64 tokens [B, T], columns [M] of their answers, and the alphabet [V'] of answers.
+    Returns int64 tokens [B, T], columns [A, m] of their answers, and the alphabet [V'] of answers.
     """
     task = make_task(f"recall:{length}", seed)
     first, columns = make_text(task, start)  # all texts of a length have the same columns
     count = max(4, budget // len(first))
     texts = [make_text(task, start + i)[0] for i in range(count)]
-    return torch.tensor(texts), torch.tensor(columns), torch.from_numpy(alphabet_of(task))
+    alphabet = torch.from_numpy(alphabet_of(task))
+    return torch.tensor(texts), torch.tensor(columns).view(-1, 3), alphabet
+
+
+def recall_batches(config: RecipeConfig, seed: int, used: int) -> Iterator:
+    """Texts of all lengths in turn, from problem `used` on."""
+    for step in count():
+        batch = make_batch(config.lengths[step % len(MULTIPLES)], seed, used, config.tokens)
+        used += len(batch[0])
+        yield batch
+
+
+# ---------------------------------------------------------------------------------- text of yours
+
+
+def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list:
+    """Tokens of a text to learn from, and of one that is held out. Raises UserError."""
+    if config.task:
+        task = make_task(config.task, config.seed, tokenizer)
+        return [list(islice(episodes(task, split), TASK_TOKENS)) for split in ("train", "eval")]
+    try:
+        with open_plain(Path(config.text)) as file:
+            tokens = tokenizer.encode(file.read().decode())
+    except ValueError as error:  # no file, or not UTF-8
+        raise UserError(f"--text {config.text}: must be a text file in UTF-8 ({error})") from None
+    held_out = max(config.length, len(tokens) // 10)
+    return [tokens[:-held_out], tokens[-held_out:]]
+
+
+def episodes(task: Task, split: str) -> Iterator:
+    """Tokens without end: problems with their best answers, as RL sees them."""
+    encode = task.tokenizer.encode
+    for index in count():
+        problem = task.reset(index % task.eval_size if split == "eval" else index, split)
+        yield from task.tokenizer.encode_prompt(problem["prompt"])
+        said = []
+        for answer in task.solve(problem):
+            said.append(answer)
+            yield from encode(answer)
+            yield from [task.tokenizer.end] if task.stop else []
+            yield from encode(task.step(problem, said).observation or "")
+
+
+def row_batches(tokens: list, config: SparseConfig) -> Iterator:
+    """Batches of rows [B, T], drawn at random without end, as from `make_batch`: every token but
+    the first is an answer, and the alphabet is everything."""
+    T, random = config.length, np.random.default_rng(config.seed)
+    rows = torch.tensor(tokens).unfold(0, T, T)  # what is left at the end is dropped
+    while True:
+        chosen = random.permutation(len(rows))[: max(1, config.tokens // T)]
+        yield rows[chosen], torch.arange(1, T)[:, None], ...
 
 
 # ------------------------------------------------------------------------------------- the model
@@ -125,6 +216,18 @@ def make_recipe_model(config: RecipeConfig, seed: int) -> GPT:
         top_k=config.top_k,
     )
     return GPT(model, seed)
+
+
+def sparse_model(config: SparseConfig) -> tuple:
+    """The model of --model with an indexer, random by seed, and its vocabulary."""
+    how = check(Config(model=config.model, seed=config.seed, context=config.length))
+    tokenizer = tokenizer_of(how)
+    # to make a model, a row of text is a task's prompt with one token to answer
+    dense = make_model(how, Task(None, None, None, config.length - 1, 1, tokenizer=tokenizer))
+    shape = {name: getattr(config, name) for name in INDEX_SHAPE}
+    model = GPT(replace(dense.config, attention="dsa", scoring="indexer", **shape), config.seed)
+    model.load_state_dict(dense.state_dict(), strict=False)
+    return model, tokenizer
 
 
 def watched_attention(config: ModelConfig, B: int, T: int, sparse: bool, seen: list) -> Callable:
@@ -171,23 +274,32 @@ def indexer_loss(scores: Tensor, mass: Tensor) -> Tensor:
     return divergence.sum() / among.any(-1).sum().clamp(min=1)
 
 
-def answer(model: GPT, batch: tuple, attend: Callable) -> tuple[Tensor, Tensor]:
+def answer(model: GPT, batch: tuple, attend: Callable) -> tuple:
     """Mean cross-entropy of the answers, and which are exact: given the right tokens before, all
     tokens of such an answer are the most probable of the alphabet, as in greedy decoding.
 
-    tokens [B, T], columns [M], alphabet [V'] -> scalar, bool [B, M / 3].
+    tokens [B, T], columns [A, m], alphabet [V'] -> scalar, bool [B, A].
     """
     tokens, columns, alphabet = batch
     B, T = tokens.shape
     hidden = model.body(tokens.flatten(), torch.arange(T).repeat(B), attend)
-    # among the task's alphabet (digits and end) only, as the generator and RL do
-    logits = model.logits(hidden.view(B, T, -1)[:, columns - 1], alphabet)  # [B, M, V']
-    right = torch.searchsorted(alphabet, tokens[:, columns])  # [B, M], places in the alphabet
-    exact = (logits.argmax(-1) == right).view(B, -1, 3).all(-1)
-    return F.cross_entropy(logits.flatten(0, 1), right.flatten()), exact
+    hidden = hidden.view(B, T, -1)[:, columns.flatten() - 1].flatten(0, 1)  # [M, d]
+    right = tokens[:, columns].flatten()  # [M]
+    if alphabet is not ...:  # the task's (digits and end) only, as the generator and RL do
+        right = torch.searchsorted(alphabet, right)  # places in the alphabet
+
+    def piece(hidden, right):
+        logits = model.logits(hidden, alphabet)  # [m, V']
+        return F.cross_entropy(logits, right, reduction="sum"), logits.argmax(-1) == right
+
+    # as in learner.py: logits of no more than PIECE pairs of a token and a word are there at once
+    size = PIECE // model.config.vocab_size
+    again = partial(checkpoint, piece, use_reentrant=False)
+    losses, exact = zip(*map(again, hidden.split(size), right.split(size)), strict=True)
+    return sum(losses) / len(right), torch.cat(exact).view(B, *columns.shape).all(-1)
 
 
-def losses_of(model: GPT, batch: tuple, stage: str) -> tuple[Tensor, Tensor, Tensor]:
+def losses_of(model: GPT, batch: tuple, stage: str) -> tuple:
     """Loss of the answers, loss of the indexer, summed over layers (dense stage: 0), and which
     answers are exact."""
     tokens, seen = batch[0], []
@@ -201,7 +313,7 @@ def losses_of(model: GPT, batch: tuple, stage: str) -> tuple[Tensor, Tensor, Ten
 # ------------------------------------------------------------------------------------ the stages
 
 
-def parts_of(model: GPT) -> dict[str, list]:
+def parts_of(model: GPT) -> dict:
     """The parameters that are trained alike: indexer, matrices of the layers, others."""
     parts = {"indexer": [], "matrices": [], "others": []}
     for name, p in model.named_parameters():
@@ -210,7 +322,7 @@ def parts_of(model: GPT) -> dict[str, list]:
     return parts
 
 
-def make_optimizers(model: GPT, config: RecipeConfig, stage: str) -> list:
+def make_optimizers(model: GPT, config: Stages, stage: str) -> list:
     """The optimizers of what a stage trains; the rest is frozen."""
     share, rates, optimizers = config.sparse_lr if stage == "sparse" else 1.0, {}, []
     if stage != "warm-up":
@@ -241,7 +353,7 @@ def train_step(model: GPT, batch: tuple, stage: str, optimizers: list, decay: fl
     return {"loss": loss.item(), "kl": kl.item(), "exact": exact.float().mean().item()}
 
 
-def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple[int, int]:
+def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple:
     """The dense stage's first part: short texts, doubled whenever nine answers in ten are right.
     Returns steps and problems used; a model that learns nothing stops at `grow_steps`."""
     length, used, right = 16, 0, 0.0
@@ -258,16 +370,13 @@ def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple[int, int]:
     return step + 1, used
 
 
-def train_stage(model: GPT, config: RecipeConfig, seed: int, stage: str, steps: int, used: int):
-    """A stage on texts of all lengths in turn, from problem `used` on, with a learning rate that
-    falls to zero. Returns the losses and the share of exact answers at the end."""
+def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Iterator) -> dict:
+    """So many steps of a stage on the next batches, with a learning rate that falls to zero.
+    Returns the losses and the share of exact answers at the end."""
     optimizers, history = make_optimizers(model, config, stage), []
-    for step in tqdm(range(steps), f"seed {seed} {stage}"):
-        length = config.lengths[step % len(config.lengths)]
-        batch = make_batch(length, seed, used, config.tokens)
-        used += len(batch[0])
-        history.append(train_step(model, batch, stage, optimizers, 1 - step / steps))
-    last = history[-len(config.lengths) :]
+    for step in tqdm(range(steps), stage):
+        history.append(train_step(model, next(batches), stage, optimizers, 1 - step / steps))
+    last = history[-len(MULTIPLES) :]
     return {key: round(float(np.mean([row[key] for row in last])), 4) for key in last[0]}
 
 
@@ -283,13 +392,13 @@ def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
     return attend if kind == "dsa" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
 
 
-def exam(length: int, problems: int) -> tuple[Tensor, ...]:
+def exam(length: int, problems: int) -> tuple:
     """Held-out prompts of recall:`length` with their answers, as from `make_batch`."""
     task = make_task(f"recall:{length}")
     found = [task.reset(i, "eval") for i in range(problems)]
     encode, end = task.tokenizer.encode, task.tokenizer.end
     tokens = torch.tensor([encode(p["prompt"] + p["answer"]) + [end] for p in found])
-    columns = torch.arange(tokens.shape[1])[-3:]
+    columns = torch.arange(tokens.shape[1])[None, -3:]
     return tokens, columns, torch.from_numpy(alphabet_of(task))
 
 
@@ -301,3 +410,41 @@ def accuracy(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, kind
         attend = attention_of(model, part, kind)
         exact.append(answer(model, (part, columns, alphabet), attend)[1])
     return torch.cat(exact).float().mean().item()
+
+
+# ------------------------------------------------------------------------------- a model of yours
+
+
+@torch.no_grad()
+def weights_file(model: GPT) -> dict:
+    """What --init reads."""
+    return {"shape": vars(model.config), "weights": model.flat}
+
+
+def train(config: SparseConfig) -> None:
+    """Every stage in turn, what it was worth on held-out text, and the weights, in a file."""
+    if config.text and config.task:
+        raise UserError(f"--task {config.task}: must be left out with --text")
+    path = Path(config.out)
+    if path.exists() or not path.parent.is_dir():
+        raise UserError(f"--out {path}: must be a new file in a folder that exists")
+    model, tokenizer = sparse_model(config)
+    texts = read_text(config, tokenizer)
+    if config.length > (most := sum(map(len, texts)) // 2):
+        raise UserError(f"--length {config.length}: must be at most {most}, half of the text")
+    batches, held_out = (row_batches(text, config) for text in texts)
+    batch, results = next(held_out), []
+    for stage in ("dense", "warm-up", "sparse"):
+        if steps := getattr(config, stage.replace("-", "") + "_steps"):
+            train_stage(model, config, stage, steps, batches)
+        with torch.no_grad():
+            dense, kl, _ = losses_of(model, batch, "warm-up")
+            sparse, _, _ = losses_of(model, batch, "sparse")
+        loss = f"loss: sparse {sparse:.3f}, dense {dense:.3f}"
+        results.append(f"after {stage:8} KL {kl:.3f}   {loss}")
+    torch.save(weights_file(model), path)
+    print("\n".join(results))
+
+
+if __name__ == "__main__":
+    run_main(train, __doc__, SparseConfig)

@@ -96,7 +96,7 @@ TASKS = {  # the name in a spec -> its file in tasks/
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \
-jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384], path/to/file.py[:ARGUMENT]"""
+jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384], path/to/file.py[:ARGUMENT]"""
 
 
 def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> Task:

@@ -24,7 +24,17 @@ from lab.plots import between, column, markdown, save_result
 from learner import Learner, learner_step, new_groups
 from losses import Damper
 from model import GPT
-from pretrain import RecipeConfig, accuracy, exam, grow, make_recipe_model, parts_of, train_stage
+from pretrain import (
+    RecipeConfig,
+    accuracy,
+    exam,
+    grow,
+    make_recipe_model,
+    parts_of,
+    recall_batches,
+    train_stage,
+    weights_file,
+)
 from reward import alphabet_of, make_task, verify_group
 from rollout import generate, make_generator
 from runtime.config import Config, UserError
@@ -51,9 +61,9 @@ def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
         result["accuracy"][variant] = rows
 
     def stage(name: str, steps: int, used: int) -> None:
-        result["stages"][name] = train_stage(model, config, seed, name, steps, used)
-        weights = {"shape": model.config.__dict__, "weights": model.flat.cpu()}
-        torch.save(weights, folder / f"{name}.pt")
+        batches = recall_batches(config, seed, used)
+        result["stages"][name] = train_stage(model, config, name, steps, batches)
+        torch.save(weights_file(model), folder / f"{name}.pt")
 
     _, used = result["stages"]["growing"] = grow(model, config, seed)
     stage("dense", config.dense_steps, used)

@@ -1,14 +1,22 @@
-"""jsonl.py: your own lines {"prompt": "...", "answer": "..."}.
+r"""jsonl.py: your own lines {"prompt": "...", "answer": "..."}; "question" may stand for "prompt".
 
-    jsonl:PATH[:exact|numeric|similar][:any][:TOKENS]
+    jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS]
 
 exact      reward 1 for the answer of the line, 0 for anything else; the default
-numeric    reward 1 when the last number of an answer is that of the line
+numeric    reward 1 when an answer means the same number as the line. It means the first number
+           behind its last "####" or "\boxed{", in that line of text; without one, its last number.
+           Commas of thousands and "$" do not count, 1/2 is 0.5. Of a long answer the end is read
+parsable   reward 0.1, and not 0, for a wrong number that stands behind "####" or "\boxed{"
 similar    partial credit, 1 for the right answer and 0 for none: see `similarity`. What a model
            with random weights never gets right it can still learn so
 any        the policy may emit every token; without it, those of the answers and the end
 TOKENS     the most tokens of an answer, 1 to 16384; without it, as many as the longest one has.
            Give more, and `any`, to a policy that is to think aloud
+
+So files in the form of GSM8K, {"question": "...", "answer": "... 24/2=<<24/2=12>>12\n#### 12"}, are
+taken as they are:
+
+    python train_async.py --task jsonl:train.jsonl:numeric:parsable:any:2048
 
 Every tenth different prompt is held out, with all its copies. With fewer than ten there is nothing
 to spare, and the evaluation is on the training lines.
@@ -29,26 +37,35 @@ from tasks.problems import in_turn, whole_number
 # A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
 # these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
 NUMBER = re.compile(
-    r"(?<![\w./])(?<![\d.][eE][-+])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?"
+    r"(?<![\w./])(?<![\d.][eE][-+])[-+]?(?:\\?\$)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?"
     r"(?:/\d+(?:\.\d+)?)?(?![.,/]?\d|[eE][-+]?\d)",
     re.ASCII,
 )
-USAGE = "jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384]"
+USAGE = "jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384]"
 NUMBER_CHARACTERS = 64  # a longer number is wrong, whatever it says
 CHARACTERS = 1024  # of an answer that are looked at, so that the work is bounded
 
 
-def last_number(text):
+def last_number(text, place=-1):
     """The last number in a text: integer, decimal or fraction, with or without thousands commas.
 
-    None if there is none, if it is longer than NUMBER_CHARACTERS, or divided by zero.
+    None if there is none, if it is longer than NUMBER_CHARACTERS, or divided by zero. place: 0 for
+    the first one.
     """
-    found = NUMBER.findall(text[-CHARACTERS:].replace("\u2212", "-"))  # typographic minus
-    if not found or len(found[-1]) > NUMBER_CHARACTERS:
+    text = text[-CHARACTERS:].replace("\u2212", "-")  # typographic minus; fractions in TeX:
+    found = NUMBER.findall(re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text))
+    if not found or len(found[place]) > NUMBER_CHARACTERS:
         return None
-    above, _, below = found[-1].replace(",", "").partition("/")
+    above, _, below = re.sub(r"[,$\\]", "", found[place]).partition("/")
     divisor = Fraction(below or 1)
     return Fraction(above) / divisor if divisor else None
+
+
+def stated_number(text):
+    r"""The first number behind the last "####" (GSM8K) or "\boxed{" (MATH), in the same line; None
+    if there is none."""
+    *before, behind = re.split(r"####|\\boxed\{", text[-CHARACTERS:])
+    return last_number(behind.partition("\n")[0], 0) if before else None
 
 
 def edit_distance(a, b):
@@ -73,13 +90,25 @@ def similarity(answer, expected):
     return 1 - (edit_distance(answer[:CHARACTERS], expected[:CHARACTERS]) + beyond) / longer
 
 
-def numeric(answer, expected):
-    """True when the last numbers of both texts are equal."""
-    number = last_number(answer)
-    return number is not None and number == last_number(expected)
+def meant_number(text):
+    """The number that a text states, or else its last one."""
+    stated = stated_number(text)
+    return last_number(text) if stated is None else stated
 
 
-VERIFIERS = {"exact": str.__eq__, "numeric": numeric, "similar": similarity}
+def numeric(answer, expected, parsable=0.0):
+    """1 when both texts mean the same number, `parsable` for a wrong number that is stated."""
+    number = meant_number(answer)
+    right = number is not None and number == meant_number(expected)
+    return 1.0 if right else parsable * (stated_number(answer) is not None)
+
+
+VERIFIERS = {
+    "exact": str.__eq__,
+    "numeric": numeric,
+    "numeric:parsable": partial(numeric, parsable=0.1),
+    "similar": similarity,
+}
 
 
 def read_row(line):
@@ -88,11 +117,12 @@ def read_row(line):
         row = json.loads(line)
     except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deeply
         raise TaskError("not valid JSON") from None
-    for key in ("prompt", "answer"):
-        text = row.get(key) if isinstance(row, dict) else None
+    row = row if isinstance(row, dict) else {}
+    problem = {"prompt": row.get("prompt", row.get("question")), "answer": row.get("answer")}
+    for key, text in problem.items():
         if not isinstance(text, str) or not text.strip():
             raise TaskError(f"expected an object in which {key!r} is a string that is not empty")
-    return {"prompt": row["prompt"], "answer": row["answer"]}
+    return problem
 
 
 def read_rows(path, verifier):
@@ -108,7 +138,7 @@ def read_rows(path, verifier):
             continue
         try:
             rows.append(read_row(line))
-            if verifier == "numeric" and last_number(rows[-1]["answer"]) is None:
+            if "numeric" in verifier and meant_number(rows[-1]["answer"]) is None:
                 raise TaskError("the verifier numeric needs a number in 'answer'")
         except TaskError as error:
             raise TaskError(f"line {number}: {error}") from None
@@ -129,9 +159,11 @@ def step(verifier, problem, answers):
 
 
 def make(argument: str, seed: int, tokenizer) -> Task:
-    """`argument` is PATH[:exact|numeric|similar][:any][:TOKENS]."""
+    """`argument` is PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS]."""
     parts = re.fullmatch(
-        r"(.*?)(?::(exact|numeric|similar))?(?::(any))?(?::([0-9]+))?", argument, re.DOTALL
+        r"(.*?)(?::(exact|numeric(?::parsable)?|similar))?(?::(any))?(?::([0-9]+))?",
+        argument,
+        re.DOTALL,
     )
     path, verifier, everything, tokens = parts.groups()
     verifier = verifier or "exact"

@@ -196,7 +196,10 @@ def hostile(chance: random.Random) -> str:
 def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
-    own = [f"jsonl:{path}:{verifier}" for verifier in ("exact", "numeric", "similar")]
+    own = [
+        f"jsonl:{path}:{verifier}"
+        for verifier in ("exact", "numeric", "numeric:parsable", "similar")
+    ]
     specs = ("guess", "reverse", "sum", "recall:64", *own)
     chance, config = random.Random(6), Config(reward_seconds=5.0, reward_memory=512.0)
     for spec in specs:

@@ -5,18 +5,32 @@ and the masks that stand in for sparse attention against the sparse attention of
 """
 
 import dataclasses
+import itertools
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 
 import pretrain
 import reward
+import train_sync
 from lab import recipe
-from model import GPT, attend_packed, dense_packed, pack_tokens
-from pretrain import RecipeConfig, indexer_loss, losses_of, make_batch, parts_of, watched_attention
+from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens
+from pretrain import (
+    RecipeConfig,
+    SparseConfig,
+    indexer_loss,
+    losses_of,
+    make_batch,
+    parts_of,
+    watched_attention,
+)
 from rollout import Generator, generate, make_environment
+from runtime import config as config_room
+from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, parse
 from runtime.messages import Group
 from runtime.tokenizer import own_tokenizer
@@ -107,7 +121,7 @@ def test_a_stage_moves_what_it_should_and_nothing_else(stage, moved):
     moves = [("matrices", "others"), ("indexer",), ("matrices", "others", "indexer")][moved]
     model = make()
     before = weights(model)
-    pretrain.train_stage(model, SMALL, 0, stage, 3, 0)
+    pretrain.train_stage(model, SMALL, stage, 3, pretrain.recall_batches(SMALL, 0, 0))
     after = weights(model)
     for part in before:
         kept = same(before[part], after[part])
@@ -205,8 +219,164 @@ def test_learning_lowers_the_divergence():
     model, config = make(), RecipeConfig(chunk_size=2, top_k=4, tokens=256)
     batch = make_batch(64, 0, 0, 256)
     before = losses_of(model, batch, "warm-up")[1]
-    pretrain.train_stage(model, config, 0, "warm-up", 12, 0)
+    batches = pretrain.recall_batches(config, 0, 0)
+    pretrain.train_stage(model, config, "warm-up", 12, batches)
     assert losses_of(model, batch, "warm-up")[1] < 0.9 * before
+
+
+# --------------------------------------------------------------------------------- a model of yours
+
+ONCE = {"dense_steps": 1, "warmup_steps": 2, "sparse_steps": 2, "tokens": 128}
+
+
+def own(folder, words=4000, **flags) -> SparseConfig:
+    """Flags of a small run on a text of so many words; 8 of 64 keys are attended to."""
+    text = folder / "text.txt"
+    if not text.exists():
+        random = np.random.default_rng(0)
+        text.write_text(" ".join(random.choice(["the cat", "sat.", "on", "a mat\n"], size=words)))
+    flags = {"text": str(text), "out": str(folder / "out.pt"), **ONCE, **flags}
+    return SparseConfig(**{"length": 64, "chunk_size": 2, "top_k": 4, **flags})
+
+
+def stored(config: SparseConfig) -> GPT:
+    """The model in the file that a run has written."""
+    weights = torch.load(config.out)
+    model = GPT(ModelConfig(**weights["shape"]), None)
+    model.flat.copy_(weights["weights"])
+    return model
+
+
+def test_the_dense_weights_are_those_of_the_model_and_the_indexer_is_of_the_seed(tmp_path):
+    model, tokenizer = pretrain.sparse_model(own(tmp_path, index_heads=3, index_width=8))
+    assert tokenizer is own_tokenizer() and model.config.indexed and model.config.context == 64
+    shape = ("attention", "scoring", "index_heads", "index_width")
+    plain = {name: getattr(ModelConfig, name) for name in shape}
+    dense = GPT(dataclasses.replace(model.config, **plain), 0)
+    names = dict(model.named_parameters())
+    assert all(torch.equal(names[name], p) for name, p in dense.named_parameters())
+    others = [pretrain.sparse_model(own(tmp_path, seed=seed))[0] for seed in (0, 0, 1)]
+    one, same_seed, other_seed = (weights(twin)["indexer"] for twin in others)
+    assert all(same(one, same_seed)) and not torch.equal(one[0], other_seed[0])
+
+
+@pytest.mark.parametrize("of_task", [False, True])
+def test_every_stage_of_a_model_of_yours_moves_what_it_should(tmp_path, capsys, of_task):
+    source = {"text": "", "task": "guess"} if of_task else {}
+    pretrain.train(own(tmp_path, **source, dense_steps=0, sparse_steps=0))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["dense", "warm-up", "sparse"]
+    assert all(re.search(r"KL [\d.]+   loss: sparse [\d.]+, dense [\d.]+$", line) for line in lines)
+    assert lines[1].split()[2:] == lines[2].split()[2:] != lines[0].split()[2:]
+    warm = own(tmp_path)
+    before, after = pretrain.sparse_model(warm)[0], stored(warm)
+    moved = {part: same(ps, weights(after)[part]) for part, ps in weights(before).items()}
+    assert all(moved["matrices"] + moved["others"]) and not any(moved["indexer"])
+    whole = own(tmp_path, **source, out=str(tmp_path / "whole.pt"), dense_steps=0)
+    pretrain.train(whole)
+    moved = {part: same(ps, weights(stored(whole))[part]) for part, ps in weights(after).items()}
+    assert not any(moved["matrices"] + moved["indexer"]) and not all(moved["others"])
+
+
+def test_rl_goes_on_from_the_file_and_the_indexer_stays(tmp_path):
+    config = own(tmp_path)
+    pretrain.train(config)
+    sizes = {"steps": 2, "groups_per_step": 4, "slots": 16, "group_size": 4, "eval_every": 2}
+    how = Config(task="reverse:4", init=config.out, out=str(tmp_path / "run"), **sizes)
+    train_sync.train(dataclasses.replace(how, attention="dsa", scoring="indexer"))
+    learned = load_checkpoint(tmp_path / "run")["weights"]
+    before, after = stored(config), stored(config)
+    after.flat.copy_(learned)
+    assert all(same(weights(before)["indexer"], weights(after)["indexer"]))
+    assert not all(same(weights(before)["matrices"], weights(after)["matrices"]))
+
+
+def test_the_loss_of_a_text_is_that_of_every_next_token(tmp_path, monkeypatch):
+    """In one piece and in pieces of a few tokens, with gradients."""
+    config = own(tmp_path)
+    model, tokenizer = pretrain.sparse_model(config)
+    learned, held_out = pretrain.read_text(config, tokenizer)
+    assert learned + held_out == tokenizer.encode((tmp_path / "text.txt").read_text())
+    batch = next(pretrain.row_batches(learned, config))
+    rows = batch[0]
+    assert rows.shape == (2, 64) and rows[0].tolist() in [
+        learned[i : i + 64] for i in range(0, len(learned), 64)
+    ]
+    hidden = model(pack_tokens(list(rows))).view(2, 64, -1)
+    logits = model.logits(hidden[:, :-1]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten())
+    found = []
+    for piece in (1 << 24, 512 * 7):
+        monkeypatch.setattr(pretrain, "PIECE", piece)
+        loss, kl, exact = losses_of(model, batch, "sparse")
+        assert exact.shape == (2, 63)
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
+        found.append(
+            torch.cat([g.flatten() for g in sum(gradients(model, loss + kl).values(), [])])
+        )
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+def test_a_text_of_two_rows_is_enough_and_one_token_less_is_not(tmp_path, capsys):
+    config = own(tmp_path)
+    for size in (128, 127):
+        (tmp_path / "text.txt").write_text("a" * size)
+        if size == 128:
+            pretrain.train(config)
+            assert capsys.readouterr().out.count("KL") == 3
+        else:
+            with pytest.raises(UserError, match="--length 64: must be at most 63, half of the"):
+                pretrain.train(dataclasses.replace(config, out=str(tmp_path / "two.pt")))
+
+
+def test_episodes_are_what_rl_sees():
+    task = reward.make_task("guess")
+    tokens = list(itertools.islice(pretrain.episodes(task, "eval"), 60))
+    said = own_tokenizer().decode_bytes(tokens).decode()
+    assert re.match(r"guess( \d+[<>])* \d+guess", said), said
+    task = reward.make_task("reverse:4")
+    said = (
+        own_tokenizer()
+        .decode_bytes(list(itertools.islice(pretrain.episodes(task, "train"), 40)))
+        .decode()
+    )
+    problem = task.reset(0, "train")
+    assert said.startswith(problem["prompt"] + problem["answer"] + "<|end|>")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"words": 9, "length": 500}, "--length 500: must be at most"),
+        ({"words": 1, "text": "", "task": ""}, "--text : must be a text file"),
+        ({"text": "none.txt"}, "--text none.txt: must be a text file"),
+        ({"text": ""}, "--text : must be a text file"),
+        ({"text": "/dev/zero"}, "--text /dev/zero: must be a text file"),
+        ({"text": __file__.replace(".py", ".bin")}, "must be a text file"),
+        ({"task": "guess"}, "--task guess: must be left out with --text"),
+        ({"text": "", "task": "gues"}, "task 'gues': allowed is one of"),
+        ({"out": __file__}, "must be a new file in a folder that exists"),
+        ({"out": "no/such/folder/x.pt"}, "must be a new file in a folder that exists"),
+        ({"model": "large"}, "--model large: must be"),
+        ({"top_k": 0}, "--top-k 0: must be at least 1"),
+        ({"length": 1}, "--length 1: must be at least 2"),
+        ({"length": 200000}, "--length 200000: must be at least 2 and at most 131072"),
+        ({"index_width": 2}, "--index-width 2: must be at least 4"),
+        ({"seed": -1}, "--seed -1: must be at least 0"),
+    ],
+)
+def test_a_mistake_costs_one_line(tmp_path, monkeypatch, capsys, flags, said):
+    config = own(tmp_path, **flags)
+    (tmp_path / "latin").write_bytes(b"caf\xe9 " * 1000)
+    if ".bin" in config.text:
+        config = dataclasses.replace(config, text=str(tmp_path / "latin"))
+    argv = [f"{config_room.flag_name(name)}={value}" for name, value in vars(config).items()]
+    monkeypatch.setattr("sys.argv", ["pretrain.py", *argv])
+    with pytest.raises(SystemExit) as stopped:
+        config_room.run_main(pretrain.train, pretrain.__doc__, SparseConfig)
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and line.count("\n") == 1 and said in line, line
+    assert not (tmp_path / "out.pt").exists()
 
 
 # -------------------------------------------------------------------------------------- the recipe

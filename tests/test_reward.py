@@ -46,7 +46,10 @@ HOSTILE = [
 def test_hostile_answers_change_nothing_but_the_reward(tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
-    own = [f"jsonl:{path}:{verifier}" for verifier in ("exact", "numeric", "similar")]
+    own = [
+        f"jsonl:{path}:{verifier}"
+        for verifier in ("exact", "numeric", "numeric:parsable", "similar")
+    ]
     tasks = [make_task(spec) for spec in ["guess", "reverse", "sort:7", "sum", "recall:16", *own]]
     start = time.perf_counter()
     for task in tasks:

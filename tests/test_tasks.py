@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import bench
 import reward
 from reward import Step, make_task, problem_of, verify
 from runtime.tokenizer import END, PAD, own_tokenizer
-from tasks.jsonl import edit_distance, last_number
+from tasks.jsonl import edit_distance, last_number, meant_number, stated_number
 
 encode = own_tokenizer().encode
 SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "recall", "recall:16"]
@@ -304,6 +305,9 @@ def test_jsonl_takes_its_alphabet_from_the_answers(tmp_path):
         ('{"prompt": "p", "answer": " "}', "'answer' is a string that is not empty"),
         ('{"prompt": "", "answer": "2"}', "'prompt' is a string that is not empty"),
         ('{"prompt": "p", "answer": "two"}', "needs a number in 'answer'"),
+        ('{"question": "p", "answer": "####"}', "needs a number in 'answer'"),
+        ('{"question": 3, "answer": "2"}', "'prompt' is a string"),
+        ('{"prompt": "", "question": "p", "answer": "2"}', "'prompt' is a string"),
     ],
 )
 def test_a_malformed_line_is_named_by_its_number(tmp_path, line, complaint):
@@ -363,12 +367,86 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
         ("1.2.3", None),
         ("x7", None),
         ("٣", None),
+        ("a loss of -$1,250.50", Fraction(-2501, 2)),
+        (r"\(-\$5\)", -5),
+        ("US$5", 5),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{0}", None),
         ("44**19**35", 35),
         ("7 " + "x" * 5000, None),
     ],
 )
 def test_last_number(text, value):
     assert last_number(text) == value
+
+
+GSM8K = """Natalia sold 48/2 = <<48/2=24>>24 clips in May.
+She sold 48+24 = <<48+24=72>>72 clips altogether.
+#### 72"""
+
+
+@pytest.mark.parametrize(
+    "text, stated, meant",
+    [
+        (GSM8K, 72, 72),
+        (GSM8K + ".\n", 72, 72),
+        (GSM8K + " clips (24 in May)", 72, 72),
+        (GSM8K + "\n\nQuestion: 5 more?", 72, 72),
+        (GSM8K + " is wrong\n#### 73", 73, 73),
+        (GSM8K.partition("####")[0], None, 72),  # no mark: the last number
+        ("#### 1,234,567", 1234567, 1234567),
+        ("####-$70,000.00", -70000, -70000),
+        ("#### \u221218", -18, -18),
+        ("#### **$18.50** a day", Fraction(37, 2), Fraction(37, 2)),
+        ("#### 15%", 15, 15),
+        ("#### <<3*4=12>>", 3, 3),  # no number is to stand between
+        ("#### none\n5", None, 5),
+        ("#### 1/0, or 5", None, 5),
+        ("5 ####", None, 5),
+        ("### 4 of 5", None, 5),
+        (r"So $x = \boxed{42}$, for all 3.", 42, 42),
+        (r"\boxed{1} and 2, no: \boxed{\$1,000 \text{ for } 2}", 1000, 1000),
+        (r"\boxed{\frac{1}{2}}", Fraction(1, 2), Fraction(1, 2)),
+        (r"\boxed{} 7" + "\n8", 7, 7),
+        (r"#### 4, that is \boxed{5}", 5, 5),
+        ("\\boxed{\n9}", None, 9),
+        ("#### 4" + " x" * 500, 4, 4),
+        ("#### 4" + " x" * 520, None, None),  # beyond the end that is read
+        ("#### " * 10**6, None, None),
+        ("\\boxed{" * 10**6 + "3", 3, 3),
+        ("#### " + "9" * 5000, None, None),
+        ("#### " + "1," * 10**6, None, 1),
+    ],
+)
+def test_the_number_that_an_answer_means(text, stated, meant):
+    begin = time.perf_counter()
+    assert (stated_number(text), meant_number(text)) == (stated, meant)
+    assert time.perf_counter() - begin < 0.1
+
+
+def test_lines_in_the_form_of_gsm8k_are_taken_as_they_are(tmp_path):
+    rows = [{"question": f"How many are {i}?", "answer": GSM8K} for i in range(20)]
+    path = write_jsonl(tmp_path / "train.jsonl", rows)
+    plain = make_task(f"jsonl:{path}:numeric")
+    task = make_task(f"jsonl:{path}:numeric:parsable:any:2048")
+    assert task.turn_tokens == 2048 and task.alphabet is None and task.eval_size == 2
+    problem = task.reset(0, "eval")
+    assert problem == {"prompt": "How many are 9?", "answer": GSM8K}
+    assert verify(task, problem, task.solve(problem)).reward == 1
+    for answer, value in {
+        "72": 1.0,
+        "#### 72.0": 1.0,
+        "#### 71\n72": 0.1,  # what is stated counts
+        "#### 71": 0.1,
+        r"\boxed{71}": 0.1,
+        "71": 0.0,
+        "####": 0.0,
+        "#### seventy-two": 0.0,
+        "": 0.0,
+        "72 " * 10**5 + "#### 71": 0.1,
+    }.items():
+        assert task.step(problem, [answer]) == Step(None, value, True), answer
+        assert plain.step(problem, [answer]).reward == (value == 1), answer
 
 
 # ---------------------------------------------------------------------------------- own tasks
@@ -518,7 +596,7 @@ def test_a_step_that_returns_something_else_is_named(tmp_path):
     "spec, allowed",
     [
         ("", "allowed is one of guess, reverse[:2..64]"),
-        ("gues", "jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384]"),
+        ("gues", "jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384]"),
         ("gues", "path/to/file.py[:ARGUMENT]"),
         ("guess:3", "guess has no argument"),
         ("guess:", "allowed is one of guess,"),
@@ -537,9 +615,13 @@ def test_a_step_that_returns_something_else_is_named(tmp_path):
         ("jsonl::numeric", "jsonl:PATH"),
         ("jsonl:x.jsonl:0", "1..16384"),
         ("jsonl:x.jsonl:numeric:16385", "1..16384"),
+        ("jsonl:x.jsonl:similar:parsable", "cannot read 'x.jsonl:similar:parsable'"),
         ("jsonl:x.jsonl:any:exact", "cannot read 'x.jsonl:any'"),
         ("jsonl:x.jsonl:numerc", "cannot read 'x.jsonl:numerc'"),
-        ("jsonl:x.jsonl:numerc", "jsonl:PATH[:exact|numeric|similar][:any][:TOKENS 1..16384]"),
+        (
+            "jsonl:x.jsonl:numerc",
+            "jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384]",
+        ),
     ],
 )
 def test_bad_specs_are_named_with_what_is_allowed(spec, allowed):
