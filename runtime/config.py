@@ -181,7 +181,7 @@ def check_folder(config: Config, model: str) -> None:
     needed += " (config.json, *.safetensors, tokenizer.json)"
     require(os.path.isdir(model), f"--model {model}: {needed}")
     for name in ("positions", "qk_norm"):
-        value = getattr(config, name)
+        value = getattr(config, name, getattr(Config, name))
         said = f"{flag_name(name)} {value}: must be left out with --model {model}"
         require(value == getattr(Config, name), said)
 
