@@ -212,7 +212,11 @@ def generated_logprobs(
     def piece(hidden, targets, first=0):
         logits = model.logits(hidden, alphabet).float()  # [m, V']
         if len(sizes):
-            logits = leave_out(logits, first, sizes, places[kept])
+            own, before = sizes[first : first + len(hidden)], sizes[:first].sum()
+            at = torch.arange(len(own), device=own.device).repeat_interleave(own)  # [k]
+            left_out = torch.ones_like(logits, dtype=torch.bool)
+            left_out[at, places[kept[before : before + len(at)]]] = False
+            logits = logits.masked_fill(left_out, -1e9)  # not -inf: 0 times it is NaN
         logprobs = torch.log_softmax(logits / temperature, -1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
@@ -224,20 +228,6 @@ def generated_logprobs(
     firsts = range(0, len(rows), size)
     pieces = map(again, hidden.split(size), targets.split(size), firsts)
     return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
-
-
-def leave_out(
-    logits: Tensor,  # [m, V'] of the tokens from the `first` on
-    first: int,
-    sizes: Tensor,  # [M] how many places were kept for each of all tokens
-    kept: Tensor,  # [K] which ones, laid end to end
-) -> Tensor:
-    """The logits, with those very low whose place was not kept. Not -inf: 0 times it is NaN."""
-    before, sizes = sizes[:first].sum(), sizes[first : first + len(logits)]
-    rows = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)  # [k]
-    left_out = torch.ones_like(logits, dtype=torch.bool)
-    left_out[rows, kept[before : before + len(rows)]] = False
-    return logits.masked_fill(left_out, -1e9)
 
 
 def micro_batch_loss(

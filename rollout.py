@@ -14,7 +14,6 @@ slots), whatever the slot, the neighbours or the order of arrival.
 Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d model width
 """
 
-import itertools
 import time
 from collections import Counter, defaultdict, deque
 from dataclasses import KW_ONLY, dataclass
@@ -97,19 +96,19 @@ def sample(
     """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
 
     Inverse transform: the first token whose cumulative probability exceeds the row's number in
-    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, a third result tells what was
-    kept, likeliest first: [B, K] int64, -1 behind the last.
+    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, to the `top_k` likeliest and then
+    to the fewest that have `top_p` of their mass, a third result says what was kept: bool [B, V].
     """
     logits, kept = logits / (temperature or 1.0), ()
     if top_k or top_p < 1:
         # stable: of two that are equally likely, the one with the lower index comes first
         ranked = logits.sort(dim=-1, descending=True, stable=True)
         ranked, order = (x[:, : top_k or None] for x in ranked)  # [B, K]
-        likelier = F.pad(ranked.softmax(-1).cumsum(-1), (1, -1))  # mass before each
-        left_out = likelier >= top_p  # never the first
-        kept = [order.masked_fill(left_out, -1)]
-        nobody = torch.full_like(logits, -torch.inf)
-        logits = nobody.scatter(1, order, ranked.masked_fill(left_out, -torch.inf))
+        likelier = F.pad(ranked.softmax(-1).cumsum(-1), (1, -1))  # mass before each: first 0
+        enough = top_p if top_p < 1 else 2  # rounding leaves nobody out
+        ranked = ranked.masked_fill(likelier >= enough, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(1, order, ranked)
+        kept = [logits > -torch.inf]
     logprobs = torch.log_softmax(logits, -1)
     if temperature == 0:
         chosen = logits.argmax(-1)
@@ -320,9 +319,7 @@ class Generator:
         step = self._next_tokens
         with torch.inference_mode(not self.graphs):
             results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
-        # of what was kept, as much leaves the device as the largest set has
-        shown = [x[:, (x >= 0).any(0)] for x in results[2:]]
-        chosen, logprobs, *kept = (x.cpu().numpy() for x in (*results[:2], *shown))
+        chosen, logprobs = (x.cpu().numpy() for x in results[:2])
 
         self.cached[self.running] += 1
         rows = np.flatnonzero(self.running & (self.cached == self.known))  # the policy's turn
@@ -332,8 +329,11 @@ class Generator:
         self.logprobs[rows, at] = logprobs[rows]
         self.versions[rows, at] = self.version
         self.known[rows] += 1
-        for b, sets in itertools.product(rows, kept):
-            self.kept[self.keys[b]].append(sets[b][sets[b] >= 0])
+        for kept in results[2:]:  # [slots, V]: only what is True in it leaves the device
+            at, places = kept.nonzero().cpu().numpy().T
+            sets = np.split(places, np.searchsorted(at, range(1, self.slots)))
+            for b in rows:
+                self.kept[self.keys[b]].append(sets[b])
         busy = int(self.running.sum())
         self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
         ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])

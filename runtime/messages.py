@@ -252,9 +252,7 @@ def group_flaw(
     if (generated != mask).any():
         return "a loss mask that is not the policy's turns"
     checks = (
-        ("token id", arrays["tokens"], 0, vocabulary - 1),
-        ("kept token id", arrays["kept"], 0, vocabulary - 1),
-        ("size of a kept set", arrays["kept_sizes"], 1, vocabulary),
+        ("token id", np.append(arrays["tokens"], arrays["kept"]), 0, vocabulary - 1),
         ("log-prob", arrays["logprobs"], -1e30, 1e-3),  # never NaN, never above 0 but for rounding
         ("version", versions[mask], group.start, newest),
         ("version where nothing was generated", versions[~mask], -1, -1),
