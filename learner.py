@@ -337,16 +337,16 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
         examiner.deaths = 0  # a budget for each evaluation
         environment = replace(environment, respond=examiner.respond, beside=False)
         verify = examiner.verify
-    how = {"temperature": 0.0}
-    if config.eval_samples:  # no run has a seed below 0
-        how = {"temperature": config.temperature, "cut": config.cut, "seed": ~config.seed}
+    several = config.eval_samples
     generator = Generator(
         learner.model,
         environment,
         slots=min(config.slots, task.eval_size),
         capacity=capacity_of(config, task),
-        group_size=config.eval_samples or 1,
-        **how,
+        group_size=several or 1,
+        seed=~config.seed,  # below 0: that of no run
+        temperature=config.temperature if several else 0.0,
+        cut=config.cut if several else (),
     )
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     for group in generate(generator, groups):

@@ -331,7 +331,8 @@ class Generator:
         self.known[rows] += 1
         for kept in results[2:]:  # [slots, V]: only what is True in it leaves the device
             at, places = kept.nonzero().cpu().numpy().T
-            sets = np.split(places, np.searchsorted(at, range(1, self.slots)))
+            ids = np.int32(self.environment.alphabet[places])
+            sets = np.split(ids, np.searchsorted(at, range(1, self.slots)))
             for b in rows:
                 self.kept[self.keys[b]].append(sets[b])
         busy = int(self.running.sum())
@@ -386,7 +387,7 @@ class Generator:
         episode.loss_mask = episode.versions >= 0
         if sets := self.kept.pop(episode.noise_key, None):
             episode.kept_sizes = np.int32([len(kept) for kept in sets])
-            episode.kept = np.int32(self.environment.alphabet[np.concatenate(sets)])
+            episode.kept = np.concatenate(sets)
         episode.finish, _, episode.failure = (reply or "stop").partition(": ")
         episode.finished = time.monotonic()
         self.episodes[b], self.running[b], self.cached[b] = None, False, 0
