@@ -24,9 +24,7 @@ import numpy as np
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
-ARRAYS |= {"kept_sizes": np.int32, "kept": np.int32}
-
-
+ARRAYS |= {"kept_sizes": np.int32, "kept": np.int32}  # empty where sampling is not cut
 nothing = partial(np.empty, 0, np.int32)
 
 
