@@ -237,7 +237,7 @@ def group_flaw(
     found = {name: (array.dtype, lengths[name]) for name, array in arrays.items()}
     lengths = dict.fromkeys(ARRAYS, lengths["tokens"])
     lengths["kept_sizes"] = [int(t.loss_mask.sum()) if cut else 0 for t in episodes]
-    lengths["kept"] = [int(t.kept_sizes.sum()) for t in episodes]
+    lengths["kept"] = [int(t.kept_sizes.sum()) if cut else 0 for t in episodes]
     right = {name: (np.dtype(kind), lengths[name]) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
