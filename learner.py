@@ -181,9 +181,11 @@ def token_logprobs(
     """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories."""
     device = model.flat.device
     packed = pack_tokens([t.tokens for t, _ in batch], device)
-    generated = np.flatnonzero(np.concatenate([t.loss_mask for t, _ in batch]))
-    rows = torch.from_numpy(generated).to(device)
-    return generated_logprobs(model, packed, rows, learner.alphabet, config.temperature)
+    names = "loss_mask", "kept_sizes", "kept"
+    arrays = [np.concatenate([getattr(t, name) for t, _ in batch]) for name in names]
+    mask, *kept = (torch.from_numpy(x).to(device) for x in arrays)
+    how = learner.alphabet, config.temperature, *kept
+    return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how)
 
 
 def generated_logprobs(
@@ -192,8 +194,11 @@ def generated_logprobs(
     rows: Tensor,  # [M] tokens of the batch
     alphabet: Tensor,  # [V'] token ids, the generator's
     temperature: float,  # the generator's
+    sizes=(),  # [M] from how many tokens each was sampled; []: from all
+    kept=(),  # [K] from which ones: token ids, laid end to end
 ) -> tuple:
-    """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient.
+    """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient, by the distribution
+    that they were sampled from: among the tokens that were kept.
 
     Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
     state reaches the output matrix. Logits are never there for more than PIECE pairs of a token and
@@ -206,8 +211,15 @@ def generated_logprobs(
     targets = places[packed.tokens[rows]]  # [M], places in the alphabet
     assert (targets >= 0).all(), f"generated tokens must be in the alphabet {alphabet.tolist()}"
 
-    def piece(hidden, targets):
-        logprobs = torch.log_softmax(model.logits(hidden, alphabet) / temperature, -1)  # [m, V']
+    def piece(hidden, targets, first=0):
+        logits = model.logits(hidden, alphabet)  # [m, V']
+        if len(sizes):
+            own, before = sizes[first : first + len(hidden)], sizes[:first].sum()
+            at = torch.arange(len(own), device=own.device).repeat_interleave(own)  # [k]
+            left_out = torch.ones_like(logits, dtype=torch.bool)
+            left_out[at, places[kept[before : before + len(at)]]] = False
+            logits = logits.masked_fill(left_out, -1e9)  # not -inf: 0 times it is NaN
+        logprobs = torch.log_softmax(logits / temperature, -1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
@@ -215,7 +227,8 @@ def generated_logprobs(
     if len(rows) <= size:
         return piece(hidden, targets)
     again = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
-    pieces = map(again, hidden.split(size), targets.split(size))
+    firsts = range(0, len(rows), size)
+    pieces = map(again, hidden.split(size), targets.split(size), firsts)
     return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
 
 
@@ -312,7 +325,8 @@ def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
 
 
 def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dict:
-    """Greedy answers to every held-out problem, by the weights as they are between two steps.
+    """Answers to every held-out problem, by the weights as they are between two steps: a greedy
+    one, or with --eval-samples several, sampled as in training but with other noise.
 
     It runs where the weights are changed, so it cannot race with training; the task's code runs in
     the examiner's process if there is one (tasks/exam.py). Returns `solved` (share), `reward`
@@ -325,18 +339,21 @@ def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dic
         examiner.deaths = 0  # a budget for each evaluation
         environment = replace(environment, respond=examiner.respond, beside=False)
         verify = examiner.verify
+    several = config.eval_samples
     generator = Generator(
         learner.model,
         environment,
         slots=min(config.slots, task.eval_size),
         capacity=capacity_of(config, task),
-        group_size=1,
-        temperature=0.0,
+        group_size=several or 1,
+        seed=~config.seed,  # below 0: that of no run
+        temperature=config.temperature if several else 0.0,
+        cut=config.cut if several else (),
     )
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     for group in generate(generator, groups):
         apply_verdicts(group, verify(group))
-    episodes = [group.trajectories[0] for group in groups]
+    episodes = [t for group in groups for t in group.trajectories]
     rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
     failures = {}
     for t in episodes:

@@ -15,7 +15,7 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 """
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -86,13 +86,30 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple:
+def sample(
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: float,
+    top_k: int = 0,  # 0: all
+    top_p: float = 1.0,  # 1: all
+) -> tuple:
     """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
 
     Inverse transform: the first token whose cumulative probability exceeds the row's number in
-    `uniform` [B]. Temperature 0 is greedy.
+    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, to the `top_k` likeliest and then
+    to the fewest that have `top_p` of their mass, a third result says what was kept: bool [B, V].
     """
-    logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+    logits, kept = logits / (temperature or 1.0), ()
+    if top_k or top_p < 1:
+        # stable: of two that are equally likely, the one with the lower index comes first
+        ranked = logits.sort(dim=-1, descending=True, stable=True)
+        ranked, order = (x[:, : top_k or None] for x in ranked)  # [B, K]
+        likelier = F.pad(ranked.softmax(-1).cumsum(-1), (1, -1))  # mass before each: first 0
+        enough = top_p if top_p < 1 else 2  # rounding leaves nobody out
+        ranked = ranked.masked_fill(likelier >= enough, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(1, order, ranked)
+        kept = [logits > -torch.inf]
+    logprobs = torch.log_softmax(logits, -1)
     if temperature == 0:
         chosen = logits.argmax(-1)
     else:
@@ -100,7 +117,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float) -> tuple:
         # the last sum is 1 up to rounding; times it, no number lies beyond the last token
         level = uniform[:, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0]
+    return chosen, logprobs.gather(1, chosen[:, None])[:, 0], *kept
 
 
 # -------------------------------------------------------------------------------- the generator
@@ -123,6 +140,7 @@ class Generator:
     group_size: int
     seed: int = 0
     temperature: float = 1.0
+    cut: tuple = ()  # top-k and top-p, where sampling is cut
     swap: str = "keep"
     worker: int = 0
     weights: torch.dtype = torch.float32
@@ -148,6 +166,7 @@ class Generator:
         self.groups = {}  # group id -> Group, those that are not finished
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
+        self.kept = defaultdict(list)  # noise key -> what sampling kept, token after token
         self.replies = {}  # slot -> (future, deadline): environments beside
         self.version = 0
         self.new_weights = None  # (version, flat) that were offered and not adopted yet
@@ -304,7 +323,7 @@ class Generator:
             logits = self.model.logits(hidden, self.alphabet)
         else:
             logits = (hidden @ self.head)[:, : len(self.alphabet)].float()
-        return sample(logits, uniform, self.temperature)
+        return sample(logits, uniform, self.temperature, *self.cut)
 
     def _decode(self) -> None:
         """Feed one token to every slot, sample where the next one is not known."""
@@ -316,7 +335,7 @@ class Generator:
         step = self._next_tokens
         with torch.inference_mode(not self.graphs):
             results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
-        chosen, logprobs = (x.cpu().numpy() for x in results)
+        chosen, logprobs = (x.cpu().numpy() for x in results[:2])
 
         self.cached[self.running] += 1
         rows = np.flatnonzero(self.running & (self.cached == self.known))  # the policy's turn
@@ -326,6 +345,12 @@ class Generator:
         self.logprobs[rows, at] = logprobs[rows]
         self.versions[rows, at] = self.version
         self.known[rows] += 1
+        for kept in results[2:]:  # [slots, V]: only what is True in it leaves the device
+            at, places = kept.nonzero().cpu().numpy().T
+            ids = np.int32(self.environment.alphabet[places])
+            sets = np.split(ids, np.searchsorted(at, range(1, self.slots)))
+            for b in rows:
+                self.kept[self.keys[b]].append(sets[b])
         busy = int(self.running.sum())
         self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
         ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
@@ -376,6 +401,9 @@ class Generator:
         episode.logprobs = self.logprobs[b, :n].copy()
         episode.versions = self.versions[b, :n].copy()
         episode.loss_mask = episode.versions >= 0
+        if sets := self.kept.pop(episode.noise_key, None):
+            episode.kept_sizes = np.int32([len(kept) for kept in sets])
+            episode.kept = np.concatenate(sets)
         episode.finish, _, episode.failure = (reply or "stop").partition(": ")
         episode.finished = time.monotonic()
         self.episodes[b], self.running[b], self.cached[b] = None, False, 0
@@ -398,6 +426,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
         group_size=config.group_size,
         seed=config.seed,
         temperature=config.temperature,
+        cut=config.cut,
         swap=config.swap,
         worker=worker,
         weights=getattr(torch, config.rollout_weights),

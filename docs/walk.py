@@ -283,7 +283,7 @@ def record(seen) -> list[str]:
         f"logprobs   {numbers(t.logprobs, 2)}",
         f"versions   {t.versions.tolist()}",
         f"turns      {t.turns}",
-        f"arrays of the group: {', '.join(f'{k} [{len(a)}]' for k, a in arrays.items())}",
+        f"arrays of the group: {', '.join(f'{k} [{len(a)}]' for k, a in arrays.items() if len(a))}",
         f"one bit flipped: {answer}",
     ]
 

@@ -195,8 +195,8 @@ def misfit(learner: Learner, state: dict, config: Config) -> str | None:
             return f"its {name} is {theirs.get(name)} and this run's is {kind}"
     math.fsum(state["window"])  # numbers
     for group in completed_groups(state):
-        allowed = {"newest": state["version"], "vocabulary": ours["shape"]["vocab_size"]}
-        if flaw := group_flaw(group, config.group_size, **allowed):
+        allowed = state["version"], ours["shape"]["vocab_size"], config.cut
+        if flaw := group_flaw(group, config.group_size, *allowed):
             return f"completed group {group.group_id} has {flaw}"
     return None
 

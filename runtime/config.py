@@ -115,6 +115,8 @@ class Config:
     group_size: int = flag(16, "answers to each prompt", 2, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
+    top_p: float = flag(1.0, "sample from the likeliest tokens of this mass (1: all)", 0.01, 1.0)
+    top_k_sampling: int = flag(0, "sample from so many of the likeliest tokens (0: all)")
     swap: str = flag("keep", "caches at new weights; drain: running ones end first", choices=SWAPS)
     rollout_weights: str = flag("float32", "precision of the weights that generate", choices=DTYPES)
 
@@ -149,8 +151,15 @@ class Config:
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
     eval_when: str = flag("live", "late: after training, on kept weights", choices=("live", "late"))
+    eval_samples: int = flag(0, "sampled answers to each held-out problem (0: greedy)", 0, 1024)
     samples_every: int = flag(100, "steps between printed episodes", 1)
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
+
+    @property
+    def cut(self) -> tuple:
+        """What sampling is cut to, top-k and top-p; () where every token may come."""
+        cut = self.top_k_sampling, self.top_p
+        return cut if cut != (0, 1) else ()
 
 
 def check(config: Config) -> Config:

@@ -100,8 +100,8 @@ def start_workers(run: AsyncRun) -> Pool:
     }
 
     def examine(answer: Answer, work: dict) -> str | None:
-        sizes = {"group_size": config.group_size, "vocabulary": shape.vocab_size}
-        return flaw(answer, work, newest=run.mailbox.version, **sizes)
+        allowed = {"vocabulary": shape.vocab_size, "cut": config.cut}
+        return flaw(answer, work, config.group_size, newest=run.mailbox.version, **allowed)
 
     budget = {"restarts": config.restarts, "silence": config.silence}
     return Pool(roles, logs=run.folder / "logs", flaw=examine, **budget)

@@ -6,7 +6,7 @@ comes from outside before it is used.
 Boundary: this file knows shapes and ranges, never what a token means.
 Left out: pipes and processes (processes.py), who gets which work (train_async.py).
 
-Axes: T tokens of an episode, prompt included
+Axes: T tokens of an episode, prompt included · M of them generated · K tokens that sampling kept
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ import pickle
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ import numpy as np
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
+ARRAYS |= {"kept_sizes": np.int32, "kept": np.int32}  # empty where sampling is not cut
+nothing = partial(np.empty, 0, np.int32)
 
 
 @dataclass
@@ -48,6 +50,9 @@ class Trajectory:
     started: float = 0.0  # seconds on the machine's monotonic clock
     finished: float = 0.0
     swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
+    # int32 [M]: from how many tokens each one was sampled; [0] where sampling is not cut
+    kept_sizes: np.ndarray = field(default_factory=nothing)
+    kept: np.ndarray = field(default_factory=nothing)  # int32 [K]: which ones, laid end to end
 
     @property
     def failed(self) -> bool:
@@ -120,25 +125,27 @@ def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data, and the arrays of its episodes laid end to end."""
     episodes = group.trajectories
     header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-    header["lengths"] = [len(t.tokens) for t in episodes]
     header["fields"] = [fields_of(t) for t in episodes]
-    arrays = {}
+    header["lengths"], arrays = {}, {}
     for name, kind in ARRAYS.items():
-        arrays[name] = np.concatenate([np.empty(0, kind), *[getattr(t, name) for t in episodes]])
+        own = [getattr(t, name) for t in episodes]
+        header["lengths"][name] = [len(array) for array in own]
+        arrays[name] = np.concatenate([np.empty(0, kind), *own])
     return header, arrays
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
     group = Group(header["group_id"], header["start"], header["problem"])
-    # the last one gets the rest: nothing that has arrived is overlooked
-    cuts = [0, *accumulate(header["lengths"][:-1]), None]
-    for fields, start, stop in zip(header["fields"], cuts, cuts[1:], strict=False):
-        sample_index, noise_key, *rest = fields
-        own = [array[start:stop] for array in arrays.values()]
+    columns = []
+    for name, array in arrays.items():
+        # the last one gets the rest: nothing that has arrived is overlooked
+        cuts = [0, *accumulate(header["lengths"][name][:-1]), None]
+        columns.append([array[start:stop] for start, stop in pairwise(cuts)])
+    for (sample_index, noise_key, *rest), *own in zip(header["fields"], *columns, strict=False):
         # by position, in the order of the fields of Trajectory: twice as quick as by name
-        episode = Trajectory(group.group_id, sample_index, noise_key, *own, *rest)
-        group.trajectories.append(episode)
+        known = group.group_id, sample_index, noise_key, *own[:4]
+        group.trajectories.append(Trajectory(*known, *rest, *own[4:]))
     return group
 
 
@@ -181,17 +188,17 @@ def unpack_messages(delivery: bytes) -> Sequence:
 # -------------------------------------------------------------------------------- the validator
 
 
-def flaw(answer, work: dict, *, group_size: int, newest: int, vocabulary: int) -> str | None:
+def flaw(answer, work: dict, group_size: int, **allowed) -> str | None:
     """What is wrong with a worker's answer, in words; None if it is sound.
 
     A worker that has gone wrong must not poison what is trained. `work`: the groups that it was
-    asked for, by id; `newest`: the newest version that was published. May raise AttributeError,
-    KeyError, TypeError or ValueError where a field is missing or of another kind.
+    asked for, by id; allowed: see `group_flaw`. May raise AttributeError, KeyError, TypeError or
+    ValueError where a field is missing or of another kind.
     """
     if found := stray(answer, work):
         return found
     if answer.group:
-        found = group_flaw(answer.group, group_size, newest, vocabulary)
+        found = group_flaw(answer.group, group_size, **allowed)
         if found or answer.judgement is None:
             return found
     judged = answer.group or work[answer.group_id]
@@ -214,14 +221,24 @@ def stray(answer: Answer, work: dict) -> str | None:
     return None
 
 
-def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | None:
+def group_flaw(
+    group: Group,
+    size: int,
+    newest: int,  # the newest version that was published
+    vocabulary: int,
+    cut=False,  # whether sampling left tokens out
+) -> str | None:
     """What is wrong with a generated group; None if it is sound."""
     header, arrays = group_to_parts(group)
-    samples, tokens = [t.sample_index for t in group.trajectories], sum(header["lengths"])
+    episodes, lengths = group.trajectories, header["lengths"]
+    samples, tokens = [t.sample_index for t in episodes], sum(lengths["tokens"])
     if samples != list(range(size)):
         return f"samples {samples}, must be 0 to {size - 1} in order"
-    found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    right = {name: (np.dtype(kind), (tokens,)) for name, kind in ARRAYS.items()}
+    found = {name: (array.dtype, lengths[name]) for name, array in arrays.items()}
+    lengths = dict.fromkeys(ARRAYS, lengths["tokens"])
+    lengths["kept_sizes"] = [int(t.loss_mask.sum()) if cut else 0 for t in episodes]
+    lengths["kept"] = [int(t.kept_sizes.sum()) if cut else 0 for t in episodes]
+    right = {name: (np.dtype(kind), lengths[name]) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
     generated, first = np.zeros(tokens, np.bool_), 0  # the mask, made again from the turns
@@ -235,7 +252,7 @@ def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | N
     if (generated != mask).any():
         return "a loss mask that is not the policy's turns"
     checks = (
-        ("token id", arrays["tokens"], 0, vocabulary - 1),
+        ("token id", np.append(arrays["tokens"], arrays["kept"]), 0, vocabulary - 1),
         ("log-prob", arrays["logprobs"], -1e30, 1e-3),  # never NaN, never above 0 but for rounding
         ("version", versions[mask], group.start, newest),
         ("version where nothing was generated", versions[~mask], -1, -1),
@@ -244,6 +261,11 @@ def group_flaw(group: Group, size: int, newest: int, vocabulary: int) -> str | N
         wrong = values[~((low <= values) & (values <= high))]  # NaN is neither
         if len(wrong):
             return f"{name} {wrong[0]}, must be {low} to {high}"
+    every = np.arange(len(arrays["kept_sizes"]))
+    at = every.repeat(arrays["kept_sizes"])  # [K]
+    own = arrays["tokens"][mask][at] == arrays["kept"]
+    if not np.array_equal(at[own], every):
+        return "a token that is not, once, in the set that it was sampled from"
     return None
 
 

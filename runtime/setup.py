@@ -118,7 +118,7 @@ def evaluate_now(run: Run) -> dict:
     run.log.rest()
     result = evaluate(run.learner, run.config, run.task, run.examiner)
     for kind, (count, words) in result["failures"].items():
-        run.log.say(f"evaluation: {count} of {run.task.eval_size} failed, {kind}: {words}")
+        run.log.say(f"evaluation: {count} failed, {kind}: {words}")
     return result
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as Late
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -63,9 +64,10 @@ class Examiner:
         return self.ask("env", requests)
 
     def verify(self, group: Group) -> list[Verdict]:
-        """What `reward.verify_group` says of a group of one episode."""
-        (found,) = self.ask("verifier", [group])
-        return [Verdict(0.0, (), found) if isinstance(found, str) else found]
+        """What `reward.verify_group` says of a group; asked of each episode alone, so that one that
+        ends the child costs no other."""
+        found = self.ask("verifier", [replace(group, trajectories=[t]) for t in group.trajectories])
+        return [Verdict(0.0, (), x) if isinstance(x, str) else x for x in found]
 
     def ask(self, who: str, requests: list) -> list:
         """An answer to each request, or the reason (str) why there is none.

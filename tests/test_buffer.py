@@ -719,7 +719,7 @@ def test_episodes_that_have_travelled_are_slices_of_long_arrays():
     again = group_from_parts(header, arrays)
     for name, kind in ARRAYS.items():
         parts = [getattr(t, name) for t in again.trajectories]
-        assert all(np.shares_memory(part, arrays[name]) for part in parts)
+        assert all(np.shares_memory(part, arrays[name]) for part in parts if len(part))
         assert np.array_equal(np.concatenate(parts), arrays[name])
         for t in travelled(group).trajectories:
             part = getattr(t, name)
@@ -735,6 +735,8 @@ def test_a_digest_covers_what_is_trained():
     for name in ARRAYS:
         group = sound_group()
         array = getattr(group.trajectories[1], name)
+        if name.startswith("kept"):  # see tests/test_sampling.py
+            continue
         array[2] = array[2] == 0
         assert group.digest != wanted, name
     group = sound_group()
@@ -869,7 +871,8 @@ def test_a_poisoned_group_is_named(change, words):
 )
 def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
     header, arrays = group_to_parts(sound_group())
-    group = group_from_parts({**header, "lengths": lengths}, arrays)
+    header["lengths"] |= dict.fromkeys(("tokens", "loss_mask", "logprobs", "versions"), lengths)
+    group = group_from_parts(header, arrays)
     assert words in group_flaw(group, 2, 6, 512)
 
 
@@ -887,7 +890,7 @@ def test_arrays_of_another_kind_are_named_on_arrival():
 def test_nothing_that_arrives_is_overlooked(name):
     """One array is longer than the episodes are."""
     header, arrays = group_to_parts(sound_group())
-    arrays[name] = np.append(arrays[name], arrays[name][:1])
+    arrays[name] = np.append(arrays[name], np.ones(1, ARRAYS[name]))
     assert "arrays" in group_flaw(group_from_parts(header, arrays), 2, 6, 512)
 
 
