@@ -168,7 +168,7 @@ def prefill_groups(
 def prefill(
     model: GPT,
     cache: Cache,
-    slots: list,  # [B]
+    slots: list,  # [B] whole numbers
     sequences: list,  # B arrays or lists of token ids
 ) -> None:
     """Write keys and values of whole sequences into their rows, one sequence a slot.
@@ -177,7 +177,7 @@ def prefill(
     with the width (from 200 tokens on, torch 2.13, CPU).
     """
     widths = {}  # width of the grid -> slots and their sequences
-    for slot, sequence in zip(slots, sequences, strict=True):
+    for slot, sequence in zip(map(int, slots), sequences, strict=True):
         widths.setdefault(padded(len(sequence)), []).append((slot, sequence))
     for same in widths.values():
         _prefill_width(model, cache, *zip(*same, strict=True))
