@@ -343,7 +343,7 @@ class GPT(nn.Module):
         if alphabet is ... or 2 * len(alphabet) < self.config.vocab_size:
             scores = F.linear(hidden, self.output.weight[alphabet])
         else:  # most of them: copy no matrix
-            scores = F.linear(hidden, self.output.weight)[:, alphabet]
+            scores = F.linear(hidden, self.output.weight).index_select(1, alphabet)
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
