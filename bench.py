@@ -42,7 +42,8 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
-    "generator": ("speed", 2, "generator.json", "generation beside transformers"),
+    "folder": ("qwen", 9, "folder.json", "a folder of Qwen3's form learns, and is given back"),
+    "qwen": ("qwen", 2, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
@@ -50,7 +51,11 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
     "scale": ("simulate", 10, "scale.json", "the simulator on up to 1,024 devices"),
 }
-FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their flags
+FLAGS = {
+    "race": "RaceConfig",
+    "recipe": "RecipeConfig",
+    "qwen": "QwenConfig",
+}  # the classes of their flags
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""speed.py: how fast the parts are: the generator, decoding at long context, sparse attention.
+"""speed.py: how fast the parts are: decoding at long context, sparse attention.
 
-`python bench.py generator`, `decode` and `dsa` run these. Ways of doing the same thing are compared
+`python bench.py decode` and `dsa` run these. Ways of doing the same thing are compared
 in one run, in turn (A B A B), with medians and extremes; the first round of each only warms up.
-Left out: training runs (races.py, campaigns.py).
+Left out: training runs (races.py, campaigns.py), models of Qwen3's form (qwen.py).
 """
 
 import time
@@ -14,18 +14,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import cache as caches
 import dsa
-import reward
 from lab.plots import save_result, spread
 from model import GPT, PRESETS, ModelConfig
-from rollout import Environment, Generator, generate
 from runtime.config import UserError
 from runtime.devices import describe_machine
-from runtime.messages import Group
 
 
 def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -36,98 +32,6 @@ def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list
             value = way()
             found[name] += [value] if i else []
     return found
-
-
-# ------------------------------------------------------------------------------------ the generator
-
-
-def our_speed(model: GPT, prompts: list[list[int]], lengths: list[int], slots: int) -> float:
-    """Useful tokens per second of this project's generator; lengths are forced, tokens sampled."""
-    environment = Environment(
-        encode_prompt=lambda problem: problem["tokens"],
-        respond=None,  # never asked: an episode is one turn
-        alphabet=np.arange(model.config.vocab_size),
-        stop=frozenset(),
-        turn_tokens=model.config.context,
-        max_turns=1,
-    )
-    capacity = model.config.context
-    generator = Generator(model, environment, slots=slots, capacity=capacity, group_size=1)
-    groups = []
-    for prompt, length in zip(prompts, lengths, strict=True):
-        groups.append(Group(len(groups), 0, {"tokens": prompt, "turn_tokens": length}))
-    begin = time.perf_counter()
-    episodes = generate(generator, groups)
-    seconds = time.perf_counter() - begin
-    assert [int(group.trajectories[0].loss_mask.sum()) for group in episodes] == lengths
-    return sum(lengths) / seconds
-
-
-def their_speed(model, prompts: list[list[int]], lengths: list[int], slots: int) -> float:
-    """Useful tokens per second of transformers' `generate`: batches of `slots` rows, padded on the
-    left, each of which runs until its longest answer is done (as `generate` does with an end
-    token); tokens behind a row's own end do not count."""
-    begin = time.perf_counter()
-    for i in range(0, len(prompts), slots):
-        rows = [torch.tensor(prompt) for prompt in prompts[i : i + slots]]
-        longest = max(lengths[i : i + slots])
-        ones = [torch.ones_like(row) for row in rows]
-        ids, mask = (pad_sequence(x, True, padding_side="left") for x in (rows, ones))
-        options = {"do_sample": True, "min_new_tokens": longest, "max_new_tokens": longest}
-        out = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
-        assert out.shape[1] == ids.shape[1] + longest
-    return sum(lengths) / (time.perf_counter() - begin)
-
-
-def make_twins() -> tuple:
-    """Model `small`, and transformers' Qwen3 of the same shape; raises UserError without it."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("generator: must have the package transformers (pip install it)") from None
-    options = {"positions": "rope", "qk_norm": True, "init_std": 0.02}
-    shape = ModelConfig(**PRESETS["small"], **options, context=512)
-    ours = GPT(shape)
-    same_shape = transformers.Qwen3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.width,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_width,
-        max_position_embeddings=shape.context,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    theirs = transformers.Qwen3ForCausalLM(same_shape).eval()
-    sizes = ours.flat.numel(), sum(p.numel() for p in theirs.parameters())
-    assert sizes[0] == sizes[1], f"the two models differ in size: {sizes}"
-    return ours, theirs, transformers.__version__
-
-
-def bench_generator(folder: Path, rounds: int = 5, slots: int = 64) -> None:
-    """Decode speed on one CPU thread: this generator beside transformers' `generate`."""
-    torch.set_num_threads(1)
-    ours, theirs, version = make_twins()
-    task = reward.make_task("sum")
-    problems = [task.reset(i, "train") for i in range(16 * slots)]
-    prompts = [task.tokenizer.encode(problem["prompt"]) for problem in problems]
-    lengths = [len(problem["answer"]) + 1 for problem in problems]
-    workloads = {"equal lengths": ([list(range(16))] * slots, [128] * slots)}
-    workloads["sum, real lengths"] = (prompts, lengths)
-    result = {"machine": describe_machine(), "transformers": version, "workloads": {}}
-    result |= {"parameters": ours.flat.numel(), "slots": slots}
-    for name, work in workloads.items():
-        ways = {"nanoglm": partial(our_speed, ours, *work, slots)}
-        ways["transformers"] = partial(their_speed, theirs, *work, slots)
-        speeds = in_turn(ways, rounds)
-        row = {"tokens_per_s": {who: spread(values) for who, values in speeds.items()}}
-        row["ratio"] = spread(np.divide(*speeds.values()))
-        result["workloads"][name] = row
-        print(f"{name}: {row}", flush=True)
-        save_result(folder, "generator", result)
 
 
 # --------------------------------------------------------------------------- decoding, long context

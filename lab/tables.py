@@ -194,20 +194,6 @@ def kernel_lines(result: dict) -> list[str]:
     return [text, *nested_table("milliseconds at", cells), NSA, f"{', '.join(own_terms)}."]
 
 
-def generator_lines(result: dict) -> list[str]:
-    rows = []
-    for name, row in result["workloads"].items():
-        rates = [f"{rate['median']:,.0f}" for rate in row["tokens_per_s"].values()]
-        ratio = f"{row['ratio']['median']:.2f}×"
-        rows.append([name, *rates, f"{ratio} ({row['ratio']['min']} to {row['ratio']['max']})"])
-    head = ["tokens/s on one CPU thread", "here", f"transformers {result['transformers']}", "ratio"]
-    text = f"""\
-{result["parameters"] / 1e6:.2f}M parameters, {result["slots"]} slots. transformers generates in
-batches, each until its longest answer is done.
-"""
-    return [text, *markdown(head, rows)]
-
-
 def simulator_lines(result: dict, scale: dict) -> list[str]:
     within = sum(column(result["runs"], "within"))
     text = f"Of {len(result['runs'])} setups that it was not calibrated on, {within} {SIMULATED}\n"
@@ -252,7 +238,6 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Sparse attention: decoding on one CPU thread": (decode_lines, "decode-cpu"),
     "Sparse attention: decoding on a GPU": (decode_lines, "decode-cuda"),
     "Sparse attention: kernels on a GPU": (kernel_lines, "dsa-cuda"),
-    "The generator": (generator_lines, "generator"),
     "The simulator": (simulator_lines, "simulate", "scale"),
     "Machines": (machine_lines,),
 }

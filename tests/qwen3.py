@@ -72,8 +72,8 @@ ARABIC = "يولد جميع الناس أحرارًا متساوين في الك
 
 
 def write_folder(path: Path, vocab: int = 2000, kind: str = "qwen", **shape) -> Path:
-    """A random Qwen3 with a tokenizer, as a download would be. shape: fields of Qwen3Config, and
-    `shard`, the largest size of a file, such as "1MB"."""
+    """A random Qwen3 with a tokenizer, as a download would be. shape: fields of Qwen3Config,
+    `shard`, the largest size of a file, such as "1MB", and `norms`, whether theirs are random."""
     transformers = pytest.importorskip("transformers", reason=REASON)
     text = trained_tokenizer(vocab - 2, kind)  # 2: the thoughts
     ids = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
@@ -92,13 +92,14 @@ def write_folder(path: Path, vocab: int = 2000, kind: str = "qwen", **shape) -> 
         "eos_token_id": ids["<|im_end|>"],
     }
     seed, shard = shape.pop("seed", 0), shape.pop("shard", "5GB")
+    norms = shape.pop("norms", True)
     dtype = shape.pop("dtype", torch.float32)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = transformers.Qwen3Config(**sizes | shape)
         model = transformers.Qwen3ForCausalLM(config).to(dtype)
         for name, weight in model.named_parameters():
-            if "norm" in name:  # all ones would hide a norm that is left out
+            if norms and "norm" in name:  # all ones would hide a norm that is left out
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
     stops = [ids["<|im_end|>"], ids["<|endoftext|>"]]
     model.generation_config = transformers.GenerationConfig(eos_token_id=stops)
