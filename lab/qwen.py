@@ -41,6 +41,7 @@ SIZES = {  # layers, width, heads, key heads, head width, hidden, vocabulary
     "0.6B": (28, 1024, 16, 8, 128, 3072, 151_936),
     "1.7B": (28, 2048, 16, 8, 128, 6144, 151_936),
 }
+ROUNDS = 5  # how often each figure is measured
 FIELDS = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab_size")
 
 
@@ -49,9 +50,7 @@ class QwenConfig:
     """What is measured."""
 
     size: str = flag("1M", "of the random model", choices=tuple(SIZES))
-    rounds: int = flag(5, "how often each figure is measured", 1)
     answers: int = flag(256, "tokens of the longest answer of the whole loop (a GPU: 2048)", 16)
-    steps: int = flag(4, "optimizer steps of the whole loop", 2)
 
 
 def bench_folder(folder: Path) -> None:
@@ -75,26 +74,26 @@ def bench_qwen(folder: Path, config: QwenConfig) -> None:
     load_weights(model, path)
     model.on("cuda" if large else "cpu")
     result = {"machine": describe_machine(), "size": config.size, "dtype": dtype}
-    copied, product_s = limits_of(model, config.rounds)
+    copied, product_s = limits_of(model)
     result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12}
-    result["decode"] = list(tqdm(decode_rows(model, config.rounds, copied), "decode"))
-    tokens_per_s = learner_speed(model, config.rounds)
+    result["decode"] = list(tqdm(decode_rows(model, copied), "decode"))
+    tokens_per_s = learner_speed(model)
     share = 6 * len(model.flat) * tokens_per_s / product_s
     result["learner"] = {"tokens_per_s": tokens_per_s, "of_product": share}
     mailbox, versions = Mailbox(model.flat), count()
     ways = {"publish_ms": lambda: mailbox.publish(next(versions), model.flat)}
     ways["adopt_ms"] = lambda: model.flat.copy_(mailbox.read()[1])
-    result |= {name: 1e3 * seconds_of(way, config.rounds) for name, way in ways.items()}
+    result |= {name: 1e3 * seconds_of(way) for name, way in ways.items()}
     mailbox.close()
     result["loop_tokens_per_s"] = loop_speeds(folder, path, dtype, config)
     print(json.dumps(result, indent=1))
     save_result(folder, "qwen", result)
 
 
-def seconds_of(way: Callable, rounds: int) -> float:
+def seconds_of(way: Callable) -> float:
     """Median seconds of a call, after one that warms up."""
     times = []
-    for _ in range(rounds + 1):
+    for _ in range(ROUNDS + 1):
         begin = time.perf_counter()
         way()
         if torch.cuda.is_available():
@@ -103,18 +102,18 @@ def seconds_of(way: Callable, rounds: int) -> float:
     return float(np.median(times[1:]))
 
 
-def limits_of(model: GPT, rounds: int) -> tuple[float, float]:
+def limits_of(model: GPT) -> tuple[float, float]:
     """Bytes a second that this machine reads and writes when it copies, and operations a second of
     a matrix product."""
     here = torch.empty(1 << 27, device=model.flat.device)
     there = torch.empty_like(here)
-    copied = 2 * here.nbytes / seconds_of(lambda: there.copy_(here), rounds)
+    copied = 2 * here.nbytes / seconds_of(lambda: there.copy_(here))
     side = 8192 if here.is_cuda else 1024
     matrix = model.flat.new_ones(side, side)
-    return copied, 2 * side**3 / seconds_of(lambda: matrix @ matrix, rounds)
+    return copied, 2 * side**3 / seconds_of(lambda: matrix @ matrix)
 
 
-def decode_rows(model: GPT, rounds: int, copied: float):
+def decode_rows(model: GPT, copied: float):
     """Milliseconds of a decode step, and which share of the memory bound that is."""
     large = model.flat.is_cuda
     for slots, context in product((16, 64, 256), (512, 4096) if large else (512,)):
@@ -128,13 +127,13 @@ def decode_rows(model: GPT, rounds: int, copied: float):
 
         way = partial(caches.captured, step, inputs, []) if large else partial(step, inputs)
         with torch.no_grad():
-            seconds = seconds_of(way, rounds)
+            seconds = seconds_of(way)
         read = model.flat.nbytes + 2 * cache.racks[-1].k[:, :slots].nbytes
         share = read / copied / seconds
         yield {"slots": slots, "context": context, "ms": 1e3 * seconds, "of_memory_bound": share}
 
 
-def learner_speed(model: GPT, rounds: int) -> float:
+def learner_speed(model: GPT) -> float:
     """Tokens a second, forward and backward, of 8 packed sequences (16k tokens on a GPU)."""
     length, words = 2048 if model.flat.is_cuda else 64, model.config.vocab_size
     tokens = np.random.default_rng(0).integers(words, size=(8, length))
@@ -147,13 +146,13 @@ def learner_speed(model: GPT, rounds: int) -> float:
         logprobs, _ = generated_logprobs(model, packed, rows, alphabet, 1.0)
         logprobs.mean().backward()
 
-    return tokens.size / seconds_of(learn, rounds)
+    return tokens.size / seconds_of(learn)
 
 
 def loop_speeds(folder: Path, model: Path, dtype: str, config: QwenConfig) -> dict:
     """Generated tokens a second of whole runs, after their first step."""
-    task = f"lab/lengths.py:{config.answers}"
-    flags = {"model": model.resolve(), "dtype": dtype, "task": task, "steps": config.steps}
+    task = f"tests/lengths.py:{config.answers}"
+    flags = {"model": model.resolve(), "dtype": dtype, "task": task, "steps": 4}
     flags |= {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0}
     flags |= {"checkpoint_every": 10**6, "eval_every": 10**6, "token_budget": 16384, "lr": 1e-6}
     speeds = {}

@@ -4,12 +4,10 @@
 `HELD_OUT`. A prediction is right if tokens a second and mean staleness are within 10% (of one
 version, where staleness is less) and the idle share of all processes is within 10 points.
 
-`bench_scale` (ten minutes) predicts the speed-up over synchronous training on 8 to 1024 devices.
-It takes two kinds of costs: those that were calibrated, and those that arithmetic gives for a
-language model on a GPU (`ASSUMED`), because nobody has published an event log.
+`bench_scale` predicts what published systems have gained over synchronous training, from costs
+that arithmetic gives for a language model on a GPU (`ASSUMED`): nobody has published an event log.
 
 Left out: how costs are found in a log (calibrate.py), and memory: every split of the devices fits.
-At 512 devices the calibrated pipeline waits for its one learner that takes in every group.
 """
 
 import tempfile
@@ -22,13 +20,11 @@ from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
 from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
-from lab.plots import RESULTS, column, print_table, save_result
+from lab.plots import column, print_table, save_result
 from lab.races import run_each
 from runtime.config import Config
 from runtime.devices import describe_machine
-from runtime.folder import read_json
 
-COSTS = RESULTS / "simulate-costs.json"
 COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more
 
 # Runs as a user would start them, without the dashes: what the costs are learned from ...
@@ -75,7 +71,7 @@ def bench_simulate(folder: Path, rounds: int = 3) -> None:
     for task in ("sum", "guess"):
         basis = [logs[command] for command in CALIBRATION if f"task={task}" in command]
         known[task] = calibrate(sum(basis, []))
-    save_result(folder, COSTS.stem, {task: vars(costs) for task, costs in known.items()})
+    save_result(folder, "simulate-costs", {task: vars(costs) for task, costs in known.items()})
     rows = [held_out_row(command, logs[command], known) for command in HELD_OUT]
     save_result(folder, "simulate", {"machine": describe_machine(), "runs": rows})
     print_table(rows)
@@ -96,11 +92,6 @@ def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs])
         row |= {name: round(found, 3), f"{name}*": round(said, 3)}
         row["within"] &= abs(said - found) <= 0.1 * max(least, found)
     return row
-
-
-def load_costs(path: Path = COSTS) -> dict[str, Costs]:
-    """The costs of each task, from simulate-costs.json."""
-    return {task: Costs(**stored) for task, stored in read_json(path).items()}
 
 
 def best_split(config: Config, costs: Costs, devices: int) -> dict:
@@ -140,8 +131,6 @@ PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
     ("device utilisation (128 GPUs, 7B assumed)", "article [S]", 128, 7.0, "52% -> 87%"),
 )
 
-DEVICES = (8, 32, 128, 512, 1024)
-
 PROMPTS = 512  # a step
 
 
@@ -179,24 +168,13 @@ def compare(config: Config, costs: Costs, devices: int) -> dict:
     }
 
 
-def bench_scale(folder: Path, costs: Path = COSTS) -> None:
-    """Predicted speed-up from 8 to 1024 devices, beside what was published; scale.json."""
-    task, own_costs = next(iter(load_costs(costs).items()))
-    own = Config(steps=12, groups_per_step=PROMPTS, reward_workers=16, reference_every=0)
-    text = replace(own, slots=256)
-    plan = {(devices, billions) for _, _, devices, billions, _ in PUBLISHED}
-    plan |= {(devices, 7.0) for devices in DEVICES}
-    found = {}
-    for devices, billions in tqdm(sorted(plan)):
-        found[devices, billions] = compare(text, language_model(billions), devices)
-    published = []
-    for what, source, devices, billions, claim in PUBLISHED:
+def bench_scale(folder: Path) -> None:
+    """Predicted speed-ups of published systems, beside what they say themselves; scale.json."""
+    own = {"steps": 12, "groups_per_step": PROMPTS, "reward_workers": 16, "reference_every": 0}
+    config, published = Config(**own, slots=256), []
+    for what, source, devices, billions, claim in tqdm(PUBLISHED):
         row = {"what": what, "source": source, "billions": billions, "published": claim}
-        published.append(row | found[devices, billions])
-    curves = {"7B on GPUs, by arithmetic": [found[devices, 7.0] for devices in DEVICES]}
-    curves[f"{task}, as calibrated"] = [compare(own, own_costs, n) for n in tqdm(DEVICES)]
-    save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "curves": curves})
+        published.append(row | compare(config, language_model(billions), devices))
+    save_result(folder, "scale", {"assumed": ASSUMED, "published": published})
     print("assumed:", *ASSUMED, sep="\n")
-    for name, rows in {"published": published, **curves}.items():
-        print(name)
-        print_table(rows)
+    print_table(published)

@@ -1,6 +1,6 @@
-"""lengths.py: a task to measure speed with, `--task lab/lengths.py:2048`: nothing is to be learned.
+"""lengths.py: a task to measure speed with, `--task tests/lengths.py:2048`.
 
-The lengths of answers are log-normal, as those of a model that thinks: half are below an eighth of
+Nothing is to be learned. The lengths of answers are log-normal, as those of a model that thinks: half are below an eighth of
 the argument, which cuts the longest. A prompt has 64 tokens or less, and a reward is a coin toss.
 """
 
