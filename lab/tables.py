@@ -155,6 +155,15 @@ def fault_rows(result: dict) -> list[list[str]]:
     return [[name, str(value)] for name, value in cells.items()]
 
 
+def folder_lines(result: dict) -> list[str]:
+    rows = []
+    for name, run in result["runs"].items():
+        cells = [name, f"{run['solved']:.0%}", f"{run['seconds_to_95']:.0f}", run["same_answers"]]
+        rows.append([*cells, *(f"{run[f'{what}_bytes']:,}" for what in ("published", "optimizer"))])
+    head = ["`reverse:4`, 1M parameters", "solved", "seconds to 95%", "same by transformers"]
+    return markdown([*head, "bytes published", "of the optimizer"], rows)
+
+
 def recipe_lines(result: dict) -> list[str]:
     keys = result["settings"]["chunk_size"] * result["settings"]["top_k"]
     return [f"Every variant but the first attends to {keys} keys.\n", result["table"]]
@@ -234,6 +243,7 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Objectives on stale data": (objective_lines, "objectives"),
     "Faults and replay": (fault_lines, "faults", "replay"),
     "Run folders: damaged, killed, hostile": (disk_lines, "disk"),
+    "A Hugging Face folder learns": (folder_lines, "folder"),
     "Sparse attention: training it": (recipe_lines, "recipe"),
     "Sparse attention: decoding on one CPU thread": (decode_lines, "decode-cpu"),
     "Sparse attention: decoding on a GPU": (decode_lines, "decode-cuda"),

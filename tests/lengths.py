@@ -1,7 +1,8 @@
 """lengths.py: a task to measure speed with, `--task tests/lengths.py:2048`.
 
-Nothing is to be learned. The lengths of answers are log-normal, as those of a model that thinks: half are below an eighth of
-the argument, which cuts the longest. A prompt has 64 tokens or less, and a reward is a coin toss.
+Nothing is to be learned. The lengths of answers are log-normal, as those of a model that thinks:
+half are below an eighth of the argument, which cuts the longest. A prompt has 64 tokens or less,
+and a reward is a coin toss.
 """
 
 import zlib

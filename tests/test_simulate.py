@@ -243,9 +243,8 @@ def test_a_wrong_prediction_is_found():
 
 
 def load_costs(*folder) -> dict:
-    return {
-        task: Costs(**stored) for task, stored in load_result("simulate-costs", *folder).items()
-    }
+    stored = load_result("simulate-costs", *folder)
+    return {task: Costs(**costs) for task, costs in stored.items()}
 
 
 def test_costs_survive_the_file(tmp_path):
