@@ -6,10 +6,11 @@ the task (setup.py) to be judged.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -45,6 +46,24 @@ def require(fits: bool, complaint: str) -> None:
     """UserError unless it fits."""
     if not fits:
         raise UserError(complaint)
+
+
+def require_only(facts: dict, only: dict) -> None:
+    """UserError for the first of the facts that has a value, and not its only one."""
+    for name, value in facts.items():
+        allowed = only.get(name, value)
+        require(value in (None, allowed), f"{name} is {value!r:.80}, must be {allowed!r}")
+
+
+@contextlib.contextmanager
+def blame(complaint: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """What is raised inside is a mistake of the user's: the complaint, and what went wrong. Where
+    strangers write files, that may be almost anything."""
+    try:
+        yield
+    except kinds or Exception as error:
+        wrong = error if isinstance(error, ValueError) else repr(error)
+        raise UserError(f"{complaint} ({wrong!s:.300})") from error
 
 
 class TrainingStopped(RuntimeError):
