@@ -1,12 +1,11 @@
 """runtime/tokenizer.py: text to token ids and back: the vocabulary of a run, run by tiktoken.
 
-`own_tokenizer` has 512 tokens and lies beside this file: 256 bytes, the numbers " 0" to " 99",
-frequent pieces of English prose, and two special tokens. `read_tokenizer` makes the same of the
-tokenizer.json of a Hugging Face folder. Every text and every byte can be written in either.
+`read_tokenizer` makes it from the tokenizer.json of a Hugging Face folder. The project's own lies
+beside this file, in vocabulary/, and has 512 tokens: 256 bytes, the numbers " 0" to " 99", frequent
+pieces of English prose, and two special tokens. Every text and every byte can be written in either.
 Special tokens that stand in a text are ordinary characters: nobody can end a turn by writing one.
 """
 
-import base64
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,12 @@ import tiktoken
 from runtime.config import SIZES, Config, blame, require, require_only
 from runtime.folder import read_json, refuse_links
 
-VOCABULARY = Path(__file__).with_name("vocab.tiktoken")  # a line a token: base64 and rank
+# In its pattern only numbers 0..99 after a space are one piece; every other digit stands alone, so
+# that the tasks on digits cost one token a digit.
+VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
-# How a text is cut before pairs are merged. Only numbers 0..99 after a space are one piece; every
-# other digit stands alone, so that the tasks on digits cost one token a digit. The last
-# alternative is there because tiktoken silently drops text that its pattern does not match.
-PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}+|[\s\S]"
-# That of GPT-2, which tokenizer.json does not write out.
+# The pattern of GPT-2, which tokenizer.json does not write out.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LARGEST = 1 << 27  # bytes of tokenizer.json
 CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
@@ -33,7 +30,6 @@ CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 # A vocabulary of GPT-2's kind writes each byte as a character: its own, if that is visible.
 HIDDEN = [*range(33), *range(127, 161), 173]
 BYTE_OF = {256 + place: value for place, value in enumerate(HIDDEN)}
-CHARACTER_OF = {value: place for place, value in BYTE_OF.items()}
 ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their value, if they have one
     "normalizer": {"type": "NFC"},
     "dropout": 0.0,
@@ -102,32 +98,27 @@ def tokenizer_of(config: Config) -> Tokenizer:
     """The vocabulary of the configured model."""
     if config.model in SIZES:
         return in_chat(own_tokenizer(), config.chat)
-    return read_tokenizer(Path(config.model), config.chat)
+    refuse_links(Path(config.model))
+    return in_chat(read_tokenizer(Path(config.model)), config.chat)
 
 
 @cache
 def own_tokenizer() -> Tokenizer:
-    """The project's own, read once, without network and without tiktoken's own cache."""
-    lines = [line.split() for line in VOCABULARY.read_bytes().splitlines()]
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    special = {"<|end|>": END, "<|pad|>": PAD}
-    how = {"pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": special}
-    return Tokenizer(tiktoken.Encoding("nanoglm", **how), stop=(END,))
+    """The project's own, read once."""
+    return read_tokenizer(VOCABULARY)
 
 
-# ------------------------------------------------------------------ that of a Hugging Face folder
+# -------------------------------------------------------------------------- Hugging Face folders
 
 
-def read_tokenizer(folder: Path, chat: str = "no") -> Tokenizer:
+def read_tokenizer(folder: Path) -> Tokenizer:
     """The vocabulary of a Hugging Face folder, a byte-level BPE; UserError for another kind."""
-    refuse_links(folder)
     path, facts = folder / "tokenizer.json", read_json(folder / "config.json")
     if (folder / "generation_config.json").exists():
         facts |= read_json(folder / "generation_config.json")
     found = read_json(path, LARGEST)
     with blame(f"{path}: must be a byte-level BPE of the usual form"):
-        tokenizer = converted(found, facts)
-    return in_chat(tokenizer, chat)
+        return converted(found, facts)
 
 
 def converted(found: dict, facts: dict) -> Tokenizer:
@@ -172,8 +163,7 @@ def spelled(token: str) -> bytes:
 
 
 def last_pairs(ranks: dict[bytes, int]) -> dict[bytes, tuple]:
-    """For each token the two that merging joins last to make it: bytes, which have none, and then
-    by rank all that are ever made."""
+    """What merging can make: bytes first, then by rank tokens, each with the two that make it."""
     made = {bytes([value]): () for value in range(256)}
     for token in sorted(ranks, key=ranks.get):
         for place in range(1, len(token)):
@@ -210,26 +200,3 @@ def in_chat(tokenizer: Tokenizer, chat: str) -> Tokenizer:
         space = tokenizer.encode("\n\n")
         behind += [think, *space, thought, *space]
     return replace(tokenizer, before=(start,), opening="user\n", behind=tuple(behind))
-
-
-def to_json(tokenizer: Tokenizer) -> dict:
-    """The tokenizer.json of our own vocabulary."""
-
-    def spell(token):
-        return token.decode("latin-1").translate(CHARACTER_OF)
-
-    ranks, special = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    merges = [[spell(a), spell(b)] for a, b in [*last_pairs(ranks).values()][256:]]
-    cut = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    cuts = [cut, level | {"use_regex": False}]
-    vocabulary = {spell(token): i for token, i in ranks.items()}
-    return {
-        "added_tokens": [
-            {"id": i, "content": name, "special": True, **flags} for name, i in special.items()
-        ],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
-    }
