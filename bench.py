@@ -10,7 +10,7 @@
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
-# Trainers come here, too, when they end: `summarise` is what a run says about itself.
+# Trainers come here, too, when they end: `finish` lets a run say what it was.
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
@@ -23,11 +23,16 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from reward import TASKS, Task, make_task, own_file
-from runtime.config import Config, UserError, fail, parse
+from runtime.checkpoint import sha256_of
+from runtime.config import Config, UserError, fail, parse, printable
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, refuse_links, write_file
+from runtime.huggingface import export
 from runtime.messages import Group
+from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": (
@@ -56,6 +61,32 @@ FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their
 @dataclass(frozen=True)
 class NoFlags:
     """A measurement without flags of its own."""
+
+
+def finish(run: Run, facts: dict) -> None:
+    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
+
+    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
+    was killed has lost these evaluations.
+    """
+    config, learner, log = run.config, run.learner, run.log
+    facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
+    facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
+    facts["weights_sha256"] = sha256_of(learner.weights)
+    if config.export and not facts["stopped_early"]:
+        print(printable(export(learner.model, config, Path(config.export))))
+    for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
+        learner.model.flat.copy_(weights)
+        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
+    run.examiner.close()
+    print(printable(summarise(run.folder, facts)))
+
+
+def exit_code(run: Run) -> None:
+    """A run that a signal has stopped says so to whoever has started it: 130 for Ctrl-C, 143 for
+    SIGTERM."""
+    if run.learner.version < run.config.steps:
+        raise SystemExit(128 + run.stop.asked)
 
 
 def summarise(run: Path, facts: dict) -> str:

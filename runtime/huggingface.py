@@ -52,7 +52,7 @@ FIELDS = {  # of ModelConfig -> of config.json
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-ONLY = {  # fields of config.json that change what is computed -> their value, if they have one
+ONLY = {  # fields of config.json that change what is computed -> their only value
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_act": "silu",

@@ -30,7 +30,7 @@ CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 # A vocabulary of GPT-2's kind writes each byte as a character: its own, if that is visible.
 HIDDEN = [*range(33), *range(127, 161), 173]
 BYTE_OF = {256 + place: value for place, value in enumerate(HIDDEN)}
-ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their value, if they have one
+ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their only value
     "normalizer": {"type": "NFC"},
     "dropout": 0.0,
     "continuing_subword_prefix": "",
