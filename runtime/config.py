@@ -277,9 +277,8 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
 def open_streams() -> None:
     """A closed stdout or stderr swallows what is written; one that cannot print a character prints
     its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+    while os.open(os.devnull, os.O_RDWR) < 3:
         pass  # 1 or 2 was free: the next file would have been written to
-    os.close(descriptor)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
         stream.reconfigure(errors="backslashreplace")

@@ -1,8 +1,6 @@
 """runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
 
-    python -m runtime.huggingface runs/NAME FOLDER              # for transformers
-    python -m runtime.huggingface runs/NAME FOLDER --adapters   # for PEFT, beside their base
-
+`python bench.py export` does the second; so does a run with --export when it ends.
 Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
 A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
 be a stranger's: links are refused, and so are names of files that are paths.
@@ -12,7 +10,6 @@ Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of s
 import copy
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,19 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig
-from runtime.checkpoint import load_checkpoint
-from runtime.config import (
-    Config,
-    UserError,
-    blame,
-    fail,
-    open_streams,
-    printable,
-    require,
-    require_only,
-)
+from runtime.config import Config, UserError, blame, require, require_only
 from runtime.folder import read_json, refuse_links, write_file
-from runtime.runlog import stored_config
 from runtime.tokenizer import LARGEST, VOCABULARY
 
 LAST = "lm_head.weight"
@@ -283,30 +269,3 @@ def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     rows = torch.contiguous_format
     own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
     save_file(own, path, {"format": "pt"})
-
-
-def stored_model(run: Path) -> tuple[GPT, Config]:
-    """The model of a run's newest checkpoint; UserError."""
-    config, _ = stored_config(run, "run")
-    state = load_checkpoint(run)
-    model = base_model(config, ModelConfig(**state["shape"]), stored=True)
-    model.flat.copy_(state["weights"])
-    return model, config
-
-
-if __name__ == "__main__":
-    open_streams()
-    match sys.argv[1:]:
-        case [run, folder, *rest] if rest in ([], ["--adapters"]):
-            try:
-                trained, settings = stored_model(Path(run))
-                print(printable(export(trained, settings, Path(folder), bool(rest))))
-            except (
-                UserError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-            ) as error:  # of an odd checkpoint
-                fail(error)
-        case _:
-            fail("must be given: RUN FOLDER [--adapters]")
