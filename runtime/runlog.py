@@ -45,7 +45,6 @@ def new_folder(config: Config, mode: str):
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
         lock = own_folder(run)
     try:
-        make_subfolders(run)
         write_config(run, {"mode": mode, **dataclasses.asdict(config)})
         yield run, lock
     except BaseException:
@@ -64,13 +63,10 @@ def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
         return check(Config(**values)), stored
 
 
-def make_subfolders(run: Path) -> None:
+def write_config(run: Path, record: dict) -> None:
+    """Every setting, and the machine; and the folders for what follows."""
     for name in ("checkpoints", "logs"):
         (run / name).mkdir(exist_ok=True)
-
-
-def write_config(run: Path, record: dict) -> None:
-    """Every setting, and the machine."""
     text = json.dumps(record | {"machine": describe_machine()}, indent=1)
     write_file(run / "config.json", text.encode())
 

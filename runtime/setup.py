@@ -23,7 +23,7 @@ from runtime.devices import free_memory, pick_devices, set_threads
 from runtime.folder import own_folder
 from runtime.huggingface import base_model, check_export, read_shape
 from runtime.ledger import Ledger, read_books
-from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, stored_config, write_config
+from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from tasks import limits
 from tasks.exam import Examiner
 
@@ -74,7 +74,6 @@ def open_training(config: Config, mode: str) -> Run:
     if state:
         restore(learner, state, config, ledger)
         dropped = drop_what_follows(folder, state)
-        make_subfolders(folder)
         write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
@@ -186,6 +185,5 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
         require(f.name in free or given in (f.default, had), said)
     known = config.task == old.task or not reward.own_file(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
-    changed = {flag: str(folder), "steps": config.steps or old.steps}
-    changed["export"] = config.export or old.export
+    changed = {name: getattr(config, name) or getattr(old, name) for name in free}
     return check(dataclasses.replace(old, **changed)), stored
