@@ -79,21 +79,14 @@ def load_checkpoint(folder: Path) -> dict:
     raise UserError(f"--resume {folder}: {text}")
 
 
-def drop_what_follows(folder: Path, state: dict) -> str:
-    """Remove what came after a checkpoint: it is done again; says what that was. (Opening the logs
-    cuts them; a summary is of a run that has ended.)"""
-    dropped = []
-    for path in sorted((folder / "checkpoints").glob("step*.pt")):
+def drop_what_follows(folder: Path, state: dict) -> None:
+    """Remove what came after a checkpoint: it is done again. (Opening the logs cuts them; a summary
+    is of a run that has ended.)"""
+    for path in (folder / "checkpoints").glob("step*.pt"):
         if path.name > f"step{state['version']:07d}.pt":
             path.unlink()
-            dropped.append(path.name)
     (folder / "summary.json").unlink(missing_ok=True)
     state["marks"]["metrics"] = behind_evaluations(folder / "metrics.jsonl", state)
-    for name in LOGS:
-        path = folder / f"{name}.jsonl"
-        if more := path.stat().st_size - state["marks"][name][0] if path.exists() else 0:
-            dropped.append(f"{more:,} bytes of {path.name}")
-    return ", ".join(dropped) or "nothing"
 
 
 def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:

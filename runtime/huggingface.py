@@ -10,7 +10,6 @@ Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of s
 import copy
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -117,14 +116,15 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
 def load_weights(model: GPT, folder: Path) -> None:
     """Read every weight of a folder into its place, one tensor at a time; UserError."""
     refuse_links(folder)
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    whole = "must be a whole safetensors file"
     if index.exists():
         with blame(f"{index}: weight_map must hold names of files beside it"):
             files = read_json(index, LARGEST)["weight_map"]
             require(all(Path(name).name == name for name in files.values()), "has paths")
     else:
-        names = read_tensors(folder / "model.safetensors", lambda file: file.keys())
-        files = dict.fromkeys(names, "model.safetensors")
+        with blame(f"{single}: {whole}"), safe_open(single, "pt") as file:
+            files = dict.fromkeys(file.keys(), single.name)
     views = named_weights(model)
     if LAST in files:  # of a tied model: the embeddings again
         views[LAST] = model.output.weight.detach()
@@ -133,20 +133,15 @@ def load_weights(model: GPT, folder: Path) -> None:
         raise UserError(f"{folder}: {odd[0]} {wrong} ({len(odd)} such names)")
     for name, view in views.items():
         place = folder / files[name]
-        tensor = read_tensors(place, lambda file, name=name: file.get_tensor(name))
+        with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
+            tensor = file.get_tensor(name)  # what was mapped before is let go
         said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
         fits = tensor.is_floating_point() and tensor.shape == view.shape
         require(fits, f"{said}: must be floats {list(view.shape)}")
-        again = name == LAST and model.config.tied
-        same = not again or torch.equal(view, tensor.to(view.dtype))
-        require(same, f"{said}: must be the embeddings (tie_word_embeddings)")
+        if name == LAST and model.config.tied:
+            same = torch.equal(view, tensor.to(view.dtype))
+            require(same, f"{said}: must be the embeddings (tie_word_embeddings)")
         view.copy_(tensor)
-
-
-def read_tensors(path: Path, look: Callable):
-    """What a look into a safetensors file finds; it is mapped for so long only."""
-    with blame(f"{path}: must be a whole safetensors file"), safe_open(path, "pt") as file:
-        return look(file)
 
 
 # ------------------------------------------------------------------------------------------ names

@@ -73,7 +73,7 @@ def open_training(config: Config, mode: str) -> Run:
         config = dataclasses.replace(config, slots=slots)
     if state:
         restore(learner, state, config, ledger)
-        dropped = drop_what_follows(folder, state)
+        drop_what_follows(folder, state)
         write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
@@ -81,7 +81,7 @@ def open_training(config: Config, mode: str) -> Run:
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
         if state:
-            log.say(f"{folder} goes on at step {learner.version}; dropped: {dropped}")
+            log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run
         try:
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
