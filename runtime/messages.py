@@ -241,15 +241,15 @@ def group_flaw(
     right = {name: (np.dtype(kind), lengths[name]) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
-    for t in episodes:
-        size, generated = len(t.tokens), np.zeros_like(t.loss_mask)
+    generated = [np.zeros_like(t.loss_mask) for t in episodes]
+    for t, own in zip(episodes, generated, strict=True):
         for start, stop in t.turns:
-            if not 0 <= start <= stop <= size:
-                return f"a turn from {start} to {stop} in an episode of {size} tokens"
-            generated[start:stop] = True
-        if (generated != t.loss_mask).any():
-            return "a loss mask that is not the policy's turns"
+            if not 0 <= start <= stop <= len(own):
+                return f"a turn from {start} to {stop} in an episode of {len(own)} tokens"
+            own[start:stop] = True
     mask, versions = arrays["loss_mask"], arrays["versions"]
+    if (np.concatenate(generated) != mask).any():
+        return "a loss mask that is not the policy's turns"
     checks = (
         ("token id", np.append(arrays["tokens"], arrays["kept"]), 0, vocabulary - 1),
         ("log-prob", arrays["logprobs"], -1e30, 1e-3),  # never NaN, never above 0 but for rounding

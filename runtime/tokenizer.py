@@ -139,11 +139,15 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     plain = [token["id"] for token in parts["added_tokens"] if not token["special"]]
     others = {*special.values()}  # they may stand among the text, too
     ranks = {spelled(token): i for token, i in parts["vocab"].items() if i not in others}
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in parts["merges"]]
-    made = last_pairs(ranks)
+    made = {bytes([value]): () for value in range(256)}  # token -> the two that make it
+    for pair in parts["merges"]:
+        left, right = map(spelled, pair.split(" ") if isinstance(pair, str) else pair)
+        fits = left in made and right in made and stay_apart(left, right, ranks, made)
+        require(fits, f"merging never joins {pair}")
+        made[left + right] = left, right
     require(made.keys() == ranks.keys(), "vocab must be all bytes and what is merged of them")
-    same = [(spelled(a), spelled(b)) for a, b in pairs] == [*made.values()][256:]
-    require(same, "merges must be in the order of their ids, and make each token once")
+    order = [ranks[token] for token in made][256:]
+    require(order == sorted(order), "merges must be in the order of their ids")
 
     ids, stop = [*ranks.values(), *special.values()], facts["eos_token_id"]
     size, stop = facts["vocab_size"], stop if isinstance(stop, list) else [stop]
@@ -160,17 +164,6 @@ def converted(found: dict, facts: dict) -> Tokenizer:
 def spelled(token: str) -> bytes:
     """The bytes of a token that is written in visible characters."""
     return token.translate(BYTE_OF).encode("latin-1")
-
-
-def last_pairs(ranks: dict[bytes, int]) -> dict[bytes, tuple]:
-    """What merging can make: bytes first, then by rank tokens, each with the two that make it."""
-    made = {bytes([value]): () for value in range(256)}
-    for token in sorted(ranks, key=ranks.get):
-        for place in range(1, len(token)):
-            pair = token[:place], token[place:]
-            if pair[0] in made and pair[1] in made and stay_apart(*pair, ranks, made):
-                made[token] = pair
-    return made
 
 
 def stay_apart(left: bytes, right: bytes, ranks: dict, made: dict) -> bool:

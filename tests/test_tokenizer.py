@@ -316,7 +316,7 @@ OTHERS = {
     "suffix": (in_model(end_of_word_suffix="</w>"), "end_of_word_suffix is"),
     "fallback": (in_model(byte_fallback=True), "byte_fallback is True"),
     "order": (swap_merges, "merges must be in the order of their ids"),
-    "other merges": (merge_otherwise, "merges must be .*, and make each token"),
+    "other merges": (merge_otherwise, "merging never joins"),
     "missing byte": (lose_a_byte, "vocab must be all bytes"),
     "unmade": (unmade, "vocab must be all bytes"),
     "no model": (changed(model=None), "must be a byte-level BPE"),
