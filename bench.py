@@ -6,11 +6,12 @@
     python bench.py plot RUN ...       # draw the pictures of run folders again
     python bench.py timeline RUN ...   # who did what, these runs in one picture
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
+    python bench.py export RUN FOLDER  # its model for transformers (--adapters: these, for PEFT)
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
-# Trainers come here, too, when they end: `summarise` is what a run says about itself.
+# Trainers come here, too, when they end: `finish` lets a run say what it was.
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
@@ -23,11 +24,18 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
+from model import GPT, ModelConfig
 from reward import TASKS, Task, make_task, own_file
-from runtime.config import Config, UserError, fail, parse
+from runtime.checkpoint import load_checkpoint, sha256_of
+from runtime.config import Config, UserError, blame, fail, parse, printable
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, refuse_links, write_file
+from runtime.huggingface import base_model, export
 from runtime.messages import Group
+from runtime.runlog import stored_config
+from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": (
@@ -61,6 +69,32 @@ FLAGS = {
 @dataclass(frozen=True)
 class NoFlags:
     """A measurement without flags of its own."""
+
+
+def finish(run: Run, facts: dict) -> None:
+    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
+
+    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
+    was killed has lost these evaluations.
+    """
+    config, learner, log = run.config, run.learner, run.log
+    facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
+    facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
+    facts["weights_sha256"] = sha256_of(learner.weights)
+    if config.export and not facts["stopped_early"]:
+        print(printable(export(learner.model, config, Path(config.export))))
+    for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
+        learner.model.flat.copy_(weights)
+        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
+    run.examiner.close()
+    print(printable(summarise(run.folder, facts)))
+
+
+def exit_code(run: Run) -> None:
+    """A run that a signal has stopped says so to whoever has started it: 130 for Ctrl-C, 143 for
+    SIGTERM."""
+    if run.learner.version < run.config.steps:
+        raise SystemExit(128 + run.stop.asked)
 
 
 def summarise(run: Path, facts: dict) -> str:
@@ -156,6 +190,16 @@ def show_episode(task: Task) -> None:
         print(f"  answer  {answer!r:.80} -> {task.step(problem, answers[:turn])}")
 
 
+def stored_model(run: Path) -> tuple[GPT, Config]:
+    """The model of a run's newest checkpoint; UserError."""
+    config, _ = stored_config(run, "run")
+    state = load_checkpoint(run)
+    with blame(f"{run}: must have a sound checkpoint"):
+        model = base_model(config, ModelConfig(**state["shape"]), stored=True)
+        model.flat.copy_(state["weights"])
+    return model, config
+
+
 def describe() -> str:
     """The help text: every measurement with its minutes and what it writes."""
     lines = [__doc__, "measurement  minutes  what is measured, and the files it leaves"]
@@ -226,6 +270,9 @@ def main(arguments: list[str]) -> None:
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
+        elif name == "export" and rest[2:] in ([], ["--adapters"]) and len(rest) > 1:
+            model, config = stored_model(Path(rest[0]))
+            print(printable(export(model, config, Path(rest[1]), adapters=len(rest) > 2)))
         elif name == "tables" and not rest:
             from lab.tables import write_tables
 
@@ -233,7 +280,8 @@ def main(arguments: list[str]) -> None:
         else:
             print(describe())
             names = ", ".join(MEASUREMENTS)
-            raise UserError(f"{name!r}: must be {names}, episode, plot RUN, timeline RUN or tables")
+            others = "episode, plot RUN, timeline RUN, export RUN FOLDER or tables"
+            raise UserError(f"{name!r}: must be {names}, {others}")
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -18,9 +18,9 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
-from bench import replay
+from bench import exit_code, finish, replay
 from learner import learner_step, new_groups
-from runtime.books import close_step, exit_code, finish
+from runtime.books import close_step
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
     AsyncRun,

@@ -9,10 +9,11 @@ Left out: processes, queues, staleness (here it is always 0).
 """
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
+from bench import exit_code, finish
 from learner import learner_step, new_groups
 from reward import verify_group
 from rollout import COUNTED, generate, make_generator
-from runtime.books import close_step, exit_code, finish
+from runtime.books import close_step
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, UserError, flag_name, run_main
 from runtime.messages import apply_verdicts

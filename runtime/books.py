@@ -1,17 +1,13 @@
 """books.py: what follows a training step: evaluation, samples, metrics, checkpoint, checks.
 
-Left out: what the numbers mean (learner.py, losses.py), and how lines get to disk (runlog.py).
+Left out: the end of a run (bench.py), what the numbers mean (learner.py, losses.py), and how lines
+get to disk (runlog.py).
 """
 
-from pathlib import Path
-
-from tqdm import tqdm
-
-from bench import show_group, summarise
+from bench import show_group
 from buffer import batch_metrics
-from runtime.checkpoint import checkpoint, sha256_of
-from runtime.config import TrainingStopped, printable
-from runtime.huggingface import export
+from runtime.checkpoint import checkpoint
+from runtime.config import TrainingStopped
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
@@ -59,29 +55,3 @@ def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
         found = f"{len(failed)} of {metrics['samples']} episodes failed ({metrics['failures']})"
         allowed = f"more than --max-failures {run.config.max_failures}"
         raise TrainingStopped(f"{found}, {allowed}; the first: {run.log.failure}")
-
-
-def finish(run: Run, facts: dict) -> None:
-    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
-
-    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
-    was killed has lost these evaluations.
-    """
-    config, learner, log = run.config, run.learner, run.log
-    facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
-    facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
-    facts["weights_sha256"] = sha256_of(learner.weights)
-    if config.export and not facts["stopped_early"]:
-        print(printable(export(learner.model, config, Path(config.export))))
-    for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
-        learner.model.flat.copy_(weights)
-        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
-    run.examiner.close()
-    print(printable(summarise(run.folder, facts)))
-
-
-def exit_code(run: Run) -> None:
-    """A run that a signal has stopped says so to whoever has started it: 130 for Ctrl-C, 143 for
-    SIGTERM."""
-    if run.learner.version < run.config.steps:
-        raise SystemExit(128 + run.stop.asked)

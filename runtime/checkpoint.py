@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from learner import Learner, set_weights
-from runtime.config import Config, UserError, printable
+from runtime.config import Config, UserError, blame, printable, require
 from runtime.folder import check_log, open_plain, scan, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
@@ -57,15 +57,9 @@ def load_tensors(path: Path, digest: bool = False) -> dict:
         data = file.read()
     if digest:
         data, told = data[:-32], data[-32:]
-        if hashlib.sha256(data).digest() != told:
-            raise UserError(f"{path}: is damaged (wrong sha256)")
-    try:
-        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # on a file of another kind the loader raises almost anything
-        raise UserError(f"{path}: must hold tensors and plain data, saved by torch") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: must hold a dict, has {type(found).__name__}")
-    return found
+        require(hashlib.sha256(data).digest() == told, f"{path}: is damaged (wrong sha256)")
+    with blame(f"{path}: must hold a dict of tensors and plain data, saved by torch"):
+        return {**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)}
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -85,21 +79,14 @@ def load_checkpoint(folder: Path) -> dict:
     raise UserError(f"--resume {folder}: {text}")
 
 
-def drop_what_follows(folder: Path, state: dict) -> str:
-    """Remove what came after a checkpoint: it is done again; says what that was. (Opening the logs
-    cuts them; a summary is of a run that has ended.)"""
-    dropped = []
-    for path in sorted((folder / "checkpoints").glob("step*.pt")):
+def drop_what_follows(folder: Path, state: dict) -> None:
+    """Remove what came after a checkpoint: it is done again. (Opening the logs cuts them; a summary
+    is of a run that has ended.)"""
+    for path in (folder / "checkpoints").glob("step*.pt"):
         if path.name > f"step{state['version']:07d}.pt":
             path.unlink()
-            dropped.append(path.name)
     (folder / "summary.json").unlink(missing_ok=True)
     state["marks"]["metrics"] = behind_evaluations(folder / "metrics.jsonl", state)
-    for name in LOGS:
-        path = folder / f"{name}.jsonl"
-        if more := path.stat().st_size - state["marks"][name][0] if path.exists() else 0:
-            dropped.append(f"{more:,} bytes of {path.name}")
-    return ", ".join(dropped) or "nothing"
 
 
 def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
@@ -162,14 +149,10 @@ def completed_groups(state: dict) -> list[Group]:
 
 def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None = None) -> None:
     """Fill a learner from a checkpoint; UserError when that does not fit it, or the ledger."""
-    try:  # almost anything may stand in it
-        wrong = misfit(learner, state, config)
-        if ledger and ledger.flying != set(state["in_flight"]):
-            wrong = wrong or "events.jsonl has other groups in flight"
-    except (LookupError, RuntimeError, AttributeError, TypeError, ValueError) as error:
-        wrong = f"{type(error).__name__}: {error}"
-    if wrong:
-        raise UserError(f"--resume {config.resume}: its checkpoint must fit the run, but {wrong}")
+    with blame(f"--resume {config.resume}: its checkpoint must fit the run"):
+        check_fit(learner, state, config)
+        same = not ledger or ledger.flying == set(state["in_flight"])
+        require(same, "events.jsonl has other groups in flight")
     learner.weights.detach().copy_(state["weights"])
     set_weights(learner)
     for name, tensor in moments(learner).items():
@@ -179,26 +162,24 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         learner.reference.flat.copy_(state["reference"])
     for name in COUNTERS:
         setattr(learner, name, state[name])
-    ended = Path(config.resume, "summary.json").exists()
-    left = config.steps - learner.version  # at 0, a run without a summary has still to be ended
-    if ledger and (left < 0 or ended and left == 0):
-        needed = f"must be more than the {learner.version} steps that the run has"
-        raise UserError(f"--steps {config.steps}: {needed}")
+    # a run that has all its steps, but no summary, has still to be ended
+    least = learner.version + Path(config.resume, "summary.json").exists()
+    needed = f"must be more than the {learner.version} steps that the run has"
+    require(not ledger or config.steps >= least, f"--steps {config.steps}: {needed}")
 
 
-def misfit(learner: Learner, state: dict, config: Config) -> str | None:
-    """Where a checkpoint is not of the kind that this learner would write; None if it fits."""
+def check_fit(learner: Learner, state: dict, config: Config) -> None:
+    """UserError for a checkpoint that is not of the kind that this learner would write."""
     ours = state_of(learner) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
     theirs = dict(flattened(state))
     for name, kind in flattened(ours):
-        if theirs.get(name) != kind:
-            return f"its {name} is {theirs.get(name)} and this run's is {kind}"
+        found = theirs.get(name)
+        require(found == kind, f"its {name} is {found} and this run's is {kind}")
     math.fsum(state["window"])  # numbers
     for group in completed_groups(state):
         allowed = state["version"], ours["shape"]["vocab_size"], config.cut
-        if flaw := group_flaw(group, config.group_size, *allowed):
-            return f"completed group {group.group_id} has {flaw}"
-    return None
+        flaw = group_flaw(group, config.group_size, *allowed)
+        require(not flaw, f"completed group {group.group_id} has {flaw}")
 
 
 def flattened(state: dict, path: str = "") -> list[tuple[str, str]]:

@@ -6,12 +6,14 @@ the task (setup.py) to be judged.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from textwrap import shorten
 
 if os.name == "nt":
     sys.exit("nanoGLM needs Linux or macOS (time limits and signals are POSIX); on Windows use WSL")
@@ -45,6 +47,24 @@ def require(fits: bool, complaint: str) -> None:
     """UserError unless it fits."""
     if not fits:
         raise UserError(complaint)
+
+
+def require_only(facts: dict, only: dict) -> None:
+    """UserError for the first of the facts that has a value, and not its only one."""
+    for name, value in facts.items():
+        allowed = only.get(name, value)
+        require(value in (None, allowed), f"{name} is {value!r:.80}, must be {allowed!r}")
+
+
+@contextlib.contextmanager
+def blame(complaint: str, kinds=Exception) -> Iterator[None]:
+    """What is raised inside is a mistake of the user's: the complaint, and what went wrong. Where
+    strangers have written, that may be almost anything."""
+    try:
+        yield
+    except kinds as error:
+        wrong = repr(error) if isinstance(error, LookupError) else str(error)
+        raise UserError(f"{complaint} ({shorten(wrong, 300)})") from error
 
 
 class TrainingStopped(RuntimeError):
@@ -165,34 +185,35 @@ class Config:
 def check(config: Config) -> Config:
     """Return config, or raise UserError for the first value that is not allowed."""
     for f in fields(config):
-        value, name, allowed = getattr(config, f.name), flag_name(f.name), f.metadata
-        choices, low, high = allowed["choices"], allowed["low"], allowed["high"]
-        if type(value) is not f.type and (f.type, type(value)) != (float, int):
-            raise UserError(f"{name} {value!r:.80}: must be of type {f.type.__name__}")
-        if choices and value not in choices:
-            raise UserError(f"{name} {value}: must be one of {', '.join(choices)}")
-        if f.type is not str and not (math.isfinite(value) and low <= value <= high):
-            at_most = f" and at most {high}" if high < math.inf else ""
-            raise UserError(f"{name} {value}: must be at least {low}{at_most}")
-    if getattr(config, "chunk_size", 1).bit_count() != 1:
-        raise UserError(f"--chunk-size {config.chunk_size}: must be a power of two")
+        value, choices = getattr(config, f.name), f.metadata["choices"]
+        low, high = f.metadata["low"], f.metadata["high"]
+        said = f"{flag_name(f.name)} {value!s:.80}: must be"
+        kind = type(value) is f.type or (f.type, type(value)) == (float, int)
+        require(kind, f"{said} of type {f.type.__name__}")
+        require(not choices or value in choices, f"{said} one of {', '.join(choices)}")
+        at_most = f" and at most {high}" if high < math.inf else ""
+        fits = f.type is str or math.isfinite(value) and low <= value <= high
+        require(fits, f"{said} at least {low}{at_most}")
+    if hasattr(config, "chunk_size"):
+        size = config.chunk_size
+        require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
     if (model := getattr(config, "model", "tiny")) not in SIZES:
         check_folder(config, model)
-    if isinstance(config, Config) and config.silence < 2 * config.reward_seconds:
-        least = 2 * config.reward_seconds
-        raise UserError(f"--silence {config.silence}: must be at least {least} (2 time limits)")
+    if hasattr(config, "silence"):
+        least, silence = 2 * config.reward_seconds, config.silence
+        said = f"--silence {silence}: must be at least {least} (2 time limits)"
+        require(silence >= least, said)
     return config
 
 
 def check_folder(config: Config, model: str) -> None:
     """Refuse a --model that is nothing, and a shape beside the one that a folder has."""
     needed = "must be tiny, small, medium or a folder of Qwen3 weights"
-    needed += " (config.json, *.safetensors, tokenizer.json)"
-    require(os.path.isdir(model), f"--model {model}: {needed}")
-    for name in ("positions", "qk_norm"):
-        value = getattr(config, name, getattr(Config, name))
-        said = f"{flag_name(name)} {value}: must be left out with --model {model}"
-        require(value == getattr(Config, name), said)
+    there = "(config.json, *.safetensors, tokenizer.json)"
+    require(os.path.isdir(model), f"--model {model}: {needed} {there}")
+    for name, own in {"positions": "learned", "qk_norm": "no"}.items():
+        value = getattr(config, name, own)
+        require(value == own, f"{flag_name(name)} {value}: must be left out with --model {model}")
 
 
 def parse(description: str, argv: list[str], kind: type = Config) -> Config:
@@ -256,9 +277,8 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
 def open_streams() -> None:
     """A closed stdout or stderr swallows what is written; one that cannot print a character prints
     its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+    while os.open(os.devnull, os.O_RDWR) < 3:
         pass  # 1 or 2 was free: the next file would have been written to
-    os.close(descriptor)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
         stream.reconfigure(errors="backslashreplace")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import Config, UserError
+from runtime.config import Config, require
 
 
 def pick_devices(config: Config) -> tuple[list[str], list[str]]:
@@ -23,9 +23,8 @@ def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     groups = {"cpu": ["cpu"], "cuda": gpus, "auto": gpus or ["cpu"]} | {gpu: [gpu] for gpu in gpus}
     devices = groups.get(config.device)
-    if not devices:
-        allowed = f"auto, cpu, cuda or cuda:N (this machine has {len(gpus)} CUDA devices)"
-        raise UserError(f"--device {config.device}: must be {allowed}")
+    allowed = f"auto, cpu, cuda or cuda:N (this machine has {len(gpus)} CUDA devices)"
+    require(devices, f"--device {config.device}: must be {allowed}")
     others = devices[min(config.learners, len(devices) - 1) :]
     if devices == ["cpu"]:
         others = devices * max(1, cores() - config.learners)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from runtime.config import UserError
+from runtime.config import UserError, blame, require
 
 LONGEST_TEXT = 1 << 20  # bytes of config.json, summary.json
 LONGEST_LINE = 1 << 25  # bytes of a line of a log
@@ -57,10 +57,8 @@ def refuse_links(folder: Path) -> None:
 
 def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
     """Open a file to read; UserError unless it is a plain one of at most so many bytes."""
-    try:
+    with blame(f"{path}: must be a file that can be read", OSError):
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    except OSError as error:
-        raise UserError(f"{path}: must be a file that can be read ({error.strerror})") from error
     facts = os.fstat(file.fileno())
     if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
         file.close()
@@ -76,12 +74,9 @@ def read_json(path: Path, most: int = LONGEST_TEXT) -> dict:
 
 def to_record(text: bytes, place: Path | str) -> dict:
     """The JSON object that a text is; UserError, with its place, for anything else."""
-    try:
+    with blame(f"{place}: must be JSON"):
         record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: must be JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{place}: must be a JSON object, is {text[:40]!r}")
+    require(isinstance(record, dict), f"{place}: must be a JSON object, is {text[:40]!r}")
     return record
 
 
@@ -177,5 +172,4 @@ def check_log(path: Path, mark: tuple[int, int]) -> None:
     marks = [(0, 0)]  # of a log that is still empty there may be no file
     if mark != marks[0]:
         marks = [found for _, found in scan(path, mark[0])]
-    if mark not in marks[-1:]:
-        raise UserError(f"{path}: must be whole up to byte {mark[0]:,}")
+    require(mark in marks[-1:], f"{path}: must be whole up to byte {mark[0]:,}")

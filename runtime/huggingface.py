@@ -1,33 +1,26 @@
 """runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
 
-    python -m runtime.huggingface runs/NAME FOLDER              # for transformers
-    python -m runtime.huggingface runs/NAME FOLDER --adapters   # for PEFT, beside their base
-
+`python bench.py export` does the second; so does a run with --export when it ends.
 Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
 A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
 be a stranger's: links are refused, and so are names of files that are paths.
 Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 
-import contextlib
 import copy
 import json
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig
-from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, UserError, fail, open_streams, printable, require
+from runtime.config import Config, UserError, blame, require, require_only
 from runtime.folder import read_json, refuse_links, write_file
-from runtime.runlog import stored_config
-from runtime.tokenizer import LARGEST, to_json, tokenizer_of
+from runtime.tokenizer import LARGEST, VOCABULARY
 
 LAST = "lm_head.weight"
 SHARD = 2 << 30  # bytes of weights, about so many in a file
@@ -44,15 +37,14 @@ FIELDS = {  # of ModelConfig -> of config.json
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-ONLY = {  # fields of config.json that change what is computed -> their value, if they are there
+ONLY = {  # fields of config.json that change what is computed -> their only value
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
-    "layer_types": "full_attention",
     "hidden_act": "silu",
     "attention_bias": False,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
-    "quantization_config": None,
+    "quantization_config": {},
     "rope_type": "default",
     "type": "default",
     "partial_rotary_factor": 1.0,
@@ -84,24 +76,22 @@ def read_shape(folder: Path, context: int) -> dict:
     """The shape of a folder's model, for so many positions; UserError where it is no Qwen3."""
     refuse_links(folder)
     path = folder / "config.json"
-    facts = {"model_type": None} | read_json(path)
-    types = facts.pop("layer_types", None) or []
-    types = types if isinstance(types, list) else [types]
-    pairs = [*facts.items(), *[("layer_types", kind) for kind in types]]
-    for name in ("rope_scaling", "rope_parameters"):
-        part = facts.get(name) or {}
-        pairs += part.items() if isinstance(part, dict) else [("rope_type", part)]
-    for name, value in pairs:
-        only = ONLY.get(name, value)
-        require(value == only, f"{path}: {name} {value!r:.80}: must be {only!r}")
-    facts, shape = dict(pairs), {}
-    for name, there in FIELDS.items():
-        shape[name] = value = facts.get(there)
-        kind = ModelConfig.__annotations__[name]
-        fits = type(value) in (kind, int) and (kind is bool or 0 < value < 1 << 24)
-        require(fits, f"{path}: {there} {value!r:.80}: must be a sound {kind.__name__}")
-    odd = shape["heads"] % shape["kv_heads"] or shape["head_width"] % 2 or shape["layers"] > 1024
-    require(not odd, f"{path}: heads must share keys evenly, head_dim be even: {shape}")
+    facts, shape = {"model_type": "missing"} | read_json(path), {}
+    with blame(f"{path}: must be a dense Qwen3"):
+        ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+        for part in (facts, *ropes):
+            require_only(part, ONLY)
+            facts |= part
+        types = {*(facts.get("layer_types") or ())}
+        require(types <= {"full_attention"}, f"layer_types are {types}")
+        for name, there in FIELDS.items():
+            shape[name] = value = facts.get(there)
+            kind = ModelConfig.__annotations__[name]
+            fits = type(value) in (kind, int) and (kind is bool or 0 < value < 1 << 24)
+            require(fits, f"{there} is {value!r:.80}, must be a sound {kind.__name__}")
+        odd = shape["heads"] % shape["kv_heads"] or shape["head_width"] % 2
+        fits = not odd and shape["layers"] <= 1024
+        require(fits, f"heads must share keys evenly, head_dim be even: {shape}")
     most = f"must be at most {shape['context']}, max_position_embeddings of {folder}"
     require(context <= shape["context"], f"--context {context}: {most}")
     return shape | {"context": context, "positions": "rope", "qk_norm": True}
@@ -114,10 +104,8 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
     """
     preset = config.model in PRESETS
     dtype = config.dtype if config.lora else "float32"  # the frozen need no more
-    try:
+    with blame(f"--model {config.model}: must fit into memory", RuntimeError):
         model = GPT(shape, config.seed if preset else None, getattr(torch, dtype))
-    except RuntimeError as error:
-        raise UserError(f"--model {config.model}: must fit into memory ({error})") from error
     if not preset:
         model.initialise(config.seed, adapters=not shape.indexed)  # the folder has no indexer
         if config.lora or not stored:
@@ -128,14 +116,15 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
 def load_weights(model: GPT, folder: Path) -> None:
     """Read every weight of a folder into its place, one tensor at a time; UserError."""
     refuse_links(folder)
-    index = folder / "model.safetensors.index.json"
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    whole = "must be a whole safetensors file"
     if index.exists():
-        files = read_json(index, LARGEST).get("weight_map")
-        inside = isinstance(files, dict) and all(Path(str(f)).name == f for f in files.values())
-        require(inside, f"{index}: weight_map must hold names of files beside it")
+        with blame(f"{index}: weight_map must hold names of files beside it"):
+            files = read_json(index, LARGEST)["weight_map"]
+            require(all(Path(name).name == name for name in files.values()), "has paths")
     else:
-        with opened(folder / "model.safetensors") as file:
-            files = dict.fromkeys(file.keys(), "model.safetensors")
+        with blame(f"{single}: {whole}"), safe_open(single, "pt") as file:
+            files = dict.fromkeys(file.keys(), single.name)
     views = named_weights(model)
     if LAST in files:  # of a tied model: the embeddings again
         views[LAST] = model.output.weight.detach()
@@ -144,8 +133,8 @@ def load_weights(model: GPT, folder: Path) -> None:
         raise UserError(f"{folder}: {odd[0]} {wrong} ({len(odd)} such names)")
     for name, view in views.items():
         place = folder / files[name]
-        with opened(place) as file:  # anew each time: what was mapped before is let go
-            tensor = file.get_tensor(name)
+        with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
+            tensor = file.get_tensor(name)  # what was mapped before is let go
         said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
         fits = tensor.is_floating_point() and tensor.shape == view.shape
         require(fits, f"{said}: must be floats {list(view.shape)}")
@@ -153,16 +142,6 @@ def load_weights(model: GPT, folder: Path) -> None:
             same = torch.equal(view, tensor.to(view.dtype))
             require(same, f"{said}: must be the embeddings (tie_word_embeddings)")
         view.copy_(tensor)
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator:
-    """A safetensors file to read; UserError for what is wrong with it."""
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{path}: must be a whole safetensors file ({error})") from error
 
 
 # ------------------------------------------------------------------------------------------ names
@@ -230,25 +209,18 @@ def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> 
         require(config.lora > 0, "--adapters: must be left out, the run has no --lora")
         write_adapters(model, config, folder)
         return f"{folder}: adapters of {config.model}, for PEFT"
+    source = VOCABULARY if config.model in PRESETS else Path(config.model)
+    for name in COPIED:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
     write_weights(merged(model), folder, getattr(torch, config.dtype))
-    tokenizer, source = tokenizer_of(config), {}
-    if config.model in PRESETS:
-        end, pad = tokenizer.encoding.decode_batch([[tokenizer.end], [tokenizer.size - 1]])
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad}
-        write(folder / "tokenizer.json", to_json(tokenizer))
-        write(folder / "tokenizer_config.json", kind)
-        write(folder / "generation_config.json", {"eos_token_id": list(tokenizer.stop)})
-    else:
-        source = read_json(Path(config.model, "config.json"))
-        for path in Path(config.model).iterdir():
-            if path.name in COPIED:
-                shutil.copyfile(path, folder / path.name)
-    facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
-    longest = "max_position_embeddings"  # of the folder: a run needs fewer
+    source = read_json(source / "config.json")
+    facts = source | {there: getattr(model.config, name) for name, there in FIELDS.items()}
+    longest = "max_position_embeddings"  # a run needs fewer
     facts[longest] = source.get(longest, facts[longest])
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
-    write(folder / "config.json", source | facts)
+    write(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
     return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
 
@@ -292,30 +264,3 @@ def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     rows = torch.contiguous_format
     own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
     save_file(own, path, {"format": "pt"})
-
-
-def stored_model(run: Path) -> tuple[GPT, Config]:
-    """The model of a run's newest checkpoint; UserError."""
-    config, _ = stored_config(run, "run")
-    state = load_checkpoint(run)
-    model = base_model(config, ModelConfig(**state["shape"]), stored=True)
-    model.flat.copy_(state["weights"])
-    return model, config
-
-
-if __name__ == "__main__":
-    open_streams()
-    match sys.argv[1:]:
-        case [run, folder, *rest] if rest in ([], ["--adapters"]):
-            try:
-                trained, settings = stored_model(Path(run))
-                print(printable(export(trained, settings, Path(folder), bool(rest))))
-            except (
-                UserError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-            ) as error:  # of an odd checkpoint
-                fail(error)
-        case _:
-            fail("must be given: RUN FOLDER [--adapters]")

@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from runtime.config import UserError, printable
+from runtime.config import UserError, printable, require
 from runtime.folder import read_json, scan
 
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
@@ -129,15 +129,14 @@ def audit(run: Path) -> tuple[int, Ledger]:
 
     Returns the number of events, and the books; UserError says what cannot be.
     """
-    if read_json(run / "config.json").get("mode") != "async":
-        raise UserError(f"{run}: must be a run of train_async.py")
+    mode = read_json(run / "config.json").get("mode")
+    require(mode == "async", f"{run}: must be a run of train_async.py")
     count, ledger = read_books(run / "events.jsonl")
     if (run / "summary.json").is_file():
         summary, totals = read_json(run / "summary.json"), ledger.totals()
         here, there = (ledger.steps, totals), (summary.get("steps"), summary.get("ledger", totals))
-        if there != here:
-            text = "the log ends at step {} with {}, summary.json at step {} with {}"
-            raise UserError(text.format(*here, *there))
+        text = "the log ends at step {} with {}, summary.json at step {} with {}"
+        require(here == there, text.format(*here, *there))
     return count, ledger
 
 

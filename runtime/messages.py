@@ -231,7 +231,7 @@ def group_flaw(
     """What is wrong with a generated group; None if it is sound."""
     header, arrays = group_to_parts(group)
     episodes, lengths = group.trajectories, header["lengths"]
-    samples, tokens = [t.sample_index for t in episodes], sum(lengths["tokens"])
+    samples = [t.sample_index for t in episodes]
     if samples != list(range(size)):
         return f"samples {samples}, must be 0 to {size - 1} in order"
     found = {name: (array.dtype, lengths[name]) for name, array in arrays.items()}
@@ -241,15 +241,14 @@ def group_flaw(
     right = {name: (np.dtype(kind), lengths[name]) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
-    generated, first = np.zeros(tokens, np.bool_), 0  # the mask, made again from the turns
-    for t in group.trajectories:
+    generated = [np.zeros_like(t.loss_mask) for t in episodes]
+    for t, own in zip(episodes, generated, strict=True):
         for start, stop in t.turns:
-            if not 0 <= start <= stop <= len(t.tokens):
-                return f"a turn from {start} to {stop} in an episode of {len(t.tokens)} tokens"
-            generated[first + start : first + stop] = True
-        first += len(t.tokens)
+            if not 0 <= start <= stop <= len(own):
+                return f"a turn from {start} to {stop} in an episode of {len(own)} tokens"
+            own[start:stop] = True
     mask, versions = arrays["loss_mask"], arrays["versions"]
-    if (generated != mask).any():
+    if (np.concatenate(generated) != mask).any():
         return "a loss mask that is not the policy's turns"
     checks = (
         ("token id", np.append(arrays["tokens"], arrays["kept"]), 0, vocabulary - 1),

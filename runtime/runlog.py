@@ -5,7 +5,7 @@
     events.jsonl     one line an event: who did what, when, with which policy version
     samples.jsonl    some episodes as text
 
-Left out: what is said when a run ends (bench.py), checkpoints (checkpoint.py), how files are
+Left out: how a run ends (bench.py), checkpoints (checkpoint.py), how files are
 written (folder.py).
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runtime.config import Config, UserError, check, printable
+from runtime.config import Config, blame, check, printable, require
 from runtime.devices import describe_machine
 from runtime.folder import Log, own_folder, read_json, refuse_links, sync_folder, write_file
 
@@ -40,15 +40,11 @@ def new_folder(config: Config, mode: str):
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
     run = Path(config.out or f"runs/{name}")
-    try:
+    with blame(f"--out {run}: must be writable", OSError):
         run.mkdir(parents=True, exist_ok=True)
-        if any(run.iterdir()):
-            raise UserError(f"--out {run}: must be new or an empty folder")
+        require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
         lock = own_folder(run)
-    except OSError as error:
-        raise UserError(f"--out {run}: must be writable ({error.strerror})") from error
     try:
-        make_subfolders(run)
         write_config(run, {"mode": mode, **dataclasses.asdict(config)})
         yield run, lock
     except BaseException:
@@ -59,25 +55,18 @@ def new_folder(config: Config, mode: str):
 def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
     """The configuration of a run folder, and all that its config.json holds; UserError."""
     refuse_links(run)
-    try:
+    with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
         stored = read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in dataclasses.fields(Config)}
-        config = check(Config(**values))
-        if stored.get("mode") not in ("sync", "async"):
-            raise UserError(f"mode {stored.get('mode')!r}: must be sync or async")
-    except UserError as error:
-        needed = f"must be a run folder with a sound config.json ({error})"
-        raise UserError(f"{flag} {run}: {needed}") from error
-    return config, stored
-
-
-def make_subfolders(run: Path) -> None:
-    for name in ("checkpoints", "logs"):
-        (run / name).mkdir(exist_ok=True)
+        mode = stored["mode"]
+        require(mode in ("sync", "async"), f"mode {mode!r}: must be sync or async")
+        return check(Config(**values)), stored
 
 
 def write_config(run: Path, record: dict) -> None:
-    """Every setting, and the machine."""
+    """Every setting, and the machine; and the folders for what follows."""
+    for name in ("checkpoints", "logs"):
+        (run / name).mkdir(exist_ok=True)
     text = json.dumps(record | {"machine": describe_machine()}, indent=1)
     write_file(run / "config.json", text.encode())
 

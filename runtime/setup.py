@@ -18,12 +18,12 @@ from learner import Learner, evaluate, make_learner
 from model import GPT, PRESETS, ModelConfig, padded
 from reward import task_of
 from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
-from runtime.config import Config, UserError, check, flag_name
+from runtime.config import Config, blame, check, flag_name, require
 from runtime.devices import free_memory, pick_devices, set_threads
 from runtime.folder import own_folder
 from runtime.huggingface import base_model, check_export, read_shape
 from runtime.ledger import Ledger, read_books
-from runtime.runlog import RunLog, Stop, make_subfolders, new_folder, stored_config, write_config
+from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from tasks import limits
 from tasks.exam import Examiner
 
@@ -50,13 +50,11 @@ def open_training(config: Config, mode: str) -> Run:
     mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
     """
     stop, state, ledger = Stop(), None, Ledger()
-    if config.replay:
-        raise UserError(f"--replay {config.replay}: must be left out in train_sync.py")
+    require(not config.replay, f"--replay {config.replay}: must be left out in train_sync.py")
     if config.resume:
         folder = Path(config.resume)
         config, record = resumed(config)
-        if record["mode"] != mode:
-            raise UserError(f"--resume {folder}: must be a run of train_{mode}.py")
+        require(record["mode"] == mode, f"--resume {folder}: must be a run of train_{mode}.py")
         lock = own_folder(folder)
         state = load_checkpoint(folder)
         if mode == "async":
@@ -75,8 +73,7 @@ def open_training(config: Config, mode: str) -> Run:
         config = dataclasses.replace(config, slots=slots)
     if state:
         restore(learner, state, config, ledger)
-        dropped = drop_what_follows(folder, state)
-        make_subfolders(folder)
+        drop_what_follows(folder, state)
         write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
@@ -84,7 +81,7 @@ def open_training(config: Config, mode: str) -> Run:
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
         if state:
-            log.say(f"{folder} goes on at step {learner.version}; dropped: {dropped}")
+            log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run
         try:
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
@@ -107,8 +104,7 @@ def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[st
     in_flight = (config.max_staleness + 1) * config.groups_per_step * config.group_size
     most = min(4096, -(-in_flight // len(places)))
     facts = f"a sequence of {length:,} tokens takes {size / 2**20:,.1f} MiB of {device}"
-    if count < 1:
-        raise UserError(f"--slots 0: must have free memory, but {facts} ({free >> 20:,} are free)")
+    require(count > 0, f"--slots 0: must have free memory, but {facts} ({free >> 20:,} are free)")
     print(f"--slots 0: {min(count, most)} sequences at once ({facts}, {count} would fit)")
     return min(count, most)
 
@@ -129,39 +125,40 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
     context = reward.capacity_of(config, task)
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if config.kernels == "triton" and not (torch.cuda.is_available() or interpreted):
-        raise UserError("--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
-    if not config.init:
-        if config.model in PRESETS:
-            shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
-            shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
-        else:
-            shape = read_shape(Path(config.model), context)
-        for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
-            shape[name] = getattr(config, name)
-        shape["recompute"] = config.recompute == "yes"
-        return base_model(config, ModelConfig(**shape), stored is not None)
-    if config.lora:
-        raise UserError(f"--lora {config.lora}: must be 0 with --init")
-    try:
-        stored = stored or load_tensors(Path(config.init))
-        shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
-        if shape["positions"] != "learned":
-            shape["context"] = context
-        # what a stranger calls a shape may be larger than any memory
-        with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
-            model = GPT(ModelConfig(**shape), config.seed)
-        if (weights.dtype, weights.shape) != (model.flat.dtype, model.flat.shape):
-            raise ValueError(f"{weights.dtype} {list(weights.shape)} for its shape")
-        if context > model.config.context:
-            needed = f"{context} positions for task {config.task}"
-            raise ValueError(f"{needed}, has {model.config.context}")
-        if (words := model.config.vocab_size) < task.tokenizer.size:
-            raise ValueError(f"{words} tokens for a vocabulary of {task.tokenizer.size}")
-    except (Exception, limits.OutOfTime) as error:  # almost anything may stand in a file
-        needed = f"must be a weights file of pretrain.py that fits ({error})"
-        raise UserError(f"--init {config.init}: {needed}") from error
+    device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    fits = config.kernels != "triton" or device
+    require(fits, "--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
+    if config.init:
+        require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
+        needed = "must be a weights file of pretrain.py that fits"
+        with blame(f"--init {config.init}: {needed}", (Exception, limits.OutOfTime)):
+            stored = stored or load_tensors(Path(config.init))
+            return model_of(stored, config, task, context)
+    if config.model in PRESETS:
+        shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
+        shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
+    else:
+        shape = read_shape(Path(config.model), context)
+    for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
+        shape[name] = getattr(config, name)
+    shape["recompute"] = config.recompute == "yes"
+    return base_model(config, ModelConfig(**shape), stored is not None)
+
+
+def model_of(stored: dict, config: Config, task: reward.Task, context: int) -> GPT:
+    """A model of stored shape and weights; almost any error where they are none, or do not fit."""
+    shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
+    if shape["positions"] != "learned":
+        shape["context"] = context
+    # what a stranger calls a shape may be larger than any memory
+    with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
+        model = GPT(ModelConfig(**shape), config.seed)
+    same = (weights.dtype, weights.shape) == (model.flat.dtype, model.flat.shape)
+    require(same, f"{weights.dtype} {list(weights.shape)} for its shape")
+    most, words = model.config.context, model.config.vocab_size
+    require(context <= most, f"{context} positions for task {config.task}, has {most}")
+    vocabulary = task.tokenizer.size
+    require(vocabulary <= words, f"{words} tokens for a vocabulary of {vocabulary}")
     model.flat.copy_(weights)
     return model
 
@@ -184,11 +181,9 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     free = {"resume", "steps", "export"} if flag == "resume" else {flag}
     for f in dataclasses.fields(Config):
         given, had = getattr(config, f.name), getattr(old, f.name)
-        if f.name not in free and given not in (f.default, had):
-            said = f"{flag_name(f.name)} {given}"
-            raise UserError(f"{said}: must be left out with --{flag} (the run has {had})")
-    if reward.own_file(old.task) and config.task != old.task:
-        raise UserError(f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
-    changed = {flag: str(folder), "steps": config.steps or old.steps}
-    changed["export"] = config.export or old.export
+        said = f"{flag_name(f.name)} {given}: must be left out with --{flag} (the run has {had})"
+        require(f.name in free or given in (f.default, had), said)
+    known = config.task == old.task or not reward.own_file(old.task)
+    require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
+    changed = {name: getattr(config, name) or getattr(old, name) for name in free}
     return check(dataclasses.replace(old, **changed)), stored

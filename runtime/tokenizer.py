@@ -1,52 +1,45 @@
 """runtime/tokenizer.py: text to token ids and back: the vocabulary of a run, run by tiktoken.
 
-`own_tokenizer` has 512 tokens and lies beside this file: 256 bytes, the numbers " 0" to " 99",
-frequent pieces of English prose, and two special tokens. `read_tokenizer` makes the same of the
-tokenizer.json of a Hugging Face folder. Every text and every byte can be written in either.
+`read_tokenizer` makes it from the tokenizer.json of a Hugging Face folder. The project's own lies
+beside this file, in vocabulary/, and has 512 tokens: 256 bytes, the numbers " 0" to " 99", frequent
+pieces of English prose, and two special tokens. Every text and every byte can be written in either.
 Special tokens that stand in a text are ordinary characters: nobody can end a turn by writing one.
 """
 
-import base64
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
 
-from runtime.config import SIZES, Config, UserError, require
+from runtime.config import SIZES, Config, blame, require, require_only
 from runtime.folder import read_json, refuse_links
 
-VOCABULARY = Path(__file__).with_name("vocab.tiktoken")  # a line a token: base64 and rank
+# In its pattern only numbers 0..99 after a space are one piece; every other digit stands alone, so
+# that the tasks on digits cost one token a digit.
+VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
-# How a text is cut before pairs are merged. Only numbers 0..99 after a space are one piece; every
-# other digit stands alone, so that the tasks on digits cost one token a digit. The last
-# alternative is there because tiktoken silently drops text that its pattern does not match.
-PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}+|[\s\S]"
-# That of GPT-2, which tokenizer.json does not write out.
+# The pattern of GPT-2, which tokenizer.json does not write out.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LARGEST = 1 << 27  # bytes of tokenizer.json
 CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
-# The character by which a vocabulary of GPT-2's kind writes each byte: its own, if that is visible.
-VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-HIDDEN = [value for value in range(256) if value not in VISIBLE]
-BYTE_OF = {chr(value): value for value in VISIBLE}
-BYTE_OF |= {chr(256 + place): value for place, value in enumerate(HIDDEN)}
-# Parts of tokenizer.json that change a text or its tokens -> what they may be, if they are there.
-ONLY = {
-    "normalizer": (None, {"type": "NFC"}),
-    "dropout": (None, 0.0),
-    "continuing_subword_prefix": (None, ""),
-    "end_of_word_suffix": (None, ""),
-    "byte_fallback": (None, False),
-    "type": ("BPE",),
-    "add_prefix_space": (False,),
-    "behavior": ("Isolated",),
-    "invert": (False,),
+# A vocabulary of GPT-2's kind writes each byte as a character: its own, if that is visible.
+HIDDEN = [*range(33), *range(127, 161), 173]
+BYTE_OF = {256 + place: value for place, value in enumerate(HIDDEN)}
+ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their only value
+    "normalizer": {"type": "NFC"},
+    "dropout": 0.0,
+    "continuing_subword_prefix": "",
+    "end_of_word_suffix": "",
+    "byte_fallback": False,
+    "type": "BPE",
+    "add_prefix_space": False,
+    "behavior": "Isolated",
+    "invert": False,
 }
 
 
@@ -105,136 +98,98 @@ def tokenizer_of(config: Config) -> Tokenizer:
     """The vocabulary of the configured model."""
     if config.model in SIZES:
         return in_chat(own_tokenizer(), config.chat)
-    return read_tokenizer(Path(config.model), config.chat)
+    refuse_links(Path(config.model))
+    return in_chat(read_tokenizer(Path(config.model)), config.chat)
 
 
 @cache
 def own_tokenizer() -> Tokenizer:
-    """The project's own, read once, without network and without tiktoken's own cache."""
-    lines = [line.split() for line in VOCABULARY.read_bytes().splitlines()]
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-    special = {"<|end|>": END, "<|pad|>": PAD}
-    how = {"pat_str": PATTERN, "mergeable_ranks": ranks, "special_tokens": special}
-    return Tokenizer(tiktoken.Encoding("nanoglm", **how), stop=(END,))
+    """The project's own, read once."""
+    return read_tokenizer(VOCABULARY)
 
 
-# ------------------------------------------------------------------ that of a Hugging Face folder
+# -------------------------------------------------------------------------- Hugging Face folders
 
 
-def read_tokenizer(folder: Path, chat: str = "no") -> Tokenizer:
+def read_tokenizer(folder: Path) -> Tokenizer:
     """The vocabulary of a Hugging Face folder, a byte-level BPE; UserError for another kind."""
-    refuse_links(folder)
     path, facts = folder / "tokenizer.json", read_json(folder / "config.json")
     if (folder / "generation_config.json").exists():
         facts |= read_json(folder / "generation_config.json")
     found = read_json(path, LARGEST)
-    try:
-        tokenizer = converted(found, facts)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        needed = "must be a byte-level BPE of the usual form"
-        raise UserError(f"{path}: {needed} ({error!r:.200})") from error
-    return in_chat(tokenizer, chat)
+    with blame(f"{path}: must be a byte-level BPE of the usual form"):
+        return converted(found, facts)
 
 
 def converted(found: dict, facts: dict) -> Tokenizer:
     """tokenizer.json for tiktoken; facts: of the model. Almost any error for what is odd.
 
-    tiktoken merges whatever pair makes the token of the lowest id. That is what a list of merges
-    says, if its order is that of the ids, and each token is made as `halves` makes it.
+    tiktoken merges whatever pair makes the token of the lowest id; the merges must say the same.
     """
     steps, parts = found["pre_tokenizer"], dict(found)
     steps = steps.get("pretokenizers", [steps])
-    for step in (*steps, found["model"]):
-        parts |= step
+    for part in (*steps, found["model"]):
+        parts |= part
+    require_only(parts, ONLY)
     gpt2 = parts.get("use_regex", True)
     kinds = [step["type"] for step in steps]
     require(kinds == ["Split", "ByteLevel"][gpt2:], f"pre_tokenizer is {kinds}")
-    for name, allowed in ONLY.items():
-        value = parts.get(name, allowed[0])
-        require(value in allowed, f"{name} is {value!r:.80}")
 
     special = {token["content"]: token["id"] for token in parts["added_tokens"]}
     plain = [token["id"] for token in parts["added_tokens"] if not token["special"]]
     others = {*special.values()}  # they may stand among the text, too
     ranks = {spelled(token): i for token, i in parts["vocab"].items() if i not in others}
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in parts["merges"]]
-    pairs = [[spelled(a), spelled(b)] for a, b in pairs]
-    made = [ranks[a + b] for a, b in pairs]
-    require(made == sorted({*made}), "merges are not in the order of the vocabulary")
-    odd = [pair for pair in pairs if halves(b"".join(pair), ranks) != pair]
-    require(not odd, f"merging never joins {odd[:1]}")
-    whole = {bytes([value]) for value in range(256)} <= ranks.keys()
-    whole = whole and len(ranks) == 256 + len(pairs)
-    require(whole, "vocabulary is not all bytes and what merges make of them")
+    made = {bytes([value]): () for value in range(256)}  # token -> the two that make it
+    for pair in parts["merges"]:
+        left, right = map(spelled, pair.split(" ") if isinstance(pair, str) else pair)
+        fits = left in made and right in made and stay_apart(left, right, ranks, made)
+        require(fits, f"merging never joins {pair}")
+        made[left + right] = left, right
+    require(made.keys() == ranks.keys(), "vocab must be all bytes and what is merged of them")
+    order = [ranks[token] for token in made][256:]
+    require(order == sorted(order), "merges must be in the order of their ids")
 
-    ids, stop = [*ranks.values(), *special.values()], facts.get("eos_token_id")
+    ids, stop = [*ranks.values(), *special.values()], facts["eos_token_id"]
     size, stop = facts["vocab_size"], stop if isinstance(stop, list) else [stop]
-    require(len(ids) == len({*ids}), "two tokens have one id")
-    require(0 <= min(ids) <= max(ids) < size, f"ids reach {max(ids)}, vocab_size is {size}")
+    fit = len(ids) == len({*ids}) and 0 <= min(ids) <= max(ids) < size
+    require(fit, f"ids must differ and be below vocab_size {size}, the largest is {max(ids)}")
     require(stop and {*stop} <= {*ids}, f"eos_token_id {stop} is no token")
     pattern = GPT2 if gpt2 else parts["pattern"]["Regex"]
     pattern = rf"{pattern}|(?:(?!{pattern})[\s\S])+"  # tiktoken drops what is not matched
     how = {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special}
-    encoding = tiktoken.Encoding("folder", **how)
-    form = "NFC" if parts.get("normalizer") else None
-    return Tokenizer(encoding, tuple(stop), plain=tuple(plain), form=form)
+    form = "NFC" if parts["normalizer"] else None
+    return Tokenizer(tiktoken.Encoding("folder", **how), tuple(stop), tuple(plain), form=form)
 
 
 def spelled(token: str) -> bytes:
     """The bytes of a token that is written in visible characters."""
-    return bytes([BYTE_OF[character] for character in token])
+    return token.translate(BYTE_OF).encode("latin-1")
 
 
-def halves(token: bytes, ranks: dict) -> list[bytes]:
-    """The two tokens that byte-pair merging joins last to make this one; more if it never does."""
-    parts = [bytes([value]) for value in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, 1 << 32) for a, b in pairwise(parts)]
-        place = pairs.index(min(pairs))
-        if pairs[place] >= ranks[token]:
-            break
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    return parts
+def stay_apart(left: bytes, right: bytes, ranks: dict, made: dict) -> bool:
+    """Whether, until both tokens are whole, nothing is merged across the border between them.
+
+    It goes back in time: whichever was made last falls into its pair again.
+    """
+    limit = ranks[left + right]
+    while ranks.get(left + right, limit) >= limit:
+        if made[left] and (not made[right] or ranks[left] > ranks[right]):
+            limit, left = ranks[left], made[left][1]
+        elif made[right]:  # the same token is made further left first
+            limit, right = ranks[right] + 1, made[right][0]
+        else:
+            return True
+    return False
 
 
 def in_chat(tokenizer: Tokenizer, chat: str) -> Tokenizer:
     """The vocabulary with every prompt in a turn of Qwen3's chat, and the answer's turn begun."""
     if chat == "no":
         return tokenizer
-    try:
+    with blame(f"--chat {chat}: must be no with this --model, whose vocabulary lacks a token"):
         start, end, think, thought = [tokenizer.encoding._special_tokens[name] for name in CHAT]
-    except KeyError as error:
-        needed = f"must be no with this --model, whose vocabulary has no {error}"
-        raise UserError(f"--chat {chat}: {needed}") from error
     behind = [end, *tokenizer.encode("\n"), start, *tokenizer.encode("assistant\n")]
     if chat == "answer":  # it has thought already
         space = tokenizer.encode("\n\n")
         behind += [think, *space, thought, *space]
     return replace(tokenizer, before=(start,), opening="user\n", behind=tuple(behind))
-
-
-def to_json(tokenizer: Tokenizer) -> dict:
-    """The tokenizer.json of our own vocabulary."""
-    character = {value: name for name, value in BYTE_OF.items()}
-
-    def spell(token):
-        return "".join([character[value] for value in token])
-
-    ranks, special = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [{"id": i, "content": name, "special": True} | flags for name, i in special.items()]
-    merges = [[*map(spell, halves(token, ranks))] for token in ranks if len(token) > 1]
-    cut = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    vocabulary = {spell(token): i for token, i in ranks.items()}
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [cut, level | {"use_regex": False}],
-        },
-        "decoder": level | {"use_regex": True},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
-    }

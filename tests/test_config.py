@@ -220,7 +220,7 @@ def test_a_run_is_named_after_its_task(tmp_path, monkeypatch):
 
 
 def test_a_setting_of_another_type_is_named():
-    with pytest.raises(UserError, match="--steps '5': must be of type int"):
+    with pytest.raises(UserError, match="--steps 5: must be of type int"):
         check(dataclasses.replace(Config(), steps="5"))
     with pytest.raises(UserError, match="--task None: must be of type str"):
         check(dataclasses.replace(Config(), task=None))

@@ -16,6 +16,7 @@ from qwen3 import REASON, named_weights, write_folder
 import cache
 import train_async
 import train_sync
+from bench import stored_model
 from learner import make_learner, new_groups, token_logprobs
 from model import GPT, LORA_SCALE, ModelConfig, pack_tokens
 from reward import task_of
@@ -23,7 +24,7 @@ from rollout import generate, make_generator
 from runtime import huggingface
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, run_main
-from runtime.huggingface import base_model, export, load_weights, merged, read_shape, stored_model
+from runtime.huggingface import base_model, export, load_weights, merged, read_shape
 from runtime.setup import make_model
 from runtime.tokenizer import own_tokenizer, read_tokenizer
 
@@ -458,7 +459,7 @@ def test_a_run_with_adapters_is_exported_from_its_checkpoint(small, tmp_path):
     train_sync.train(config_of(small, out=str(run), lora=2))
     assert len(load_checkpoint(run)["weights"]) < 100_000
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "runtime.huggingface", str(run), str(out)]
+    command = [sys.executable, "bench.py", "export", str(run), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "for transformers" in done.stdout, done.stderr
     model, _ = stored_model(run)
