@@ -6,7 +6,6 @@
     python bench.py plot RUN ...       # draw the pictures of run folders again
     python bench.py timeline RUN ...   # who did what, these runs in one picture
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
-    python bench.py export RUN FOLDER  # its model for transformers (--adapters: these, for PEFT)
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
@@ -26,15 +25,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from model import GPT, ModelConfig
 from reward import TASKS, Task, make_task, own_file
-from runtime.checkpoint import load_checkpoint, sha256_of
-from runtime.config import Config, UserError, blame, fail, parse, printable
+from runtime.checkpoint import sha256_of
+from runtime.config import Config, UserError, fail, parse, printable
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, refuse_links, write_file
-from runtime.huggingface import base_model, export
+from runtime.huggingface import export
 from runtime.messages import Group
-from runtime.runlog import stored_config
 from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
@@ -81,6 +78,8 @@ def finish(run: Run, facts: dict) -> None:
     facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
     facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
     facts["weights_sha256"] = sha256_of(learner.weights)
+    facts["published_bytes"] = learner.model.flat.nbytes
+    facts["optimizer_bytes"] = 2 * learner.weights.nbytes  # of AdamW's two moments
     if config.export and not facts["stopped_early"]:
         print(printable(export(learner.model, config, Path(config.export))))
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
@@ -190,16 +189,6 @@ def show_episode(task: Task) -> None:
         print(f"  answer  {answer!r:.80} -> {task.step(problem, answers[:turn])}")
 
 
-def stored_model(run: Path) -> tuple[GPT, Config]:
-    """The model of a run's newest checkpoint; UserError."""
-    config, _ = stored_config(run, "run")
-    state = load_checkpoint(run)
-    with blame(f"{run}: must have a sound checkpoint"):
-        model = base_model(config, ModelConfig(**state["shape"]), stored=True)
-        model.flat.copy_(state["weights"])
-    return model, config
-
-
 def describe() -> str:
     """The help text: every measurement with its minutes and what it writes."""
     lines = [__doc__, "measurement  minutes  what is measured, and the files it leaves"]
@@ -270,9 +259,6 @@ def main(arguments: list[str]) -> None:
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
-        elif name == "export" and rest[2:] in ([], ["--adapters"]) and len(rest) > 1:
-            model, config = stored_model(Path(rest[0]))
-            print(printable(export(model, config, Path(rest[1]), adapters=len(rest) > 2)))
         elif name == "tables" and not rest:
             from lab.tables import write_tables
 
@@ -280,8 +266,7 @@ def main(arguments: list[str]) -> None:
         else:
             print(describe())
             names = ", ".join(MEASUREMENTS)
-            others = "episode, plot RUN, timeline RUN, export RUN FOLDER or tables"
-            raise UserError(f"{name!r}: must be {names}, {others}")
+            raise UserError(f"{name!r}: must be {names}, episode, plot RUN, timeline RUN or tables")
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -1,6 +1,8 @@
 """runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
 
-`python bench.py export` does the second; so does a run with --export when it ends.
+    python -m runtime.huggingface runs/NAME FOLDER              # for transformers
+    python -m runtime.huggingface runs/NAME FOLDER --adapters   # for PEFT, beside their base
+
 Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
 A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
 be a stranger's: links are refused, and so are names of files that are paths.
@@ -10,6 +12,7 @@ Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of s
 import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -18,8 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig
-from runtime.config import Config, UserError, blame, require, require_only
+from runtime.checkpoint import load_checkpoint
+from runtime.config import Config, UserError, blame, fail, printable, require, require_only
 from runtime.folder import read_json, refuse_links, write_file
+from runtime.runlog import stored_config
 from runtime.tokenizer import LARGEST, VOCABULARY
 
 LAST = "lm_head.weight"
@@ -264,3 +269,23 @@ def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     rows = torch.contiguous_format
     own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
     save_file(own, path, {"format": "pt"})
+
+
+def stored_model(run: Path) -> tuple[GPT, Config]:
+    """The model of a run's newest checkpoint; UserError."""
+    config, _ = stored_config(run, "run")
+    state = load_checkpoint(run)
+    with blame(f"{run}: must have a sound checkpoint"):
+        model = base_model(config, ModelConfig(**state["shape"]), stored=True)
+        model.flat.copy_(state["weights"])
+    return model, config
+
+
+if __name__ == "__main__":
+    run, folder, *rest = (*sys.argv[1:], "", "")
+    try:
+        require(bool(run and folder), "must be given: RUN FOLDER [--adapters]")
+        model, config = stored_model(Path(run))
+        print(printable(export(model, config, Path(folder), adapters="--adapters" in rest)))
+    except UserError as error:
+        fail(error)

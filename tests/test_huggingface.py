@@ -16,7 +16,6 @@ from qwen3 import REASON, named_weights, write_folder
 import cache
 import train_async
 import train_sync
-from bench import stored_model
 from learner import make_learner, new_groups, token_logprobs
 from model import GPT, LORA_SCALE, ModelConfig, pack_tokens
 from reward import task_of
@@ -24,7 +23,14 @@ from rollout import generate, make_generator
 from runtime import huggingface
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, run_main
-from runtime.huggingface import base_model, export, load_weights, merged, read_shape
+from runtime.huggingface import (
+    base_model,
+    export,
+    load_weights,
+    merged,
+    read_shape,
+    stored_model,
+)
 from runtime.setup import make_model
 from runtime.tokenizer import own_tokenizer, read_tokenizer
 
@@ -82,14 +88,16 @@ def test_logits_are_those_of_transformers_packed_prefilled_and_decoded(folder):
 
     held = cache.make_cache(ours, slots=3, capacity=80)
     begins = [s[: len(s) // 2] for s in sequences]
-    cache.prefill(ours, held, torch.arange(3), begins)
+    cache.reserve(held, np.array([len(begin) for begin in begins]))
+    cache.prefill(ours, held, range(3), begins)
     for step in range(5):  # of the second halves
         places = torch.tensor([len(begin) + step for begin in begins]).clamp(max=79)
         inside = [i for i, s in enumerate(sequences) if places[i] < len(s)]
         tokens = [
             int(s[min(place, len(s) - 1)]) for s, place in zip(sequences, places, strict=True)
         ]
-        hidden = cache.decode(ours, held, torch.tensor(tokens), places, int(places.max()))
+        cache.reserve(held, places.numpy() + 1)
+        hidden = cache.decode(ours, held, torch.tensor(tokens), places)
         for i in inside:
             found = ours.logits(hidden[i : i + 1])[0]
             torch.testing.assert_close(found, wanted[i][places[i]], rtol=0, atol=1e-4)
@@ -102,11 +110,12 @@ def test_greedy_generation_is_that_of_transformers(folder):
     how = {"max_new_tokens": 64, "do_sample": False, "eos_token_id": None}
     wanted = theirs.generate(prompt[None], attention_mask=torch.ones(1, 9), **how)[0]
     held = cache.make_cache(ours, slots=1, capacity=80)
-    cache.prefill(ours, held, torch.zeros(1).long(), [prompt[:-1].numpy()])
+    cache.prefill(ours, held, [0], [prompt[:-1].numpy()])
     tokens = prompt.tolist()
     for place in range(len(prompt) - 1, len(prompt) + 63):
         at = torch.tensor([place])
-        hidden = cache.decode(ours, held, torch.tensor(tokens[-1:]), at, place)
+        cache.reserve(held, at.numpy() + 1)
+        hidden = cache.decode(ours, held, torch.tensor(tokens[-1:]), at)
         tokens.append(int(ours.logits(hidden).argmax()))
     assert tokens == wanted.tolist() and len({*tokens}) > 10
 
@@ -459,7 +468,7 @@ def test_a_run_with_adapters_is_exported_from_its_checkpoint(small, tmp_path):
     train_sync.train(config_of(small, out=str(run), lora=2))
     assert len(load_checkpoint(run)["weights"]) < 100_000
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "bench.py", "export", str(run), str(out)]
+    command = [sys.executable, "-m", "runtime.huggingface", str(run), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "for transformers" in done.stdout, done.stderr
     model, _ = stored_model(run)

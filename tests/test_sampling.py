@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runtime.exam import Examiner
 from test_replay import replay, wander
 from test_rollout import LETTERS, VOCAB, assert_same, environment, group_of, learners, make, play
 from toys import light_children
@@ -28,6 +27,7 @@ from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
 from runtime.setup import make_model, task_of
+from tasks.exam import Examiner
 
 CUTS = [(0, 0.8), (5, 1.0), (5, 0.8), (1, 1.0), (0, 0.01), (40, 0.999)]
 ALPHABET = torch.arange(LETTERS)
