@@ -23,6 +23,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from buffer import staleness
 from reward import TASKS, Task, make_task, own_file
 from runtime.config import Config, UserError, fail, parse
 from runtime.devices import describe_machine
@@ -56,6 +59,21 @@ FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}  # the classes of their
 @dataclass(frozen=True)
 class NoFlags:
     """A measurement without flags of its own."""
+
+
+def batch_metrics(groups: list[Group], version: int) -> dict:
+    """What can be said of a batch that has trained `version` without a look at the policy."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if not t.failed]
+    ages = [staleness(t, version) for t in trajectories]
+    return {
+        "reward": float(np.mean(rewards or [0.0])),
+        "samples": len(trajectories),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
+    }
 
 
 def summarise(run: Path, facts: dict) -> str:

@@ -19,10 +19,7 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Container
-
-import numpy as np
 
 from runtime.messages import Group, Trajectory
 
@@ -151,21 +148,6 @@ class Buffer:
 
 
 # ---- a batch ----
-
-
-def batch_metrics(groups: list[Group], version: int) -> dict:
-    """What can be said of a batch that has trained `version` without a look at the policy."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in trajectories if not t.failed]
-    ages = [staleness(t, version) for t in trajectories]
-    return {
-        "reward": float(np.mean(rewards or [0.0])),
-        "samples": len(trajectories),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
-    }
 
 
 def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:

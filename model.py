@@ -16,6 +16,7 @@ Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -65,30 +66,9 @@ class ModelConfig:
 
 
 PRESETS = {
-    "tiny": dict(
-        layers=2,
-        width=64,
-        heads=4,
-        kv_heads=2,
-        head_width=16,
-        hidden=160,
-    ),
-    "small": dict(
-        layers=4,
-        width=128,
-        heads=4,
-        kv_heads=1,
-        head_width=32,
-        hidden=512,
-    ),
-    "medium": dict(
-        layers=8,
-        width=320,
-        heads=5,
-        kv_heads=1,
-        head_width=64,
-        hidden=1024,
-    ),
+    "tiny": dict(layers=2, width=64, heads=4, kv_heads=2, head_width=16, hidden=160),
+    "small": dict(layers=4, width=128, heads=4, kv_heads=1, head_width=32, hidden=512),
+    "medium": dict(layers=8, width=320, heads=5, kv_heads=1, head_width=64, hidden=1024),
 }
 
 
@@ -245,52 +225,51 @@ class GPT(nn.Module):
         """Whether a parameter is a view of `flat`, and not of `frozen`."""
         return not self.config.lora or name.endswith(("_a", "_b"))
 
-    def flatten(self, device=None, dtype=None) -> None:
+    def flatten(self, device, dtype: torch.dtype) -> None:
         """Lay all parameters out as views of `flat` and `frozen`, there and in this precision."""
-        like = self.embed_tokens.weight
-        where = {"device": device or like.device, "dtype": dtype or like.dtype}
         parts = {True: [], False: []}  # trained or not -> (module, name, parameter)
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):
                 parts[self.trains(name)].append((module, name, p.detach()))
         for trained, places in parts.items():
             sizes = [p.numel() for _, _, p in places]
-            flat = torch.empty(sum(sizes), **where)
+            flat = torch.empty(sum(sizes), device=device, dtype=dtype)
             for (module, name, p), new in zip(places, flat.split(sizes), strict=True):
                 if not p.is_meta:
                     new.copy_(p.flatten())
                 setattr(module, name, nn.Parameter(new.view_as(p), trained))
             setattr(self, "flat" if trained else "frozen", flat)
         if self.rope is not None:
-            self.rope = self.rope.to(where["device"])
-        self._gradient = None
+            self.rope = self.rope.to(device)
+        self.__dict__.pop("flat_grad", None)
 
-    @property
+    @cached_property
     def flat_grad(self) -> Tensor:
         """The gradients [P] of `flat`; there is no memory for them until they are asked for."""
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self.flat)
-            # whatever requires a gradient now: a training stage may have frozen some of them
-            trained = [p for name, p in self.named_parameters() if self.trains(name)]
-            parts = self._gradient.split([p.numel() for p in trained])
-            for p, gradient in zip(trained, parts, strict=True):
-                if p.grad is not None:
-                    gradient.copy_(p.grad.flatten())
-                p.grad = gradient.view_as(p)
-        return self._gradient
+        flat = torch.zeros_like(self.flat)
+        # whatever requires a gradient now: a training stage may have frozen some of them
+        trained = [p for name, p in self.named_parameters() if self.trains(name)]
+        parts = flat.split([p.numel() for p in trained])
+        for p, gradient in zip(trained, parts, strict=True):
+            if p.grad is not None:
+                gradient.copy_(p.grad.flatten())
+            p.grad = gradient.view_as(p)
+        return flat
 
     def __deepcopy__(self, memo: dict) -> "GPT":
         """A copy with flat tensors of its own; plain copies of parameters would be no views."""
-        twin = GPT(self.config, None, self.flat.dtype)
-        twin.on(self.flat.device)
+        twin = GPT(self.config, None, self.flat.dtype).on(self.flat.device)
         twin.flat.copy_(self.flat)
         twin.frozen.copy_(self.frozen)
         return twin
 
-    def on(self, device) -> "GPT":
-        """Move to a device, flat tensors included; "cuda" is the current CUDA device."""
-        if self.flat.device != torch.empty(0, device=device).device:
-            self.flatten(device)
+    def on(self, device, dtype: torch.dtype | None = None) -> "GPT":
+        """Move to a device (and a precision), flat tensors included, if it is not there already;
+        "cuda" is the current CUDA device."""
+        here = self.flat[:0]
+        there = here.to(device, dtype or here.dtype)
+        if there is not here:
+            self.flatten(device, there.dtype)
         return self
 
     def embed(self, tokens, positions) -> tuple:
@@ -408,17 +387,9 @@ def dense_packed(
     Padding cells repeat the first token: no result of theirs is read.
     """
     cells = packed.grid.clamp(min=0).flatten()
-
-    def spread(x):  # [N, H, D] -> [B, H, T, D]
-        return x.index_select(0, cells).unflatten(0, packed.grid.shape).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(
-        spread(q),
-        spread(k),
-        spread(v),
-        is_causal=True,
-        enable_gqa=True,
-    )
+    spread = [x.index_select(0, cells).unflatten(0, packed.grid.shape) for x in (q, k, v)]
+    q, k, v = (x.transpose(1, 2) for x in spread)  # [B, H, T, D]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell)
 
 
@@ -452,8 +423,8 @@ def attend_packed(
     tables = dsa.packed_tables(edges, config.chunk_size, capacity)
 
     def attend(layer, q, k, v, index):
-        rows = (x.index_select(0, token_of_row) for x in (q, k, v, *(index or ())))  # [K, ...]
-        q, k, v, *index = rows
+        of_tokens = q, k, v, *(index or ())
+        q, k, v, *index = (x.index_select(0, token_of_row) for x in of_tokens)  # [K, ...]
         out = sparse(q, k, v, tables, config.top_k, index or None)
         return out.index_select(0, row_of_token)
 

@@ -15,7 +15,7 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 """
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 
@@ -147,15 +147,15 @@ class Generator:
     graphs: bool = False
 
     def __post_init__(self):
-        model, slots, capacity = self.model, self.slots, self.capacity
-        self.adapted = model if model.config.lora else None
-        if self.adapted:  # added up once a version, not at every token
-            self.model = model = merged(model)
-        assert capacity <= model.config.context, (capacity, model.config.context)
-        self.alphabet = torch.from_numpy(self.environment.alphabet).to(model.flat.device)
-        self.stops = np.isin(np.arange(model.config.vocab_size), list(self.environment.stop))
-        self.cache = make_cache(model, slots, capacity)
-        few = 2 * len(self.alphabet) < model.config.vocab_size
+        slots, capacity, shape = self.slots, self.capacity, self.model.config
+        assert capacity <= shape.context, (capacity, shape.context)
+        self.policy = self.model
+        if shape.lora:  # added up once a version, not at every token
+            self.model = merged(self.policy)
+        self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
+        self.stops = np.isin(np.arange(shape.vocab_size), list(self.environment.stop))
+        self.cache = make_cache(self.model, slots, capacity)
+        few = 2 * len(self.alphabet) < shape.vocab_size
         self.head = self._output_matrix() if few else None  # of many it would be a second copy
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
@@ -166,13 +166,13 @@ class Generator:
         self.groups = {}  # group id -> Group, those that are not finished
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
-        self.kept = defaultdict(list)  # noise key -> what sampling kept, token after token
+        self.kept = [[] for _ in range(slots)]  # token ids that sampling kept, token after token
         self.replies = {}  # slot -> (future, deadline): environments beside
         self.version = 0
         self.new_weights = None  # (version, flat) that were offered and not adopted yet
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
-        self.counts = Counter(dict.fromkeys((*COUNTED, "swaps", "busy"), 0))
+        self.counts = Counter(busy=0.0)
         self.captures = []  # the CUDA graph of a step: see `captured`
         self.fed_prompts = FED_PROMPTS if self.graphs else 0
 
@@ -231,15 +231,14 @@ class Generator:
         """Swap weights between two tokens. keep: old keys and values stay, so a new token may read
         keys of older weights (PipelineRL); recompute: they are rebuilt (AReaL); drain: running
         episodes finish first."""
-        occupied = [b for b, episode in enumerate(self.episodes) if episode]
+        occupied = [b for b in range(self.slots) if self.episodes[b]]
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
-        if flat is not None and self.adapted:
-            self.adapted.flat.copy_(flat)
-            merged(self.adapted, self.model)
-        elif flat is not None:
-            self.model.flat.copy_(flat)
+        if flat is not None:
+            self.policy.flat.copy_(flat)
+        if self.policy is not self.model:
+            merged(self.policy, self.model)
         if self.weights != torch.float32:  # rounded, then as before again
             self.model.flat.copy_(self.model.flat.to(self.weights))
         self.version, self.new_weights = version, None
@@ -251,7 +250,7 @@ class Generator:
         for b in occupied:
             self.episodes[b].swaps += [int(self.cached[b]), version]
         if self.swap == "recompute":
-            filled = [b for b in occupied if self.cached[b] > 0]
+            filled = [b for b in occupied if self.cached[b]]
             sequences = [self.tokens[b, : self.cached[b]] for b in filled]
             prefill(self.model, self.cache, filled, sequences)
 
@@ -271,11 +270,12 @@ class Generator:
         last token, which `_decode` feeds.
         """
         prompts = {}
-        if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
-            return prompts
-        for b in [b for b, episode in enumerate(self.episodes) if episode is None]:
-            if not self.waiting or self.waiting[0][0].start > self.version:
+        draining = self.swap == "drain" and self.new_weights
+        for b in range(self.slots):
+            if draining or not self.waiting or self.waiting[0][0].start > self.version:
                 break
+            if self.episodes[b]:
+                continue
             group, sample_index = self.waiting.popleft()
             prompt = self.environment.encode_prompt(group.problem)
             n = len(prompt)
@@ -284,10 +284,14 @@ class Generator:
             if first:
                 prompts[b] = group.group_id, prompt[:first]
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-            episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
-            episode.started = time.monotonic()
-            episode.swaps = [first, self.version]
-            self.episodes[b] = episode
+            self.episodes[b] = Trajectory(
+                group.group_id,
+                sample_index,
+                key,
+                worker=self.worker,
+                started=time.monotonic(),
+                swaps=[first, self.version],
+            )
             self.keys[b] = key
             self.known[b] = 0
             self.cached[b] = first
@@ -332,9 +336,10 @@ class Generator:
         # noise belongs to the position of the token that is sampled
         arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1)
         inputs = [torch.from_numpy(x).to(self.alphabet.device) for x in arrays]
-        step = self._next_tokens
-        with torch.inference_mode(not self.graphs):
-            results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
+        if self.graphs:
+            results = captured(self._next_tokens, inputs, self.captures)
+        else:
+            results = self._next_tokens(*inputs)
         chosen, logprobs = (x.cpu().numpy() for x in results[:2])
 
         self.cached[self.running] += 1
@@ -345,12 +350,11 @@ class Generator:
         self.logprobs[rows, at] = logprobs[rows]
         self.versions[rows, at] = self.version
         self.known[rows] += 1
-        for kept in results[2:]:  # [slots, V]: only what is True in it leaves the device
-            at, places = kept.nonzero().cpu().numpy().T
-            ids = np.int32(self.environment.alphabet[places])
-            sets = np.split(ids, np.searchsorted(at, range(1, self.slots)))
+        for kept in results[2:]:  # [B, V]: only what is True in it leaves the device
+            ids = self.alphabet.expand_as(kept)[kept].int().cpu().numpy()
+            sets = np.split(ids, kept.sum(1).cumsum(0).tolist())
             for b in rows:
-                self.kept[self.keys[b]].append(sets[b])
+                self.kept[b].append(sets[b])
         busy = int(self.running.sum())
         self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
         ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
@@ -401,9 +405,10 @@ class Generator:
         episode.logprobs = self.logprobs[b, :n].copy()
         episode.versions = self.versions[b, :n].copy()
         episode.loss_mask = episode.versions >= 0
-        if sets := self.kept.pop(episode.noise_key, None):
-            episode.kept_sizes = np.int32([len(kept) for kept in sets])
-            episode.kept = np.concatenate(sets)
+        if self.cut:
+            episode.kept_sizes = np.int32([len(kept) for kept in self.kept[b]])
+            episode.kept = np.concatenate(self.kept[b])
+            self.kept[b].clear()
         episode.finish, _, episode.failure = (reply or "stop").partition(": ")
         episode.finished = time.monotonic()
         self.episodes[b], self.running[b], self.cached[b] = None, False, 0

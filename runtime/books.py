@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench import show_group, summarise
-from buffer import batch_metrics
+from bench import batch_metrics, show_group, summarise
 from runtime.checkpoint import checkpoint, sha256_of
 from runtime.config import TrainingStopped, printable
 from runtime.huggingface import export
