@@ -189,8 +189,8 @@ def token_logprobs(
 def generated_logprobs(
     model: GPT,
     packed: Packed,
-    rows: Tensor,  # [M] tokens of the batch
-    alphabet: Tensor,  # [V'] token ids, the generator's
+    rows,  # [M] tokens of the batch
+    alphabet,  # [V'] token ids, the generator's
     temperature: float,  # the generator's
     sizes=(),  # [M] from how many tokens each was sampled; []: from all
     kept=(),  # [K] from which ones: token ids, laid end to end

@@ -281,8 +281,8 @@ class GPT(nn.Module):
 
     def body(
         self,
-        tokens: Tensor,  # [N]
-        positions: Tensor,  # [N]
+        tokens,  # [N]
+        positions,  # [N]
         attend: Callable,  # (layer, q, k, v, index) -> [N, Hq, D]
         rows=None,  # [M]
     ) -> Tensor:
@@ -328,7 +328,10 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def merged(model: GPT, into: GPT | None = None) -> GPT:
-    """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before."""
+    """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before.
+    A model that has none is returned as it is."""
+    if not model.config.lora:
+        return model
     into = into or GPT(replace(model.config, lora=0), None, model.flat.dtype).on(model.flat.device)
     into.flat.copy_(model.frozen)
     for layer, plain in zip(model.layers, into.layers, strict=True):
@@ -377,9 +380,9 @@ def pack_tokens(sequences: list, device="cpu") -> Packed:
 
 
 def dense_packed(
-    q: Tensor,  # [N, Hq, D]
-    k: Tensor,  # [N, Hkv, D]
-    v: Tensor,  # [N, Hkv, D]
+    q,  # [N, Hq, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
     packed: Packed,
 ) -> Tensor:
     """Causal attention inside each packed sequence -> [N, Hq, D].

@@ -16,7 +16,7 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 
 import time
 from collections import Counter, deque
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -31,11 +31,9 @@ from runtime.config import Config
 from runtime.messages import Group, Trajectory
 from tasks import limits
 
-FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
 COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
-MASK32 = 0xFFFFFFFF
 
 
 @torch.no_grad()
@@ -44,7 +42,8 @@ def naive_generate(model: GPT, prompt: list[int], environment, noise_key: int, t
 
     Returns the tokens, prompt included, and the log-probs of those that were sampled.
     """
-    alphabet, tokens, logprobs = torch.from_numpy(environment.alphabet), list(prompt), []
+    alphabet = torch.from_numpy(environment.alphabet)
+    tokens, logprobs = list(prompt), []
     for _ in range(environment.turn_tokens):
         hidden = model(pack_tokens([tokens]))  # [T, d]
         logits = model.logits(hidden[-1:], alphabet)  # [1, V]
@@ -64,7 +63,7 @@ def mix(x):
     """A 32-bit integer hash of values in [0, 2^32), ints or int64 arrays ("lowbias32", found by
     C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * factor & MASK32
+        x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
@@ -73,51 +72,46 @@ def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
     """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
     low, high = 0x9E3779B9, 0x85EBCA6B
     for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
-        low = mix((low ^ part) & MASK32)
-        high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
+        low = mix((low ^ part) & 0xFFFFFFFF)
+        high = mix((high + part * 0xC2B2AE35 + low) & 0xFFFFFFFF)
     return ((high & 0x3FFFFFFF) << 32 | low).tolist()
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in (0, 1), float32 [B], for each key and position, int64 [B] each. It has 23 bits
     and a half: neither 0 nor 1 can come out."""
-    bits = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))
+    bits = mix((keys & 0xFFFFFFFF) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & 0xFFFFFFFF)))
     return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 @torch.no_grad()
-def sample(
-    logits: Tensor,
-    uniform: Tensor,
-    temperature: float,
-    top_k: int = 0,  # 0: all
-    top_p: float = 1.0,  # 1: all
-) -> tuple:
+def sample(logits, uniform, temperature: float, top_k=0, top_p=1.0) -> tuple:
     """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
 
     Inverse transform: the first token whose cumulative probability exceeds the row's number in
-    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, to the `top_k` likeliest and then
-    to the fewest that have `top_p` of their mass, a third result says what was kept: bool [B, V].
+    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, to the `top_k` likeliest (0: all)
+    and then to the fewest that have `top_p` of their mass, a third result says what was kept, bool
+    [B, V].
     """
-    logits, kept = logits / (temperature or 1.0), ()
+    logits = logits / (temperature or 1.0)
+    kept = []
     if top_k or top_p < 1:
         # stable: of two that are equally likely, the one with the lower index comes first
-        ranked = logits.sort(dim=-1, descending=True, stable=True)
-        ranked, order = (x[:, : top_k or None] for x in ranked)  # [B, K]
+        order = logits.argsort(descending=True, stable=True)[:, : top_k or None]  # [B, K]
+        ranked = logits.gather(1, order)
         likelier = F.pad(ranked.softmax(-1).cumsum(-1), (1, -1))  # mass before each: first 0
-        enough = top_p if top_p < 1 else 2  # rounding leaves nobody out
-        ranked = ranked.masked_fill(likelier >= enough, -torch.inf)
+        if top_p < 1:  # else rounding might leave somebody out
+            ranked[likelier >= top_p] = -torch.inf
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, ranked)
         kept = [logits > -torch.inf]
     logprobs = torch.log_softmax(logits, -1)
+    cumulative = logprobs.exp().cumsum(-1)
+    # the last sum is 1 up to rounding; times it, no number lies beyond the last token
+    level = uniform[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, level, right=True)  # [B, 1]
     if temperature == 0:
-        chosen = logits.argmax(-1)
-    else:
-        cumulative = logprobs.exp().cumsum(-1)
-        # the last sum is 1 up to rounding; times it, no number lies beyond the last token
-        level = uniform[:, None] * cumulative[:, -1:]
-        chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0], *kept
+        chosen = logits.argmax(-1, keepdim=True)
+    return chosen[:, 0], logprobs.gather(1, chosen)[:, 0], *kept
 
 
 # -------------------------------------------------------------------------------- the generator
@@ -134,7 +128,6 @@ class Generator:
 
     model: GPT
     environment: Environment
-    _: KW_ONLY
     slots: int
     capacity: int
     group_size: int
@@ -149,9 +142,8 @@ class Generator:
     def __post_init__(self):
         slots, capacity, shape = self.slots, self.capacity, self.model.config
         assert capacity <= shape.context, (capacity, shape.context)
-        self.policy = self.model
-        if shape.lora:  # added up once a version, not at every token
-            self.model = merged(self.policy)
+        self.policy = self.model  # with its adapters: added up once a version, not at every token
+        self.model = merged(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
         self.stops = np.isin(np.arange(shape.vocab_size), list(self.environment.stop))
         self.cache = make_cache(self.model, slots, capacity)
@@ -174,7 +166,8 @@ class Generator:
         self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter(busy=0.0)
         self.captures = []  # the CUDA graph of a step: see `captured`
-        self.fed_prompts = FED_PROMPTS if self.graphs else 0
+        # with graphs, prompts up to here are fed token by token, without a prefill
+        self.fed_prompts = 64 if self.graphs else 0
 
     @property
     def busy(self) -> bool:
@@ -202,13 +195,10 @@ class Generator:
         Returns False when there was nothing to decode (no episodes, or all wait for something).
         """
         begin = time.monotonic()
-        if self.new_weights is not None:
+        if self.new_weights:
             self._adopt()
         self._collect_replies()
-        prompts = self._refill()
-        if reserve(self.cache, self.cached + 1):
-            self.captures.clear()
-        prefill_groups(self.model, self.cache, prompts, self.prompts)
+        self._refill()
         if not self.running.any():
             return False
         refilled = time.monotonic()
@@ -237,10 +227,8 @@ class Generator:
         version, flat = self.new_weights
         if flat is not None:
             self.policy.flat.copy_(flat)
-        if self.policy is not self.model:
-            merged(self.policy, self.model)
-        if self.weights != torch.float32:  # rounded, then as before again
-            self.model.flat.copy_(self.model.flat.to(self.weights))
+        merged(self.policy, self.model)
+        self.model.flat.copy_(self.model.flat.to(self.weights))  # rounded, if these are coarser
         self.version, self.new_weights = version, None
         self.prompts.clear()  # an episode must not depend on when its siblings began
         if self.head is not None:
@@ -263,13 +251,10 @@ class Generator:
 
     # ------------------------------------------------------------------------------------ slots
 
-    def _refill(self) -> dict:
+    def _refill(self) -> None:
         """Give free slots to waiting samples, in order; a group never begins under old weights.
-
-        Returns what goes into the cache at once: slot -> its group, and all of its prompt but the
-        last token, which `_decode` feeds.
-        """
-        prompts = {}
+        All of a prompt but the last token, which `_decode` feeds, goes into the cache at once."""
+        prompts = {}  # slot -> its group, and these tokens
         draining = self.swap == "drain" and self.new_weights
         for b in range(self.slots):
             if draining or not self.waiting or self.waiting[0][0].start > self.version:
@@ -284,21 +269,17 @@ class Generator:
             if first:
                 prompts[b] = group.group_id, prompt[:first]
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-            self.episodes[b] = Trajectory(
-                group.group_id,
-                sample_index,
-                key,
-                worker=self.worker,
-                started=time.monotonic(),
-                swaps=[first, self.version],
-            )
-            self.keys[b] = key
-            self.known[b] = 0
-            self.cached[b] = first
+            episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
+            episode.started = time.monotonic()
+            episode.swaps = [first, self.version]
+            self.episodes[b], self.keys[b] = episode, key
+            self.known[b], self.cached[b] = 0, first
             self._begin_turn(b, prompt)
             if sample_index == 0:
                 self._event("start", group.group_id, n)
-        return prompts
+        if reserve(self.cache, self.cached + 1):
+            self.captures.clear()
+        prefill_groups(self.model, self.cache, prompts, self.prompts)
 
     def _begin_turn(self, b: int, tokens: list[int]) -> None:
         """Append a prompt or an observation; what follows is the policy's turn."""
@@ -308,9 +289,8 @@ class Generator:
         self.logprobs[b, start:stop] = 0.0
         self.versions[b, start:stop] = -1
         self.known[b] = stop
-        problem = self.groups[episode.group_id].problem
-        limit = problem.get("turn_tokens", self.environment.turn_tokens)
-        self.turn_end[b] = min(stop + limit, self.capacity)
+        own = self.groups[episode.group_id].problem.get("turn_tokens", self.environment.turn_tokens)
+        self.turn_end[b] = min(stop + own, self.capacity)
         episode.turns.append((int(stop), -1))  # it ends in `_end_turns`
         self.running[b] = True
 
@@ -336,10 +316,9 @@ class Generator:
         # noise belongs to the position of the token that is sampled
         arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1)
         inputs = [torch.from_numpy(x).to(self.alphabet.device) for x in arrays]
-        if self.graphs:
-            results = captured(self._next_tokens, inputs, self.captures)
-        else:
-            results = self._next_tokens(*inputs)
+        step = self._next_tokens
+        with torch.inference_mode(not self.graphs):
+            results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
         chosen, logprobs = (x.cpu().numpy() for x in results[:2])
 
         self.cached[self.running] += 1
@@ -401,9 +380,8 @@ class Generator:
                 return self._begin_turn(b, reply)
             reply = "length"
         episode, n = self.episodes[b], self.known[b]
-        episode.tokens = self.tokens[b, :n].copy()
-        episode.logprobs = self.logprobs[b, :n].copy()
-        episode.versions = self.versions[b, :n].copy()
+        for name in ("tokens", "logprobs", "versions"):
+            setattr(episode, name, getattr(self, name)[b, :n].copy())
         episode.loss_mask = episode.versions >= 0
         if self.cut:
             episode.kept_sizes = np.int32([len(kept) for kept in self.kept[b]])
@@ -441,9 +419,8 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
 
 def generate(generator: Generator, groups: list[Group]) -> list[Group]:
     """Run groups to their end and return them sorted by id: the synchronous use."""
-    newest = generator.newest
     for group in groups:
-        assert group.start <= newest, f"group starts at version {group.start}, weights are {newest}"
+        assert group.start <= generator.newest, f"group starts at version {group.start}, too late"
         generator.submit(group)
     while generator.busy:
         if not generator.step():
