@@ -2,9 +2,9 @@
 
 A cache has a static batch of slots, one running sequence each. Sequences lie in racks: every slot
 has a row of 32 positions, and a sequence that outgrows its row moves to a rack with longer rows
-(128, 512, ..., the capacity), of which there are as many as were ever needed at once. So memory is
-about what sequences use, and not slots times capacity. `prefill` writes whole sequences into their
-rows; `decode` feeds every slot one token. Both write by `remember`.
+(64, 128, ..., the capacity), of which there are as many as were ever needed at once. So memory is
+about what sequences use, and not slots times capacity.
+`prefill` writes whole sequences into their rows, `decode` feeds every slot one token.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
@@ -16,7 +16,7 @@ Axes: B slots · n rows of a rack, T positions of each · L layers · K chunks o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,12 +32,13 @@ SHORT = 32  # positions of the shortest rows
 
 @dataclass(eq=False)
 class Rack:
-    """Rows of one length; `slots` tells whose sequence lies in each (0 where nobody's does)."""
+    """Rows of one length, of which the first are in use; `slots` tells whose sequence lies in each
+    (0 where nobody's does)."""
 
     k: Tensor  # [L, n, T, Hkv, D]
     v: Tensor  # [L, n, T, Hkv, D]
     slots: Tensor  # [n]
-    free: list[int] = field(default_factory=list)
+    used: int
 
 
 @dataclass(eq=False)
@@ -45,6 +46,7 @@ class Cache:
     """Keys and values of a static batch of slots; a slot's positions 0 .. n-1 are valid."""
 
     racks: list[Rack]  # by length; in the first, row b is slot b's for ever
+    lengths: np.ndarray  # of their rows
     rack: np.ndarray  # [B] in which rack its sequence lies, and in which row
     row: np.ndarray  # [B]
     place: Tensor  # [B] the number of this row, through all racks
@@ -55,108 +57,91 @@ class Cache:
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
     """An empty cache; capacity is rounded up to PAD_BLOCK."""
-    c, T = model.config, padded(capacity)
-    sparse = sparse_kernels(c, model.flat.device) is not None
-    lengths = [SHORT * 4**i for i in range(9) if not sparse and SHORT * 4**i <= T / 2] + [T]
-    number = torch.arange(slots, device=model.flat.device)
-    racks = [make_rack(model, n=0, T=length, slots=number[:0]) for length in lengths]
-    racks[0] = make_rack(model, n=slots, T=lengths[0], slots=number)
-    cache = Cache(racks, np.zeros(slots, np.int64), np.arange(slots), number.clone())
+    c, like, T = model.config, model.flat, padded(capacity)
+    sparse = sparse_kernels(c, like.device) is not None
+    lengths = [SHORT << i for i in range(16) if not sparse and SHORT << i <= T / 1.5] + [T]
+    numbers, racks = torch.arange(slots, device=like.device), []
+    for length in lengths:
+        own = numbers[: 0 if racks else slots].clone()
+        heads = (length, c.kv_heads) if sparse else (c.kv_heads, length)
+        k, v = like.new_zeros(2, c.layers, len(own), *heads, c.head_width)
+        if not sparse:
+            k, v = k.transpose(2, 3), v.transpose(2, 3)
+        racks.append(Rack(k, v, own, len(own)))
+    none = np.zeros(slots, np.int64)
+    cache = Cache(racks, np.array(lengths), none, np.arange(slots), numbers)
     if sparse:
-        k = cache.scored = racks[0].k
+        cache.tables = dsa.cache_tables(torch.zeros_like(numbers), T, c.chunk_size)
+        cache.scored = racks[0].k
         if c.indexed:
-            cache.scored = k.new_zeros(c.layers, slots, T, 1, c.index_width)
-        cache.tables = dsa.cache_tables(torch.zeros_like(number), T, c.chunk_size)
+            cache.scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
         cache.means = cache.scored  # single keys are their own means
         if c.chunk_size > 1:
             cache.means = torch.zeros_like(cache.scored[:, :, : cache.tables.widest])
     return cache
 
 
-def make_rack(model: GPT, n: int, T: int, slots: Tensor) -> Rack:
-    """Empty rows. Dense attention reads whole heads, so there a head's keys lie together; sparse
-    attention gathers positions, so there a position's heads do. The axes are the same in both."""
-    c, like = model.config, model.flat
-    if sparse_kernels(c, like.device) is None:
-        k, v = like.new_zeros(2, c.layers, n, c.kv_heads, T, c.head_width).transpose(3, 4)
-    else:
-        k, v = like.new_zeros(2, c.layers, n, T, c.kv_heads, c.head_width)
-    return Rack(k, v, slots)
-
-
 # ------------------------------------------------------------------ a row for every sequence
 
 
-def reserve(cache: Cache, lengths: np.ndarray) -> bool:
-    """Give every slot the shortest row for `lengths` [B] positions; a sequence that has grown moves
-    with its keys. True when a rack got more rows: captured graphs know the old ones."""
-    wanted = np.searchsorted([rack.k.shape[2] for rack in cache.racks], lengths)
-    changed, grown = np.flatnonzero(wanted != cache.rack), False
-    for b in changed.tolist():
-        old, new = cache.racks[cache.rack[b]], cache.racks[wanted[b]]
-        row = b
+def reserve(cache: Cache, needed: np.ndarray) -> bool:
+    """Give every slot the shortest row that has `needed` [B] positions; a sequence that has grown
+    moves with its keys. True when a rack got more rows: captured graphs know the old ones."""
+    wanted = cache.lengths.searchsorted(needed)
+    changed, grown = np.flatnonzero(wanted != cache.rack).tolist(), False
+    for b in changed:
+        old, new, row = cache.racks[cache.rack[b]], cache.racks[wanted[b]], b
         if wanted[b]:
-            if not new.free:
+            row = new.used
+            if row == len(new.slots):
                 add_rows(new)
                 grown = True
-            row = new.free.pop()
+            new.used += 1
             new.slots[row] = b
-            T = min(old.k.shape[2], new.k.shape[2])
-            for there, here in ((new.k, old.k), (new.v, old.v)):
-                there[:, row, :T] = here[:, cache.row[b], :T]
-        if cache.rack[b]:
-            old.free.append(int(cache.row[b]))
-            old.slots[cache.row[b]] = 0
+            copy_row(old, cache.row[b], new, row)
+        if cache.rack[b]:  # the last row fills the gap: those in use stay together
+            old.used -= 1
+            gap, last = cache.row[b], int(old.slots[old.used])
+            copy_row(old, old.used, old, gap)
+            old.slots[gap], cache.row[last] = last, gap
+            old.slots[old.used] = 0
         cache.rack[b], cache.row[b] = wanted[b], row
-    if len(changed):
-        before = np.cumsum([0] + [len(rack.slots) for rack in cache.racks])
+    if changed:
+        before = np.cumsum([0] + [rows_to_read(rack) for rack in cache.racks])
         cache.place.copy_(torch.from_numpy(before[cache.rack] + cache.row))
     return grown
 
 
+def copy_row(here: Rack, row: int, there: Rack, new: int) -> None:
+    """Keys and values of a sequence, as many as fit."""
+    for x, y in ((here.k, there.k), (here.v, there.v)):
+        known = x[:, row, : y.shape[2]]
+        y[:, new, : known.shape[1]] = known
+
+
 def add_rows(rack: Rack) -> None:
     """Half as many rows again, and one."""
-    n = len(rack.slots)
-    more = n // 2 + 1
-
-    def longer(x: Tensor) -> Tensor:  # [L, n, T, Hkv, D], in the same order of memory
-        x = x.transpose(2, 3)
-        return torch.cat([x, x.new_zeros(len(x), more, *x.shape[2:])], 1).transpose(2, 3)
-
-    rack.k = longer(rack.k)
-    rack.v = longer(rack.v)
-    rack.slots = torch.cat([rack.slots, rack.slots.new_zeros(more)])
-    rack.free += range(n, n + more)
+    more = len(rack.slots) // 2 + 1
+    longer = [F.pad(x.transpose(2, 3), (0,) * 7 + (more,)) for x in (rack.k, rack.v)]
+    rack.k, rack.v = (x.transpose(2, 3) for x in longer)
+    rack.slots = F.pad(rack.slots, (0, more))
 
 
-def cache_bytes(cache: Cache) -> tuple[int, int]:
-    """What keys and values take now, and what slots times capacity would."""
-    position = 2 * cache.racks[0].k[:, :1, :1].nbytes
-    now = sum(len(rack.slots) * rack.k.shape[2] for rack in cache.racks)
-    return position * now, position * len(cache.rack) * cache.racks[-1].k.shape[2]
-
-
-def remember(
-    cache: Cache,
-    layer: int,
-    places: list,  # for each rack that is written: its number, rows, positions, which of the N
-    chunks: Tensor | None,  # ids of the chunks in which they lie (dsa)
-    keys: tuple,  # k and v [N, Hkv, D]; the indexer's queries, keys [N, E] and weights, or None
-) -> None:
-    """Put the keys and values of tokens in their places."""
-    k, v, index = keys
-    for number, rows, positions, tokens in places:
-        rack = cache.racks[number]
-        rack.k[layer][rows, positions] = k[tokens]
-        rack.v[layer][rows, positions] = v[tokens]
-        if index is not None:
-            cache.scored[layer][rows, positions] = index[1][tokens, None]
-    if chunks is not None:
-        scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
-        means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)
+def rows_to_read(rack: Rack) -> int:
+    """Those in use; on a GPU all, because shapes are fixed in a captured graph."""
+    return len(rack.slots) if rack.k.is_cuda else rack.used
 
 
 # ------------------------------------------------------------------------- whole sequences
+
+
+def row_of(cache: Cache, slot: int, length: int) -> list[Tensor]:
+    """What the cache holds of a slot's first tokens: keys, values, and for selection the keys that
+    are scored and the means of at least their chunks; [L, length, ...] each."""
+    rack, row = cache.racks[cache.rack[slot]], cache.row[slot]
+    rows = [rack.k[:, row], rack.v[:, row]]
+    rows += [x[:, slot] for x in (cache.scored, cache.means) if x is not None]
+    return [x[:, :length] for x in rows]
 
 
 def prefill_groups(
@@ -172,11 +157,7 @@ def prefill_groups(
             first.setdefault(group, slot)
     prefill(model, cache, [*first.values()], [prompts[slot][1] for slot in first.values()])
     for slot, (group, tokens) in prompts.items():
-        rack, row = cache.racks[cache.rack[slot]], cache.row[slot]
-        # what the slot holds of its first tokens (means: at least of their chunks)
-        rows = [rack.k[:, row], rack.v[:, row]]
-        rows += [x[:, slot] for x in (cache.scored, cache.means) if x is not None]
-        parts = [x[:, : len(tokens)] for x in rows]
+        parts = row_of(cache, slot, len(tokens))
         if group not in known:
             known[group] = [x.clone() for x in parts]
         for part, ready in zip(parts, known[group], strict=True):
@@ -187,7 +168,7 @@ def prefill_groups(
 def prefill(
     model: GPT,
     cache: Cache,
-    slots: list,  # [B]
+    slots: list,  # [B] whole numbers
     sequences: list,  # B arrays or lists of token ids
 ) -> None:
     """Write keys and values of whole sequences into their rows, one sequence a slot.
@@ -196,7 +177,7 @@ def prefill(
     with the width (from 200 tokens on, torch 2.13, CPU).
     """
     widths = {}  # width of the grid -> slots and their sequences
-    for slot, sequence in zip(slots, sequences, strict=True):
+    for slot, sequence in zip(map(int, slots), sequences, strict=True):
         widths.setdefault(padded(len(sequence)), []).append((slot, sequence))
     for same in widths.values():
         _prefill_width(model, cache, *zip(*same, strict=True))
@@ -204,27 +185,33 @@ def prefill(
 
 def _prefill_width(model: GPT, cache: Cache, slots: tuple, sequences: tuple) -> None:
     lengths = [len(s) for s in sequences]
-    N = sum(lengths)
-    filler = [[0]] * (MIN_ROWS - N)  # too few rows change the rounding
+    filler = [[0]] * (MIN_ROWS - sum(lengths))  # too few rows change the rounding
     packed = pack_tokens([*sequences, *filler], model.flat.device)
-    owner, places = np.repeat(slots, lengths), []  # [N] slots
-    for number in sorted({*cache.rack[owner].tolist()}):
-        own = torch.from_numpy(np.flatnonzero(cache.rack[owner] == number)).to(packed.tokens.device)
-        rows = torch.from_numpy(cache.row[owner]).to(own.device)[own]
-        places.append((number, rows, packed.positions[own], own))
-    chunks = None
-    if cache.tables is not None:  # as far as the longest sequence fills them
-        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=own.device)
-        chunks = (cache.tables.first[[*slots], None] + local).flatten()
-    attend_all = attend_packed(model.config, packed, cache.racks[-1].k.shape[2])
+    attend_all = attend_packed(model.config, packed, cache.lengths[-1])
+    rows = [row_of(cache, slot, n) for slot, n in zip(slots, lengths, strict=True)]
 
-    def attend(layer, q, *keys):
-        remember(cache, layer, places, chunks, keys)
+    def attend(layer, q, k, v, index):
+        keys = [k, v] if index is None else [k, v, index[1][:, None]]
+        own = zip(*(x[: sum(lengths)].split(lengths) for x in keys), strict=True)
+        for parts, values in zip(rows, own, strict=True):
+            for part, x in zip(parts, values, strict=False):
+                part[layer] = x
         if layer == model.config.layers - 1:  # nothing but its keys and values is read
             return q
-        return attend_all(layer, q, *keys)
+        return attend_all(layer, q, k, v, index)
 
     model.body(packed.tokens, packed.positions, attend, rows=packed.cell[:0])
+    if cache.tables is not None:  # chunks as far as the longest sequence fills them
+        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=packed.cell.device)
+        chunks = (cache.tables.first[[*slots], None] + local).flatten()
+        for layer in range(model.config.layers):
+            renew_means(cache, layer, chunks)
+
+
+def renew_means(cache: Cache, layer: int, chunks: Tensor) -> None:
+    """Compute the mean keys of chunks again, after some of their keys have changed (dsa)."""
+    scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
+    means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)
 
 
 # ------------------------------------------------------------------------ one token a slot
@@ -242,38 +229,41 @@ def decode(
     Row b depends on slot b only, bitwise: shapes are static, how many keys a slot reads depends on
     its own row, and masked keys add exact zeros.
     """
-    c, everybody = model.config, slice(None)
-    places, masks, chunks = [], [], None
-    for number, rack in enumerate(cache.racks):
-        if n := len(rack.slots):
-            T = rack.k.shape[2]
-            at = positions if number == 0 else positions[rack.slots]
-            tokens_of = everybody if number == 0 else rack.slots
-            rows = torch.arange(n, device=at.device)
+    c, reads = model.config, []
+    for rack in cache.racks:
+        if n := rows_to_read(rack):
+            slots = rack.slots[:n] if reads else ...  # of the first rack: every slot
+            at = positions[slots]  # [n]
+            keys = torch.arange(rack.k.shape[2], device=at.device)
+            future = keys > at[:, None]  # [n, T]
+            mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
             # who has moved on writes into a row that nobody reads
-            places.append((number, rows, at.clamp(max=T - 1), tokens_of))
-            future = torch.arange(T, device=at.device) > at[:, None]  # [n, T]
-            masks.append(model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf))
-    if cache.tables is not None:  # every query selects chunks of its slot by their means
-        tables = dsa.advance(cache.tables, positions + 1)
-        chunks = tables.own
-        dsa_attention = sparse_kernels(c, positions.device)
+            place = (torch.arange(n, device=at.device), at.clamp(max=len(keys) - 1))
+            reads.append((rack, n, slots, place, mask))
 
-    def attend(layer, q, *keys):
-        remember(cache, layer, places, chunks, keys)
-        if cache.tables is None:  # every query attends to the keys of its slot up to its own
-            outs = []
-            for (number, _, _, tokens_of), mask in zip(places, masks, strict=True):
-                rack = cache.racks[number]
-                outs.append(attend_rows(q[tokens_of], rack.k[layer], rack.v[layer], mask))
+    def attend(layer, q, k, v, index):
+        outs = []
+        for rack, n, slots, place, mask in reads:
+            keys, values = rack.k[layer, :n], rack.v[layer, :n]
+            keys[place] = k[slots]
+            values[place] = v[slots]
+            if cache.tables is None:  # every query attends to the keys of its slot up to its own
+                outs.append(attend_rows(q[slots], keys, values, mask))
+        if outs:
             return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, cache.place)
-        k, v, scored, means = (
-            x[layer].flatten(0, 1)  # [B * T, H, D or E]
-            for x in (cache.racks[0].k, cache.racks[0].v, cache.scored, cache.means)
-        )
-        index = keys[-1]
+        return attend_chunks(layer, q, index)
+
+    def attend_chunks(layer, q, index):
+        """Every query selects chunks of its slot by their means, and attends to those."""
+        tables = dsa.advance(cache.tables, positions + 1)
+        if index is not None:
+            cache.scored[layer][reads[0][3]] = index[1][:, None]
+        renew_means(cache, layer, tables.own)
+        kept = cache.racks[0].k, cache.racks[0].v, cache.scored, cache.means
+        k, v, scored, means = (x[layer].flatten(0, 1) for x in kept)  # [B * T, H, D or E]
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])
+        dsa_attention = sparse_kernels(c, positions.device)
         return dsa_attention(q.contiguous(), k, v, tables, c.top_k, index, means)
 
     return model.body(tokens, positions, attend)

@@ -1,11 +1,30 @@
 """cache.py: prefill and decode give the packed forward's numbers, bitwise in any company."""
 
+import numpy as np
 import pytest
 import torch
 from test_model import KINDS, hidden_of, kinds, make, sentences
 
 import dsa
-from cache import decode, make_cache, prefill, prefill_groups
+from cache import add_rows, decode, make_cache, prefill, prefill_groups, reserve, row_of
+
+
+def needed(slots: int, lengths: dict) -> np.ndarray:
+    """What `reserve` wants: positions of these slots, 1 for all others."""
+    return np.array([lengths.get(b, 1) for b in range(slots)])
+
+
+def parts_of(cache) -> list:
+    """Every tensor of a cache that holds keys or values."""
+    found = [x for rack in cache.racks for x in (rack.k, rack.v)]
+    return found + [x for x in (cache.scored, cache.means) if x is not None]
+
+
+def bytes_of(cache) -> tuple[int, int]:
+    """What keys and values take, and what slots times capacity would."""
+    position = 2 * cache.racks[0].k[:, :1, :1].nbytes
+    now = sum(len(rack.slots) * rack.k.shape[2] for rack in cache.racks)
+    return position * now, position * len(cache.rack) * int(cache.lengths[-1])
 
 
 @pytest.mark.parametrize("kind", ["dense learned", "dense rope", *[k for k in KINDS if "dsa" in k]])
@@ -13,14 +32,16 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
     model, sequences, slots = make(kind), sentences((30, 9, 20)), [6, 0, 3]
     wanted = hidden_of(model, sequences)
     cache = make_cache(model, 9, 40)
-    for part in cache[:4]:
-        if part is not None:
-            part.fill_(7.0)  # left behind by an earlier episode: must not be seen
+    for rack in cache.racks[1:]:
+        add_rows(rack)
+    for part in parts_of(cache):
+        part.fill_(7.0)  # left behind by an earlier episode: must not be seen
     prefixes = [13, 1, 16]
+    reserve(cache, needed(9, dict(zip(slots, prefixes, strict=True))))
     prefill(
         model,
         cache,
-        torch.tensor(slots),
+        slots,
         [s[:n] for s, n in zip(sequences, prefixes, strict=True)],
     )
     fed, worst = list(prefixes), 0.0
@@ -30,7 +51,8 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
         active = [i for i, s in enumerate(sequences) if fed[i] < len(s)]
         for i in active:
             tokens[slots[i]], positions[slots[i]] = sequences[i][fed[i]], fed[i]
-        hidden = decode(model, cache, tokens, positions, max(fed[i] for i in active))
+        reserve(cache, needed(9, {slots[i]: fed[i] + 1 for i in active}))
+        hidden = decode(model, cache, tokens, positions)
         for i in active:
             error = (hidden[slots[i]] - wanted[i][fed[i]]).abs().max()
             worst, fed[i] = max(worst, float(error)), fed[i] + 1
@@ -45,15 +67,16 @@ def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
         cache = make_cache(model, 9, 64)
         rows = {slot: tokens, **neighbours}
         starts = {b: 5 if b == slot else 30 for b in rows}
-        prefill(model, cache, torch.tensor(list(rows)), [s[: starts[b]] for b, s in rows.items()])
+        reserve(cache, needed(9, starts))
+        prefill(model, cache, list(rows), [s[: starts[b]] for b, s in rows.items()])
         found = []
         for step in range(len(tokens) - 5):
             ids, positions = torch.zeros(2, 9, dtype=torch.int64)
             for b, s in rows.items():
                 positions[b] = min(starts[b] + step, len(s) - 1)
                 ids[b] = s[positions[b]]
-            longest = int(positions.max())
-            found.append(decode(model, cache, ids, positions, longest)[slot].clone())
+            reserve(cache, needed(9, {b: int(positions[b]) + 1 for b in rows}))
+            found.append(decode(model, cache, ids, positions)[slot].clone())
         return found
 
     alone = run(0, {})
@@ -63,21 +86,25 @@ def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (5, 1), (8, 1)])
-def test_decode_is_bitwise_independent_of_the_longest_neighbour(heads, kv_heads):
-    """How many keys are looked at must not change a sum: MKL halves some lengths and not others."""
+def test_decode_is_bitwise_independent_of_the_neighbours_lengths(heads, kv_heads):
+    """Neither how many keys they read, nor how many of them read as many, must change a sum: MKL
+    halves some lengths and not others."""
     model = make(heads=heads, kv_heads=kv_heads, head_width=16, layers=1, context=600)
     random = torch.Generator().manual_seed(1)
     tokens = torch.arange(8)
-    for own in (10, 127, 150, 190, 200, 255, 300, 383, 500):
-        cache = make_cache(model, 8, 600)
-        cache.k.normal_(generator=random)
-        cache.v.normal_(generator=random)
-        wanted = None
-        for longest in range(own, 600, 24):
-            positions = torch.full((8,), longest).index_fill(0, torch.tensor([5]), own)
-            found = decode(model, cache, tokens, positions, longest)[5]
-            wanted = found if wanted is None else wanted
-            assert torch.equal(found, wanted), f"{own} keys beside {longest}"
+    for own in (10, 31, 32, 95, 127, 150, 190, 200, 255, 300, 383, 384, 500, 599):
+        keys = torch.randn(2, 1, own + 1, kv_heads, 16, generator=random)
+        cache, wanted = make_cache(model, 8, 600), None
+        for longest in range(0, 600, 24):
+            few = torch.randint(longest + 1, (8,), generator=random)
+            for others in (torch.full((8,), longest), few):
+                positions = others.index_fill(0, torch.tensor([5]), own)
+                reserve(cache, positions.numpy() + 1)
+                for part, values in zip(row_of(cache, 5, own + 1), keys, strict=True):
+                    part.copy_(values)
+                found = decode(model, cache, tokens, positions)[5]
+                wanted = found if wanted is None else wanted
+                assert torch.equal(found, wanted), f"{own} keys beside {positions.tolist()}"
 
 
 @pytest.mark.parametrize("kind", ["dense rope", "dsa mean rope", "dsa indexer"])
@@ -88,24 +115,74 @@ def test_prefill_is_bitwise_independent_of_what_else_is_in_the_call(kind):
     model, lengths = make(kind, **shape), (3, 200, 250, 16, 224, 7, 272)
     sequences = sentences(lengths)
     together, alone = make_cache(model, 8, 272), make_cache(model, 8, 272)
-    prefill(model, together, torch.arange(7), sequences)
+    reserve(together, needed(8, {b: len(s) for b, s in enumerate(sequences)}))
+    prefill(model, together, range(7), sequences)
     for slot, sequence in enumerate(sequences):
-        prefill(model, alone, torch.tensor([slot]), [sequence])
-        for a, b in zip(together[:3], alone[:3], strict=True):
-            if a is not None:
-                n = len(sequence)
-                assert b[:, slot, :n].any()
-                assert torch.equal(a[:, slot, :n], b[:, slot, :n]), f"length {n}"
+        n = len(sequence)
+        reserve(alone, needed(8, {slot: n}))
+        prefill(model, alone, [slot], [sequence])
+        for a, b in zip(*(row_of(cache, slot, n)[:3] for cache in (together, alone)), strict=True):
+            assert b.any() and torch.equal(a, b), f"length {n}"
 
 
 def test_prefill_of_a_few_tokens_fits_a_short_context():
     """Filler rows must not run over the model's last position (task guess has 12)."""
     model = make(context=6)
     cache = make_cache(model, 8, 6)
-    assert cache.k.shape == (2, 8, 16, 2, 8)  # capacity is rounded up to PAD_BLOCK
-    prefill(model, cache, torch.tensor([3]), [[1, 2, 3]])
-    assert cache.k[:, 3, :3].all() and not cache.k[:, 3, 3:].any()
-    assert not cache.k[:, [0, 1, 2, 4, 5, 6, 7]].any(), "filler reached a slot"
+    k = cache.racks[0].k
+    assert len(cache.racks) == 1
+    assert k.shape == (2, 8, 16, 2, 8)  # capacity is rounded up to PAD_BLOCK
+    prefill(model, cache, [3], [[1, 2, 3]])
+    assert k[:, 3, :3].all() and not k[:, 3, 3:].any()
+    assert not k[:, [0, 1, 2, 4, 5, 6, 7]].any(), "filler reached a slot"
+
+
+def test_sequences_keep_what_they_have_when_they_and_others_move():
+    """Sequences begin, grow and end in any order; each writes its own number into its row."""
+    model, random = make(context=600), np.random.default_rng(0)
+    cache, name, grown = make_cache(model, 12, 600), 0, 0
+    assert cache.lengths.tolist() == [32, 64, 128, 256, 608]
+    lengths, names = np.zeros(12, np.int64), np.zeros(12)
+    for _ in range(400):
+        before = lengths.copy()
+        lengths = lengths + (lengths > 0) * random.integers(1, 40, 12)
+        lengths[(random.random(12) < 0.02) | (lengths > 600)] = 0
+        begun = (lengths == 0) & (random.random(12) < 0.3)
+        lengths[begun] = random.integers(1, 60, begun.sum())
+        tensors = [rack.k.data_ptr() for rack in cache.racks]
+        moved = reserve(cache, np.maximum(lengths, 1))
+        grown += moved
+        assert moved == (tensors != [rack.k.data_ptr() for rack in cache.racks])
+        for b in np.flatnonzero(lengths):
+            k, v = row_of(cache, b, lengths[b])
+            assert k.shape[1] == lengths[b]
+            if begun[b]:
+                name += 1
+                names[b] = name
+            else:
+                had = k[:, : before[b]], v[:, : before[b]]
+                assert (had[0] == names[b]).all() and (had[1] == -names[b]).all()
+            k.fill_(names[b])
+            v.fill_(-names[b])
+        used = [rack.used for rack in cache.racks]
+        assert used[1:] == [int((cache.rack == i).sum()) for i in range(1, 5)]
+        places = cache.place.tolist()
+        assert len({*places}) == 12 and max(places) < sum(used)
+        for rack in cache.racks[1:]:  # nobody's row belongs to nobody
+            assert not rack.slots[rack.used :].any()
+    assert grown > 5 and name > 50
+    reserve(cache, np.ones(12))
+    assert [rack.used for rack in cache.racks] == [12, 0, 0, 0, 0]
+
+
+def test_a_sequence_that_ended_leaves_its_row_to_others():
+    """A new one in its slot begins in a short row: what it reads hangs on its own length only."""
+    cache = make_cache(make(context=600), 8, 600)
+    assert reserve(cache, needed(8, {3: 500})) and cache.rack[3] == 4
+    assert not reserve(cache, needed(8, {3: 20, 5: 500})) and cache.rack[3] == 0
+    assert cache.rack[5] == 4 and len(cache.racks[4].slots) == 1
+    small, full = bytes_of(cache)
+    assert full == 8 * 608 * 2 * 2 * 2 * 8 * 4 and small == full * (8 * 32 + 608) / (8 * 608)
 
 
 @pytest.mark.parametrize("kind", ["dsa mean", "dsa indexer"])
@@ -113,7 +190,7 @@ def test_kept_means_are_those_of_the_keys(kind):
     """After prefill, decode and a copied prefix: every complete chunk, whoever wrote it."""
     model, (tokens, other) = make(kind, chunk_size=4), sentences((23, 30))
     cache, ids = make_cache(model, 8, 40), torch.zeros(8, dtype=torch.int64)
-    prefill(model, cache, torch.tensor([5]), [other])
+    prefill(model, cache, [5], [other])
     known = {}
     prefill_groups(model, cache, {2: (7, tokens[:10])}, known)
     prefill_groups(model, cache, {3: (7, tokens[:10])}, known)  # a copy of slot 2
@@ -121,7 +198,7 @@ def test_kept_means_are_those_of_the_keys(kind):
     for at in range(10, 23):
         for slot in (2, 3):
             ids[slot], positions[slot] = tokens[at], at
-        hidden = decode(model, cache, ids, positions, 23)
+        hidden = decode(model, cache, ids, positions)
         assert torch.equal(hidden[2], hidden[3]), f"the copied slot differs at {at}"
     for layer in range(model.config.layers):
         wanted = dsa.chunk_means(cache.scored[layer].flatten(0, 1), cache.tables)
@@ -137,7 +214,8 @@ def test_sparse_decode_reads_no_key_that_was_not_selected(kind):
     """Unselected values may hold anything, even NaN: they are gathered by nobody."""
     model, (tokens,) = make(kind, chunk_size=4, top_k=2), sentences((37,))
     clean = make_cache(model, 8, 40)
-    prefill(model, clean, torch.tensor([1]), [tokens[:36]])
+    prefill(model, clean, [1], [tokens[:36]])
+    k, v = clean.racks[0].k, clean.racks[0].v
     ids, positions = torch.zeros(2, 8, dtype=torch.int64)
     ids[1], positions[1] = tokens[36], 36
     picked, attend = [], dsa.sparse_attention
@@ -148,11 +226,11 @@ def test_sparse_decode_reads_no_key_that_was_not_selected(kind):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dsa, "sparse_attention", spy)
-        wanted = decode(model, clean, ids, positions, 36)[1]
+        wanted = decode(model, clean, ids, positions)[1]
     for layer, sel in enumerate(picked):
         kept = {int(c) - clean.tables.widest for c in sel.flatten() if c >= 0}  # local ids
         assert len(kept) < 9
         for chunk in set(range(10)) - kept:
-            clean.v[layer, 1, 4 * chunk : 4 * chunk + 4] = float("nan")
-            clean.k[layer, 1, 4 * chunk : 4 * chunk + 4] = float("nan")
-    assert torch.equal(decode(model, clean, ids, positions, 36)[1], wanted)
+            v[layer, 1, 4 * chunk : 4 * chunk + 4] = float("nan")
+            k[layer, 1, 4 * chunk : 4 * chunk + 4] = float("nan")
+    assert torch.equal(decode(model, clean, ids, positions)[1], wanted)

@@ -407,9 +407,9 @@ def test_a_model_computes_with_them_what_it_computes_without(scoring):
         hidden = model(pack_tokens([tokens[:5], tokens], DEVICE))
         hidden.square().sum().backward()
         cache = make_cache(model, 2, 32)
-        prefill(model, cache, torch.tensor([1], device=DEVICE), [tokens[:14]])
+        prefill(model, cache, [1], [tokens[:14]])
         ids, positions = (torch.tensor([0, x], device=DEVICE) for x in (tokens[14], 14))
-        step = decode(model, cache, ids, positions, 14)[1]
+        step = decode(model, cache, ids, positions)[1]
         close(step, hidden[-1].detach(), 1e-5)
         found[how] = (hidden.detach(), model.flat_grad, step)
     for got, want in zip(found["triton"], found["spec"], strict=True):

@@ -17,7 +17,7 @@ import torch
 
 import cache as cache_room
 import rollout
-from cache import decode, make_cache, prefill
+from cache import decode, make_cache, prefill, reserve
 from learner import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, alphabet_of, make_task, verify_group
@@ -392,16 +392,19 @@ def test_a_swap_equals_decoding_by_hand(kind, swap):
     t, prompt = done[3], group_of(3).problem["prompt"]
     model.flat.copy_(old)
     cache, keys = make_cache(model, 8, CONTEXT), torch.zeros(8, dtype=torch.int64)
-    prefill(model, cache, torch.tensor([0]), [prompt[:-1]])
+    alone = np.arange(8) == 0
+    reserve(cache, alone * len(prompt) + ~alone)
+    prefill(model, cache, [0], [prompt[:-1]])
     keys[0] = noise_keys(0, 3, 4)[0]
     tokens, positions = torch.zeros(2, 8, dtype=torch.int64)
     for step, at in enumerate(range(len(prompt) - 1, len(t.tokens) - 1)):
         if step == 5:
             model.flat.copy_(new)
             if swap == "recompute":
-                prefill(model, cache, torch.tensor([0]), [t.tokens[:at]])
+                prefill(model, cache, [0], [t.tokens[:at]])
         tokens[0], positions[0] = int(t.tokens[at]), at
-        hidden = decode(model, cache, tokens, positions, at)
+        reserve(cache, alone * (at + 1) + ~alone)
+        hidden = decode(model, cache, tokens, positions)
         logits = hidden @ model.embed_tokens.weight[:LETTERS].t().contiguous()
         noise = torch.from_numpy(uniforms(keys.numpy(), positions.numpy() + 1))
         chosen, logprobs = sample(logits, noise, 1.0)
@@ -839,15 +842,29 @@ def test_finished_groups_and_events_come_in_order():
 def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
     seen = []
 
-    def watched(model, cache, tokens, positions, longest):
-        seen.append((longest, positions.tolist()))
-        return decode(model, cache, tokens, positions, longest)
+    def watched(model, cache, tokens, positions):
+        seen.append((positions.tolist(), [rack.used for rack in cache.racks]))
+        return decode(model, cache, tokens, positions)
 
     monkeypatch.setattr(rollout, "decode", watched)
-    play([group_of(i) for i in range(3)], size=1)
-    assert all(longest == max(positions) for longest, positions in seen)
-    assert all(positions[3:] == [0] * 5 for _, positions in seen)  # idle slots
-    assert max(longest for longest, _ in seen) > 20
+    by = play([group_of(i) for i in range(3)], size=1)["by"]
+    assert by.cache.lengths.tolist() == [32, 64]
+    for positions, used in seen:
+        assert positions[3:] == [0] * 5  # idle slots
+        assert used == [8, sum(at >= 32 for at in positions)]
+    assert {used[1] for _, used in seen} == {0, 1}
+
+
+def test_the_cache_costs_what_sequences_use_and_not_slots_times_capacity():
+    """Task `sum`, whose longest episodes are many times longer than most."""
+    config = Config(task="sum", slots=64)
+    task = task_of(config)
+    generator = make_generator(config, task, make_model(config, task))
+    generate(generator, [Group(i, 0, task.reset(i, "train")) for i in range(32)])
+    racks = generator.cache.racks
+    positions = sum(len(rack.slots) * rack.k.shape[2] for rack in racks)
+    assert racks[-1].k.shape[2] == 304 and len(racks[1].slots) > 3
+    assert positions < 0.35 * 64 * 304
 
 
 @pytest.mark.parametrize("attention", ["dense", "dsa"])
