@@ -76,6 +76,19 @@ def batch_metrics(groups: list[Group], version: int) -> dict:
     }
 
 
+def asynchronous_facts(run) -> dict:
+    """What only an asynchronous run can say about itself, for its summary."""
+    seconds = time.monotonic() - (run.begun or run.log.start)
+    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    learner = run.log.seconds["train"] / seconds
+    return {
+        "staleness_bound": run.config.max_staleness,
+        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
+        "ledger": run.ledger.totals(),
+        "workers_lost": run.lost,
+    }
+
+
 def summarise(run: Path, facts: dict) -> str:
     """Write summary.json from a run's metrics and `facts`, draw its pictures; returns the verdict.
 

@@ -198,8 +198,7 @@ class GPT(nn.Module):
             self.output = self.embed_tokens
             if not config.tied:
                 self.output = nn.Embedding(config.vocab_size, config.width)
-        rope = rope_table(config) if config.positions == "rope" else None
-        self.register_buffer("rope", rope, persistent=False)
+        self.rope = rope_table(config)
         self.flatten("cpu", dtype)
         if seed is not None:
             self.initialise(seed)
@@ -239,8 +238,7 @@ class GPT(nn.Module):
                     new.copy_(p.flatten())
                 setattr(module, name, nn.Parameter(new.view_as(p), trained))
             setattr(self, "flat" if trained else "frozen", flat)
-        if self.rope is not None:
-            self.rope = self.rope.to(device)
+        self.rope = self.rope.to(device)
         self.__dict__.pop("flat_grad", None)
 
     @cached_property

@@ -15,12 +15,11 @@ unbounded number parser or to a regular expression that backtracks.
 `python bench.py episode [SPEC ...]` prints a sample episode of each task.
 """
 
-import contextlib
 import importlib
 import json
+import math
 import re
 import runpy
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
@@ -159,11 +158,13 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     if not ids or len(ids & {*tokenizer.alphabet}) < len(alphabet_of(task)):
         need = f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
         raise TaskError(f"alphabet {task.alphabet!r:.80}: {need}")
-    if task.stop is None and ids & {*tokenizer.stop}:
-        task = replace(task, stop=frozenset(tokenizer.stop) & ids)
-    if task.stop is None or not task.stop <= ids:
-        stop = set(task.stop or tokenizer.stop)
-        raise TaskError(f"stop {stop}: must be in the alphabet, or no answer can end")
+    stop = task.stop
+    if stop is None:
+        stop = frozenset(tokenizer.stop)
+        stop = stop & ids or stop
+    if not stop <= ids:
+        raise TaskError(f"stop {set(stop)}: must be in the alphabet, or no answer can end")
+    task = replace(task, stop=stop)
     for split in ("train", "eval"):
         problem_of(task, 0, split)
     return task
@@ -221,6 +222,12 @@ def _replay(task, problem, answers):
     return tuple(rewards)
 
 
+def _verdict(answers: Sequence[str], rewards: tuple | None, error: str | None) -> Verdict:
+    if error:
+        return Verdict(0.0, (0.0,) * len(answers), error)
+    return Verdict(sum(rewards), rewards, None)
+
+
 def verify(
     task: Task,
     problem: dict,
@@ -231,10 +238,8 @@ def verify(
 
     An episode that was cut off before its end keeps the rewards of the turns it had.
     """
-    rewards, error = limits.guarded("verifier", seconds, _replay, task, problem, answers)
-    if error:
-        return Verdict(0.0, (0.0,) * len(answers), error)
-    return Verdict(sum(rewards), rewards, None)
+    found = limits.guarded("verifier", seconds, _replay, task, problem, answers)
+    return _verdict(answers, *found)
 
 
 def verify_group(
@@ -245,24 +250,48 @@ def verify_group(
 ) -> list[Verdict]:
     """Verify every episode of a group (runtime/messages.py), each within the limits of `config`.
 
-    Equal answers are verified once: `step` is a pure function. `alive` is called before each
-    verdict that may take as long as one limit.
+    Equal answers are verified once: `step` is a pure function. `alive`: see `ask`.
     """
     episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
-    verdicts, seconds = {}, config.reward_seconds
-    with limits.memory_limit(config.reward_memory):
-        # One alarm for all: to arm one for each costs 8% of the episodes a second of `guess`.
-        with contextlib.suppress(limits.OutOfTime), limits.time_limit(seconds):
-            for answers in dict.fromkeys(episodes):
-                verdict = verify(task, group.problem, answers, seconds=None)
-                if verdict.error == "verifier_timeout":
-                    break
-                verdicts[answers] = verdict
-        for answers in episodes:
-            if answers not in verdicts:  # out of time: the rest one by one
-                alive()
-                verdicts[answers] = verify(task, group.problem, answers, seconds)
-    return [verdicts[answers] for answers in episodes]
+    different = list(dict.fromkeys(episodes))
+    judge = partial(_replay, task, group.problem)
+    found = ask("verifier", judge, [(answers,) for answers in different], config, alive)
+    verdicts = dict(zip(different, found, strict=True))
+    return [_verdict(answers, *verdicts[answers]) for answers in episodes]
+
+
+def ask(
+    who: str,
+    function: Callable,
+    requests: list[tuple],
+    config,
+    alive: Callable = lambda: None,
+    patience: float = math.inf,
+) -> list[tuple]:
+    """(function(*request), None) for each request, or (None, why it failed): "WHO_timeout" or
+    "WHO_error: ...". Each may take as long as one limit, and `alive` is called before it does.
+
+    After as many timeouts as there is `patience` for, the others are not asked any more.
+    """
+    found: list = []
+    late = None, f"{who}_timeout"
+    while len(found) < len(requests):
+        if found.count(late) == patience:
+            return found + [late] * (len(requests) - len(found))
+        alive()
+        first = len(found)
+        try:
+            # One limit for all: to arm one for each costs 8% of the episodes a second of `guess`.
+            with limits.memory_limit(config.reward_memory):
+                with limits.time_limit(config.reward_seconds):
+                    for request in requests[first:]:
+                        found.append((function(*request), None))
+        except limits.OutOfTime:
+            if len(found) == first:  # it had the whole limit; any other is asked again
+                found.append(late)
+        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
+            found.append((None, f"{who}_error: {limits.describe(error)}"))
+    return found
 
 
 # ---- the talk of a generator with a task ----
@@ -303,24 +332,8 @@ def make_environment(config: Config, task: Task) -> Environment:
 
 def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
     """The task's replies to all turns that ended at one token boundary: see `Environment`."""
-    replies: list = []
-    seconds = config.reward_seconds
-    while len(replies) < len(requests):
-        if replies.count("env_timeout") == 3:  # no more patience at this token boundary
-            return replies + ["env_timeout"] * (len(requests) - len(replies))
-        asked, begin = len(replies), time.monotonic()
-        try:
-            # one limit for all of them: to arm it costs more than most turns
-            with limits.memory_limit(config.reward_memory), limits.time_limit(seconds):
-                for request in requests[asked:]:
-                    asked, begin = len(replies), time.monotonic()
-                    replies.append(reply(task, *request))
-        except limits.OutOfTime:  # whoever used little of the limit is asked again
-            if asked == len(replies) and time.monotonic() - begin > 0.5 * seconds:
-                replies.append("env_timeout")
-        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
-            replies.append(f"env_error: {limits.describe(error)}")
-    return replies
+    found = ask("env", partial(reply, task), requests, config, patience=3)
+    return [reason or observation for observation, reason in found]
 
 
 def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> list[int] | None:

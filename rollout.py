@@ -42,8 +42,7 @@ def naive_generate(model: GPT, prompt: list[int], environment, noise_key: int, t
 
     Returns the tokens, prompt included, and the log-probs of those that were sampled.
     """
-    alphabet = torch.from_numpy(environment.alphabet)
-    tokens, logprobs = list(prompt), []
+    alphabet, tokens, logprobs = torch.from_numpy(environment.alphabet), list(prompt), []
     for _ in range(environment.turn_tokens):
         hidden = model(pack_tokens([tokens]))  # [T, d]
         logits = model.logits(hidden[-1:], alphabet)  # [1, V]
@@ -233,7 +232,6 @@ class Generator:
         self.prompts.clear()  # an episode must not depend on when its siblings began
         if self.head is not None:
             self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
-        self.counts["swaps"] += 1
         self._event("swap", -1, len(occupied))
         for b in occupied:
             self.episodes[b].swaps += [int(self.cached[b]), version]

@@ -18,7 +18,7 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
-from bench import replay
+from bench import asynchronous_facts, replay
 from learner import learner_step, new_groups
 from runtime.books import close_step, exit_code, finish
 from runtime.config import Config, TrainingStopped, run_main
@@ -64,7 +64,7 @@ def train(config: Config) -> None:
             close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values())
         settle(run)
         save(run)
-        finish(run, facts_of(run))  # before anything is torn down
+        finish(run, asynchronous_facts(run))  # before anything is torn down
     print(table(run.ledger.totals()))
     exit_code(run)
 
@@ -181,19 +181,6 @@ def verify_again(
         else:
             verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(group.trajectories)
             land(run, group, Judgement(verdicts, time.monotonic(), 0.0), worker.name)
-
-
-def facts_of(run: AsyncRun) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.begun or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
-    learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }
 
 
 if __name__ == "__main__":
