@@ -150,7 +150,7 @@ class Buffer:
 # ---- a batch ----
 
 
-def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
+def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list:
     """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
 
     What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
@@ -159,7 +159,7 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
     """
     if learners > 1:
         token_budget = min(token_budget, max(1, sum(lengths) // learners))
-    batches: list[list[int]] = []
+    batches = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):  # stable: deterministic
         if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
             batches.append([])

@@ -438,16 +438,16 @@ class Indexer(nn.Module):
 # ---------------------------------------------------------------------- helpers and checks
 
 
-def _work(x: Tensor) -> Tensor:  # half precision is stored and gathered, never computed in
+def _work(x):  # half precision is stored and gathered, never computed in
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _gather(x: Tensor, rows: Tensor) -> Tensor:  # index_select: x[rows] is 2 to 9 times slower
+def _gather(x, rows):  # index_select: x[rows] is 2 to 9 times slower
     x = x.index_select(0, rows.flatten())
     return _work(x).unflatten(0, rows.shape)
 
 
-def _range(count: int, like: Tensor) -> Tensor:
+def _range(count: int, like: Tensor):
     return torch.arange(count, device=like.device)
 
 

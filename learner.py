@@ -144,7 +144,7 @@ def learner_step(
 
     if config.learners > 1:
         dist.all_reduce(learner.weights.grad)
-        shares: list = [None] * config.learners
+        shares = [None] * config.learners
         dist.all_gather_object(shares, [parts, loss])
         parts = [part for own, _ in shares for part in own]
         loss = sum(own for _, own in shares)
@@ -159,7 +159,7 @@ def learner_step(
     }
 
 
-def samples_of(groups: list[Group], kind: str) -> tuple[list[tuple], Tensor]:
+def samples_of(groups: list[Group], kind: str) -> tuple:
     """What a step learns from, (trajectory, advantage) each, and which groups teach nothing [G]."""
     trajectories = [t for group in groups for t in group.trajectories]
     shape = len(groups), -1  # [G, n]
@@ -300,7 +300,7 @@ def update_weights(
     learner.skipped += not finite
     learner.version += 1
     refresh = config.reference_refresh
-    if learner.reference is not None and refresh and learner.version % refresh == 0:
+    if learner.reference and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)
     return {
         "loss": loss,

@@ -207,7 +207,7 @@ def policy_loss(
     t: Tokens,
     count: float,
     c: Constants = PUBLISHED,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict]:
     """The loss by one of OBJECTIVES, a scalar, and which tokens were `clipped`, `capped`: bool [N].
 
     `count`: see `token_mean`. AssertionError when the tensors differ in shape.
@@ -240,7 +240,7 @@ def group_advantages(
     A group with fewer than two valid samples or with equal rewards is dead: exactly 0 everywhere.
     AssertionError for an unknown kind, or a valid reward that is not finite.
     """
-    assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}"
+    assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {ADVANTAGES}"
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     rewards = rewards.masked_fill(~valid, 0.0)  # a product with `valid` would keep NaN
     assert torch.isfinite(rewards).all(), f"rewards must be finite, got {rewards.tolist()}"
@@ -287,9 +287,9 @@ def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tenso
 def diagnostics(
     t: Tokens,
     entropy: Tensor,
-    touched: dict[str, Tensor],
+    touched: dict,
     reference: Tensor | None = None,
-) -> dict[str, Tensor]:
+) -> dict:
     """What one micro-batch adds to the step's diagnostics, for `merge_diagnostics`: float64 [N].
 
     entropy and reference [N]; `touched` is what `policy_loss` returned. `kl_behaviour`: k3 of
@@ -307,7 +307,7 @@ def diagnostics(
     return {name: each.double() for name, each in values.items()}
 
 
-def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+def merge_diagnostics(parts: list[dict]) -> dict:
     """The step's numbers, from all of its micro-batches.
 
     -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
@@ -326,7 +326,7 @@ def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     }
 
 
-def mismatch(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+def mismatch(parts: list[dict]) -> dict:
     """How far apart two log-probs of a token are, the generator's and the learner's: mean, 99th
     percentile and maximum. With the same weights it is what rounding makes of them."""
     gap = torch.cat([part["ratio"] for part in parts]).log().abs()

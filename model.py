@@ -213,11 +213,13 @@ class GPT(nn.Module):
             if name.endswith(("_a", "_b")):
                 p.normal_(std=len(p) ** -0.5, generator=generator)
                 p.mul_(name.endswith("_a"))
-            elif p.dim() == 2 and not adapters:
+            elif adapters:
+                continue
+            elif p.dim() == 2:
                 if name.endswith("_out"):
                     std *= (2 * self.config.layers) ** -0.5
                 p.normal_(std=std, generator=generator)
-            elif not adapters:
+            else:
                 p.fill_(not name.endswith("bias"))
 
     def trains(self, name: str) -> bool:

@@ -107,8 +107,7 @@ def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> T
     tokenizer = tokenizer or own_tokenizer()
     try:
         make, argument = _find(spec)
-        task = make(argument, seed, tokenizer)
-        task = check_task(task, tokenizer)
+        task = check_task(make(argument, seed, tokenizer), tokenizer)
     except (Exception, SystemExit) as error:
         reason = error if isinstance(error, TaskError) else limits.describe(error)
         raise TaskError(f"task {spec!r}: {reason}") from error
@@ -156,8 +155,10 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     task = replace(task, tokenizer=tokenizer, max_prompt_tokens=task.max_prompt_tokens + chat)
     ids = set(alphabet_of(task).tolist())
     if not ids or len(ids & {*tokenizer.alphabet}) < len(alphabet_of(task)):
-        need = f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
-        raise TaskError(f"alphabet {task.alphabet!r:.80}: {need}")
+        raise TaskError(
+            f"alphabet {task.alphabet!r:.80}: "
+            f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
+        )
     stop = task.stop
     if stop is None:
         stop = frozenset(tokenizer.stop)
@@ -180,11 +181,13 @@ def problem_of(task: Task, index: int, split: str) -> dict:
         raise TaskError(f"{where}: {limits.describe(error)}") from error
     prompt = problem.get("prompt") if isinstance(problem, dict) else None
     if not prompt or not isinstance(prompt, str):
-        need = "must be a dict with a 'prompt', a str that is not empty"
-        raise TaskError(f"{where} returned {problem!r:.80}, {need}")
-    if (size := len(task.tokenizer.encode_prompt(prompt))) > task.max_prompt_tokens:
-        least = f"max_prompt_tokens must be {size}, is {task.max_prompt_tokens}"
-        raise TaskError(f"{where}: {least}")
+        raise TaskError(
+            f"{where} returned {problem!r:.80}, "
+            "must be a dict with a 'prompt', a str that is not empty"
+        )
+    size = len(task.tokenizer.encode_prompt(prompt))
+    if size > task.max_prompt_tokens:
+        raise TaskError(f"{where}: max_prompt_tokens must be {size}, is {task.max_prompt_tokens}")
     return problem
 
 
@@ -198,9 +201,10 @@ def capacity_of(config: Config, task: Task) -> int:
     """Positions that an episode of a task may fill; raises UserError when it needs more."""
     least, capacity = task.context, config.context or task.context
     if not least <= capacity <= LONGEST_CONTEXT:
-        longest = f"the longest prompt of task {config.task} has {task.max_prompt_tokens} tokens"
-        limits = f"must be at least {least} ({longest}) and at most {LONGEST_CONTEXT}"
-        raise UserError(f"--context {capacity}: {limits}")
+        raise UserError(
+            f"--context {capacity}: must be at least {least} (the longest prompt of task "
+            f"{config.task} has {task.max_prompt_tokens} tokens) and at most {LONGEST_CONTEXT}"
+        )
     return capacity
 
 
@@ -222,71 +226,58 @@ def _replay(task, problem, answers):
     return tuple(rewards)
 
 
-def _verdict(answers: Sequence[str], rewards: tuple | None, error: str | None) -> Verdict:
-    if error:
-        return Verdict(0.0, (0.0,) * len(answers), error)
-    return Verdict(sum(rewards), rewards, None)
+def verify_group(group, task: Task, config, alive: Callable = lambda: None) -> list[Verdict]:
+    """Verify every episode of a group (runtime/messages.py): see `verify`."""
+    episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
+    return verify(task, group.problem, episodes, config, alive)
 
 
 def verify(
     task: Task,
     problem: dict,
-    answers: Sequence[str],
-    seconds: float | None = 1.0,
-) -> Verdict:
-    """Play an episode again from its text and judge it; nothing in the answers can raise.
-
-    An episode that was cut off before its end keeps the rewards of the turns it had.
-    """
-    found = limits.guarded("verifier", seconds, _replay, task, problem, answers)
-    return _verdict(answers, *found)
-
-
-def verify_group(
-    group,
-    task: Task,
+    episodes: list[tuple],  # the answers of each
     config,
     alive: Callable = lambda: None,
 ) -> list[Verdict]:
-    """Verify every episode of a group (runtime/messages.py), each within the limits of `config`.
+    """Play episodes again from their text and judge them, each within the limits of `config` (see
+    `ask`); nothing in the answers can raise.
 
-    Equal answers are verified once: `step` is a pure function. `alive`: see `ask`.
+    An episode that was cut off before its end keeps the rewards of the turns it had. Equal answers
+    are verified once: `step` is a pure function.
     """
-    episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
     different = list(dict.fromkeys(episodes))
-    judge = partial(_replay, task, group.problem)
-    found = ask("verifier", judge, [(answers,) for answers in different], config, alive)
-    verdicts = dict(zip(different, found, strict=True))
-    return [_verdict(answers, *verdicts[answers]) for answers in episodes]
+    found = ask("verifier", partial(_replay, task, problem), different, config, alive)
+    verdicts = {}
+    for answers, (rewards, error) in zip(different, found, strict=True):
+        rewards = rewards or (0.0,) * len(answers)
+        verdicts[answers] = Verdict(sum(rewards), rewards, error)
+    return [verdicts[answers] for answers in episodes]
 
 
 def ask(
     who: str,
-    function: Callable,
-    requests: list[tuple],
+    function: Callable,  # of a request
+    requests: list,
     config,
     alive: Callable = lambda: None,
-    patience: float = math.inf,
+    patience=math.inf,  # after so many timeouts the others are not asked any more
 ) -> list[tuple]:
-    """(function(*request), None) for each request, or (None, why it failed): "WHO_timeout" or
-    "WHO_error: ...". Each may take as long as one limit, and `alive` is called before it does.
-
-    After as many timeouts as there is `patience` for, the others are not asked any more.
-    """
-    found: list = []
+    """(result, None) for each request, or (None, why it failed): "WHO_timeout", "WHO_error: ...".
+    Each may take as long as one limit; `alive` is called when that time has passed."""
+    found = []
     late = None, f"{who}_timeout"
     while len(found) < len(requests):
         if found.count(late) == patience:
             return found + [late] * (len(requests) - len(found))
-        alive()
         first = len(found)
         try:
             # One limit for all: to arm one for each costs 8% of the episodes a second of `guess`.
             with limits.memory_limit(config.reward_memory):
                 with limits.time_limit(config.reward_seconds):
                     for request in requests[first:]:
-                        found.append((function(*request), None))
+                        found.append((function(request), None))
         except limits.OutOfTime:
+            alive()
             if len(found) == first:  # it had the whole limit; any other is asked again
                 found.append(late)
         except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
@@ -330,9 +321,9 @@ def make_environment(config: Config, task: Task) -> Environment:
     )
 
 
-def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
+def respond(task: Task, config: Config, requests: list[tuple]) -> list:
     """The task's replies to all turns that ended at one token boundary: see `Environment`."""
-    found = ask("env", partial(reply, task), requests, config, patience=3)
+    found = ask("env", lambda request: reply(task, *request), requests, config, patience=3)
     return [reason or observation for observation, reason in found]
 
 

@@ -368,11 +368,9 @@ class Generator:
                 del self.replies[b]
                 self._go_on(b, *(future.result() if done else ["env_timeout"]))
 
-    def _go_on(self, b: int, reply: list[int] | None | str) -> None:
-        """After a turn: begin the next one, or end the episode, and free its slot.
-
-        A group leaves when all its samples are in.
-        """
+    def _go_on(self, b: int, reply) -> None:
+        """After a turn: begin the next one with this reply of the environment (see `Environment`),
+        or end the episode, and free its slot. A group leaves when all its samples are in."""
         if isinstance(reply, list):
             if self.known[b] + len(reply) < self.capacity:
                 return self._begin_turn(b, reply)

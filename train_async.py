@@ -55,8 +55,10 @@ def train(config: Config) -> None:
             with log.timed("learner", "train", version=version, groups=run.training) as event:
                 metrics = learner_step(learner, batch, config)
                 run.training = []
-                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
-                event |= {"in_flight": len(run.in_flight), "of": config.steps}
+                event["loss"] = metrics["loss"]
+                event["grad_norm"] = metrics["grad_norm"]
+                event["in_flight"] = len(run.in_flight)
+                event["of"] = config.steps
             with log.timed("learner", "publish", version=learner.version):
                 run.mailbox.publish(learner.version, learner.model.flat)
             admit(run)  # before anything slow

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from judge import verify
 
 import reward
-from reward import Step, make_task, verify
+from reward import Step, make_task
 from runtime.tokenizer import END, own_tokenizer
 
 encode, decode_bytes = own_tokenizer().encode, own_tokenizer().decode_bytes
