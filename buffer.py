@@ -19,7 +19,6 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
-from collections.abc import Container
 
 from runtime.messages import Group, Trajectory
 
@@ -74,7 +73,7 @@ class Buffer:
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def starts(self, without: Container[int] = ()) -> list[int]:
+    def starts(self, without=()) -> list[int]:
         """Where the outstanding groups started, ascending."""
         return sorted(self.outstanding[group] for group in self.outstanding if group not in without)
 

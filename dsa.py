@@ -102,7 +102,7 @@ class Tables(NamedTuple):
 def packed_tables(
     cu_seqlens: Tensor,
     chunk_size: int,
-    capacity: int | None = None,
+    capacity=None,
 ) -> Tables:
     """Tables for sequences packed one after the other, where query n is key row n.
 

@@ -172,7 +172,7 @@ def samples_of(groups: list[Group], kind: str) -> tuple:
 
 def token_logprobs(
     model: GPT,
-    batch: list[tuple],
+    batch: list,
     learner: Learner,
     config: Config,
 ):
@@ -232,7 +232,7 @@ def generated_logprobs(
 
 def micro_batch_loss(
     learner: Learner,
-    batch: list[tuple],
+    batch: list,
     measured: bool,
     count: int,
     config: Config,

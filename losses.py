@@ -207,7 +207,7 @@ def policy_loss(
     t: Tokens,
     count: float,
     c: Constants = PUBLISHED,
-) -> tuple[Tensor, dict]:
+) -> tuple:
     """The loss by one of OBJECTIVES, a scalar, and which tokens were `clipped`, `capped`: bool [N].
 
     `count`: see `token_mean`. AssertionError when the tensors differ in shape.
@@ -229,9 +229,7 @@ ADVANTAGES = ("grpo", "mean", "rloo")
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
 
 
-def group_advantages(
-    rewards: Tensor, kind: str, valid: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def group_advantages(rewards: Tensor, kind: str, valid=None) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
     `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
@@ -288,7 +286,7 @@ def diagnostics(
     t: Tokens,
     entropy: Tensor,
     touched: dict,
-    reference: Tensor | None = None,
+    reference=None,
 ) -> dict:
     """What one micro-batch adds to the step's diagnostics, for `merge_diagnostics`: float64 [N].
 
@@ -349,7 +347,7 @@ class Damper:
     lr_factor: float = 0.6
     reference_factor: float = 2.0
     size: int = 1000
-    window: tuple[float, ...] = ()
+    window: tuple = ()
 
 
 def observe(damper: Damper, kl: float) -> Damper:

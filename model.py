@@ -148,7 +148,7 @@ class Layer(nn.Module):
             self.register_parameter(f"{name}_a", parameter(rows, c.lora))
             self.register_parameter(f"{name}_b", parameter(c.lora, columns))
 
-    def project(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+    def project(self, name: str, x: Tensor, add=None) -> Tensor:
         """x @ W, W one of MATRICES, plus `add`; with adapters x @ (W + 2 A B) (LoRA, arXiv
         2106.09685, with alpha = 2 r)."""
         W = getattr(self, name)
@@ -263,7 +263,7 @@ class GPT(nn.Module):
         twin.frozen.copy_(self.frozen)
         return twin
 
-    def on(self, device, dtype: torch.dtype | None = None) -> "GPT":
+    def on(self, device, dtype=None) -> "GPT":
         """Move to a device (and a precision), flat tensors included, if it is not there already;
         "cuda" is the current CUDA device."""
         here = self.flat[:0]
@@ -327,7 +327,7 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def merged(model: GPT, into: GPT | None = None) -> GPT:
+def merged(model: GPT, into=None) -> GPT:
     """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before.
     A model that has none is returned as it is."""
     if not model.config.lora:
@@ -410,7 +410,7 @@ def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None
 def attend_packed(
     config: ModelConfig,
     packed: Packed,
-    capacity: int | None = None,
+    capacity=None,
 ) -> Callable:
     """The attention function of a packed forward: dense or sparse, as the model is configured.
 

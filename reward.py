@@ -20,7 +20,7 @@ import json
 import math
 import re
 import runpy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
     """A judged episode; with an error ("verifier_timeout", "verifier_error: ...") all rewards 0."""
 
     reward: float  # the sum of the turn rewards
-    turn_rewards: tuple[float, ...]  # one per answer
+    turn_rewards: tuple  # one per answer
     error: str | None
 
 
@@ -58,8 +58,8 @@ class TaskError(UserError):
 class Task:
     """What is learned: two pure functions and the sizes that they keep to."""
 
-    reset: Callable[[int, str], dict]  # (index, "train" | "eval") -> problem with a "prompt"
-    step: Callable[[dict, Sequence[str]], Step]  # (problem, answers so far, the newest last)
+    reset: Callable  # (index, "train" | "eval") -> problem with a "prompt"
+    step: Callable  # (problem, answers so far, the newest last) -> Step
     alphabet: tuple[int, ...] | None  # token ids the policy may emit; None: all that are text
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
@@ -125,7 +125,7 @@ def own_file(spec: str) -> re.Match | None:
     return None if name in TASKS else re.fullmatch(r"(.+?\.py)(?::(.+))?", spec, re.DOTALL)
 
 
-def _find(spec: str) -> tuple[Callable, str]:
+def _find(spec: str) -> tuple:
     """The function `make` that a spec names, and its argument."""
     name, colon, argument = spec.partition(":")
     if name in TASKS and bool(colon) == bool(argument):
@@ -235,7 +235,7 @@ def verify_group(group, task: Task, config, alive: Callable = lambda: None) -> l
 def verify(
     task: Task,
     problem: dict,
-    episodes: list[tuple],  # the answers of each
+    episodes: list,  # the answers of each
     config,
     alive: Callable = lambda: None,
 ) -> list[Verdict]:
@@ -261,7 +261,7 @@ def ask(
     config,
     alive: Callable = lambda: None,
     patience=math.inf,  # after so many timeouts the others are not asked any more
-) -> list[tuple]:
+) -> list:
     """(result, None) for each request, or (None, why it failed): "WHO_timeout", "WHO_error: ...".
     Each may take as long as one limit; `alive` is called when that time has passed."""
     found = []
@@ -321,13 +321,13 @@ def make_environment(config: Config, task: Task) -> Environment:
     )
 
 
-def respond(task: Task, config: Config, requests: list[tuple]) -> list:
+def respond(task: Task, config: Config, requests: list) -> list:
     """The task's replies to all turns that ended at one token boundary: see `Environment`."""
     found = ask("env", lambda request: reply(task, *request), requests, config, patience=3)
     return [reason or observation for observation, reason in found]
 
 
-def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> list[int] | None:
+def reply(task: Task, problem: dict, tokens, turns) -> list[int] | None:
     """Token ids of the observation, None when the episode is over; whatever `step` raises."""
     step = task.step(problem, split_answers(task, tokens, turns))
     if step.done:
@@ -341,7 +341,7 @@ def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> 
     return observation
 
 
-def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> list[str]:
+def split_answers(task: Task, tokens, turns) -> list[str]:
     """The text of each turn (start, stop) in a trajectory's tokens, without its stop token.
 
     Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.

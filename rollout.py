@@ -37,7 +37,7 @@ COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
 
 
 @torch.no_grad()
-def naive_generate(model: GPT, prompt: list[int], environment, noise_key: int, temperature=1.0):
+def naive_generate(model: GPT, prompt: list, environment, noise_key: int, temperature=1.0):
     """The idea: one turn, one token at a time, everything computed again for each.
 
     Returns the tokens, prompt included, and the log-probs of those that were sampled.
@@ -67,7 +67,7 @@ def mix(x):
 
 
 @lru_cache(1024)
-def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
+def noise_keys(seed: int, group_id: int, group_size: int) -> list:
     """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
     low, high = 0x9E3779B9, 0x85EBCA6B
     for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
@@ -279,7 +279,7 @@ class Generator:
             self.captures.clear()
         prefill_groups(self.model, self.cache, prompts, self.prompts)
 
-    def _begin_turn(self, b: int, tokens: list[int]) -> None:
+    def _begin_turn(self, b: int, tokens: list) -> None:
         """Append a prompt or an observation; what follows is the policy's turn."""
         episode, start = self.episodes[b], self.known[b]
         stop = start + len(tokens)
@@ -337,7 +337,7 @@ class Generator:
         ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
         self._end_turns(rows[ended].tolist())
 
-    def _end_turns(self, ended: list[int]) -> None:
+    def _end_turns(self, ended: list) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
         environment = self.environment
         requests = {}

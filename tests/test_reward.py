@@ -90,7 +90,7 @@ def failing_step(problem, answers):
     if answers[-1] == "raise":
         raise RuntimeError("several\nlines " + "x" * 1000)
     if answers[-1] == "recurse":
-        return failing_step(problem, answers + ["recurse"])
+        return failing_step(problem, [*answers, "recurse"])
     if answers[-1] == "sleep":
         time.sleep(30)
     while answers[-1] == "spin":
