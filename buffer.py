@@ -63,7 +63,12 @@ class Buffer:
     train whatever is complete, discard a group that is older than eta (it favours quick answers).
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        on_stale: str = "wait",
+    ):
         assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
         self.groups_per_step = groups_per_step
@@ -100,8 +105,8 @@ class Buffer:
         start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
             return False
-        oldest = group.oldest
-        assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
+        said = f"group {group.group_id}: token of version {group.oldest} < start {start}"
+        assert group.oldest >= start, said
         self.completed[group.group_id] = group
         return True
 
@@ -141,15 +146,19 @@ class Buffer:
         batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
         for group in batch:
             del self.outstanding[group.group_id]
-            worst = staleness(group, version)
-            assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
+            age = staleness(group, version)
+            assert age <= self.eta, f"group {group.group_id}: staleness {age} > {self.eta}"
         return batch
 
 
 # ---- a batch ----
 
 
-def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list:
+def pack(
+    lengths: list,
+    token_budget: int,
+    learners: int = 1,
+) -> list:
     """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
 
     What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,

@@ -100,20 +100,19 @@ class Tables(NamedTuple):
 
 
 def packed_tables(
-    cu_seqlens: Tensor,
+    edges: Tensor,  # cu_seqlens
     chunk_size: int,
     capacity=None,
 ) -> Tables:
     """Tables for sequences packed one after the other, where query n is key row n.
 
-    cu_seqlens: int64 [sequences + 1], 0 first, never decreasing, the number of tokens last;
+    edges: int64 [sequences + 1], 0 first, never decreasing, the number of tokens last;
     the tables lie on its device. Chunks start anew with every sequence. Shapes are made for
     sequences of `capacity` tokens, by default the longest here; with a fixed capacity a sequence's
     result is bitwise the same whatever it is packed with, as a generator's prefill wants it.
     """
     power = chunk_size.bit_count() == 1 and 1 <= chunk_size <= 512
     assert power, f"chunk_size must be a power of two from 1 to 512, got {chunk_size}"
-    edges = cu_seqlens
     lengths = edges.diff()
     rising = edges[0] == 0 < edges[-1] and (lengths >= 0).all()
     assert rising, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}"

@@ -94,10 +94,14 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
         "exp_avg": torch.zeros_like(flat),
         "exp_avg_sq": torch.zeros_like(flat),
     }
-    damper = losses.Damper(threshold=config.kl_threshold)
-    alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
-    reference = copy.deepcopy(model) if config.reference_every else None
-    return Learner(model, flat, optimizer, damper, alphabet, reference)
+    return Learner(
+        model,
+        flat,
+        optimizer,
+        damper=losses.Damper(threshold=config.kl_threshold),
+        alphabet=torch.from_numpy(alphabet_of(task)).to(flat.device),
+        reference=copy.deepcopy(model) if config.reference_every else None,
+    )
 
 
 def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
@@ -127,8 +131,11 @@ def learner_step(
     begin = time.monotonic()
     samples, dead = samples_of(groups, config.advantage)
     count = sum(t.generated for t, _ in samples)
-    lengths = [len(t.tokens) for t, _ in samples]
-    batches = pack(lengths, config.token_budget, config.learners)
+    batches = pack(
+        [len(t.tokens) for t, _ in samples],
+        config.token_budget,
+        config.learners,
+    )
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
     learner.weights.grad.zero_()

@@ -238,7 +238,7 @@ def group_advantages(rewards: Tensor, kind: str, valid=None) -> tuple:
     A group with fewer than two valid samples or with equal rewards is dead: exactly 0 everywhere.
     AssertionError for an unknown kind, or a valid reward that is not finite.
     """
-    assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {ADVANTAGES}"
+    assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}"
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     rewards = rewards.masked_fill(~valid, 0.0)  # a product with `valid` would keep NaN
     assert torch.isfinite(rewards).all(), f"rewards must be finite, got {rewards.tolist()}"
@@ -327,9 +327,12 @@ def merge_diagnostics(parts: list[dict]) -> dict:
 def mismatch(parts: list[dict]) -> dict:
     """How far apart two log-probs of a token are, the generator's and the learner's: mean, 99th
     percentile and maximum. With the same weights it is what rounding makes of them."""
-    gap = torch.cat([part["ratio"] for part in parts]).log().abs()
-    p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
-    return {"mean": float(gap.mean()), "p99": float(p99), "max": float(gap.max())}
+    gaps = torch.cat([part["ratio"] for part in parts]).log().abs().sort().values
+    return {
+        "mean": float(gaps.mean()),
+        "p99": float(gaps[math.ceil(0.99 * len(gaps)) - 1]),
+        "max": float(gaps[-1]),
+    }
 
 
 # ---- the KL-window damper ----

@@ -199,10 +199,10 @@ def alphabet_of(task: Task) -> np.ndarray:
 
 def capacity_of(config: Config, task: Task) -> int:
     """Positions that an episode of a task may fill; raises UserError when it needs more."""
-    least, capacity = task.context, config.context or task.context
-    if not least <= capacity <= LONGEST_CONTEXT:
+    capacity = config.context or task.context
+    if not task.context <= capacity <= LONGEST_CONTEXT:
         raise UserError(
-            f"--context {capacity}: must be at least {least} (the longest prompt of task "
+            f"--context {capacity}: must be at least {task.context} (the longest prompt of task "
             f"{config.task} has {task.max_prompt_tokens} tokens) and at most {LONGEST_CONTEXT}"
         )
     return capacity

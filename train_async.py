@@ -119,7 +119,8 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
     match message:
         case Answer(_, group, judgement, events):
             for at, kind, group_id, version, details in events:
-                run.log.event(worker.name, kind, at, group=group_id, version=version, **details)
+                details |= {"group": group_id, "version": version}
+                run.log.event(worker.name, kind, at, **details)
             if judgement:  # verified, too
                 land(run, group, judgement, worker.name)
         case Silent(reason):
