@@ -78,7 +78,7 @@ class Buffer:
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def starts(self, without=()) -> list[int]:
+    def starts(self, without=()) -> list:
         """Where the outstanding groups started, ascending."""
         return sorted(self.outstanding[group] for group in self.outstanding if group not in without)
 
@@ -141,7 +141,7 @@ class Buffer:
                 return self.take(chosen, version)
         return None
 
-    def take(self, chosen: list[int], version: int) -> list[Group]:
+    def take(self, chosen: list, version: int) -> list[Group]:
         """Remove a batch; the theorem is asserted on the tokens themselves, not on bookkeeping."""
         batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
         for group in batch:

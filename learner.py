@@ -20,11 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import losses
 from buffer import pack
-from model import GPT, Packed, pack_tokens, padded
+from model import GPT, Packed, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
@@ -88,7 +87,13 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     flat.grad = model.flat_grad.float()  # the same memory in float32, as `flat`
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        [flat],
+        config.lr,
+        betas=(0.7, 0.99),
+        weight_decay=0.0,
+        fused=True,
+    )
     optimizer.state[flat] = {  # there from the beginning
         "step": flat.new_zeros(()),
         "exp_avg": torch.zeros_like(flat),
@@ -231,9 +236,8 @@ def generated_logprobs(
     size = PIECE // len(alphabet)
     if len(rows) <= size:
         return piece(hidden, targets)
-    again = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     firsts = range(0, len(rows), size)
-    pieces = map(again, hidden.split(size), targets.split(size), firsts)
+    pieces = map(partial(recomputed, piece), hidden.split(size), targets.split(size), firsts)
     return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
 
 

@@ -229,7 +229,11 @@ ADVANTAGES = ("grpo", "mean", "rloo")
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
 
 
-def group_advantages(rewards: Tensor, kind: str, valid=None) -> tuple:
+def group_advantages(
+    rewards,  # [G, n]
+    kind: str,
+    valid=None,  # bool [G, n]
+) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
     `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
@@ -305,7 +309,7 @@ def diagnostics(
     return {name: each.double() for name, each in values.items()}
 
 
-def merge_diagnostics(parts: list[dict]) -> dict:
+def merge_diagnostics(parts: list) -> dict:
     """The step's numbers, from all of its micro-batches.
 
     -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
@@ -324,7 +328,7 @@ def merge_diagnostics(parts: list[dict]) -> dict:
     }
 
 
-def mismatch(parts: list[dict]) -> dict:
+def mismatch(parts: list) -> dict:
     """How far apart two log-probs of a token are, the generator's and the learner's: mean, 99th
     percentile and maximum. With the same weights it is what rounding makes of them."""
     gaps = torch.cat([part["ratio"] for part in parts]).log().abs().sort().values

@@ -16,7 +16,7 @@ Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import dsa
 
 LORA_SCALE = 2.0
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")  # of a layer; each may have adapters
 PAD_BLOCK = 16  # attention over 13 tokens takes longer than over 16, a register of AVX-512
 
@@ -306,7 +307,7 @@ class GPT(nn.Module):
         for number, layer in enumerate(self.layers):
             arguments = (x, number, layer, rows if number == last else None)
             if self.config.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+                x = recomputed(block, *arguments)
             else:
                 x = block(*arguments)
         return self.norm(x)

@@ -60,11 +60,11 @@ class Task:
 
     reset: Callable  # (index, "train" | "eval") -> problem with a "prompt"
     step: Callable  # (problem, answers so far, the newest last) -> Step
-    alphabet: tuple[int, ...] | None  # token ids the policy may emit; None: all that are text
+    alphabet: tuple | None  # token ids the policy may emit; None: all that are text
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
     max_turns: int = 1
-    stop: frozenset[int] | None = None  # ends a turn (None: the tokenizer's); empty: full turns
+    stop: frozenset | None = None  # ends a turn (None: the tokenizer's); empty: full turns
     observation_tokens: int = 0  # most tokens of one observation
     eval_size: int = 256  # held out: reset(0 .. eval_size - 1, "eval"), the same for every seed
     solved: float = 1.0  # an episode with this reward or more counts as solved
@@ -226,7 +226,12 @@ def _replay(task, problem, answers):
     return tuple(rewards)
 
 
-def verify_group(group, task: Task, config, alive: Callable = lambda: None) -> list[Verdict]:
+def verify_group(
+    group,
+    task: Task,
+    config,
+    alive: Callable = lambda: None,
+) -> list[Verdict]:
     """Verify every episode of a group (runtime/messages.py): see `verify`."""
     episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
     return verify(task, group.problem, episodes, config, alive)
@@ -300,7 +305,7 @@ class Environment:
     encode_prompt: Callable  # problem -> its prompt's token ids
     respond: Callable
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
-    stop: frozenset[int]  # token ids that end a turn
+    stop: frozenset  # token ids that end a turn
     turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
     max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
     beside: bool = False  # run `respond` in a thread, beside generation
@@ -327,7 +332,7 @@ def respond(task: Task, config: Config, requests: list) -> list:
     return [reason or observation for observation, reason in found]
 
 
-def reply(task: Task, problem: dict, tokens, turns) -> list[int] | None:
+def reply(task: Task, problem: dict, tokens, turns) -> list | None:
     """Token ids of the observation, None when the episode is over; whatever `step` raises."""
     step = task.step(problem, split_answers(task, tokens, turns))
     if step.done:

@@ -206,7 +206,7 @@ class Generator:
         self.counts.update(decode=now - refilled, busy=now - begin)
         return True
 
-    def take_finished(self) -> list[Group]:
+    def take_finished(self) -> list:
         """Groups that are complete, in order of completion; each is handed out once."""
         finished, self.finished = self.finished, []
         return finished
