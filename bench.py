@@ -10,8 +10,8 @@
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
-# Trainers come here, too: `batch_metrics` is what a step says about its batch, `summarise` what a run
-# says about itself when it ends.
+# Trainers come here, too: `batch_metrics` is what a step says about its batch, `summarise` what a
+# run says about itself when it ends.
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
