@@ -10,7 +10,8 @@
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
-# Trainers come here, too, when they end: `finish` lets a run say what it was.
+# Trainers come here, too: `batch_metrics` is what a step says of its batch, `finish` lets a run say
+# what it was.
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
@@ -23,8 +24,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
+from buffer import staleness
 from reward import TASKS, Task, make_task, own_file
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, UserError, fail, parse, printable
@@ -66,6 +69,34 @@ FLAGS = {
 @dataclass(frozen=True)
 class NoFlags:
     """A measurement without flags of its own."""
+
+
+def batch_metrics(groups: list[Group], version: int) -> dict:
+    """What can be said of a batch that has trained `version` without a look at the policy."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if not t.failed]
+    ages = [staleness(t, version) for t in trajectories]
+    return {
+        "reward": float(np.mean(rewards or [0.0])),
+        "samples": len(trajectories),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
+    }
+
+
+def asynchronous_facts(run) -> dict:
+    """What only an asynchronous run can say about itself, for its summary."""
+    seconds = time.monotonic() - (run.begun or run.log.start)
+    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    learner = run.log.seconds["train"] / seconds
+    return {
+        "staleness_bound": run.config.max_staleness,
+        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
+        "ledger": run.ledger.totals(),
+        "workers_lost": run.lost,
+    }
 
 
 def finish(run: Run, facts: dict) -> None:

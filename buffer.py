@@ -19,10 +19,6 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Container
-
-import numpy as np
 
 from runtime.messages import Group, Trajectory
 
@@ -67,7 +63,12 @@ class Buffer:
     train whatever is complete, discard a group that is older than eta (it favours quick answers).
     """
 
-    def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        on_stale: str = "wait",
+    ):
         assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
         self.groups_per_step = groups_per_step
@@ -77,7 +78,7 @@ class Buffer:
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def starts(self, without: Container[int] = ()) -> list[int]:
+    def starts(self, without=()) -> list:
         """Where the outstanding groups started, ascending."""
         return sorted(self.outstanding[group] for group in self.outstanding if group not in without)
 
@@ -104,8 +105,8 @@ class Buffer:
         start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
             return False
-        oldest = group.oldest
-        assert oldest >= start, f"group {group.group_id}: token of version {oldest} < start {start}"
+        said = f"group {group.group_id}: token of version {group.oldest} < start {start}"
+        assert group.oldest >= start, said
         self.completed[group.group_id] = group
         return True
 
@@ -140,35 +141,24 @@ class Buffer:
                 return self.take(chosen, version)
         return None
 
-    def take(self, chosen: list[int], version: int) -> list[Group]:
+    def take(self, chosen: list, version: int) -> list[Group]:
         """Remove a batch; the theorem is asserted on the tokens themselves, not on bookkeeping."""
         batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
         for group in batch:
             del self.outstanding[group.group_id]
-            worst = staleness(group, version)
-            assert worst <= self.eta, f"group {group.group_id}: staleness {worst} > {self.eta}"
+            age = staleness(group, version)
+            assert age <= self.eta, f"group {group.group_id}: staleness {age} > {self.eta}"
         return batch
 
 
 # ---- a batch ----
 
 
-def batch_metrics(groups: list[Group], version: int) -> dict:
-    """What can be said of a batch that has trained `version` without a look at the policy."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in trajectories if not t.failed]
-    ages = [staleness(t, version) for t in trajectories]
-    return {
-        "reward": float(np.mean(rewards or [0.0])),
-        "samples": len(trajectories),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
-    }
-
-
-def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[int]]:
+def pack(
+    lengths: list,
+    token_budget: int,
+    learners: int = 1,
+) -> list:
     """Split sequences into micro-batches of at most `token_budget` tokens; returns their indices.
 
     What counts is the padded grid of attention, as wide as the longest sequence: sorted by length,
@@ -177,7 +167,7 @@ def pack(lengths: list[int], token_budget: int, learners: int = 1) -> list[list[
     """
     if learners > 1:
         token_budget = min(token_budget, max(1, sum(lengths) // learners))
-    batches: list[list[int]] = []
+    batches = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):  # stable: deterministic
         if not batches or (len(batches[-1]) + 1) * lengths[i] > token_budget:
             batches.append([])

@@ -39,9 +39,9 @@ GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
 
 
 def naive_attention(
-    q: Tensor,  # [T, Hq, D]
-    k: Tensor,  # [T, Hkv, D]
-    v: Tensor,  # [T, Hkv, D]
+    q,  # [T, Hq, D]
+    k,  # [T, Hkv, D]
+    v,  # [T, Hkv, D]
     chunk_size: int,
     top_k: int,
     index=None,  # q_index [T, J, E], k_index [T, E], weights [T, J]
@@ -100,20 +100,19 @@ class Tables(NamedTuple):
 
 
 def packed_tables(
-    cu_seqlens: Tensor,
+    edges: Tensor,  # cu_seqlens
     chunk_size: int,
-    capacity: int | None = None,
+    capacity=None,
 ) -> Tables:
     """Tables for sequences packed one after the other, where query n is key row n.
 
-    cu_seqlens: int64 [sequences + 1], 0 first, never decreasing, the number of tokens last;
+    edges: int64 [sequences + 1], 0 first, never decreasing, the number of tokens last;
     the tables lie on its device. Chunks start anew with every sequence. Shapes are made for
     sequences of `capacity` tokens, by default the longest here; with a fixed capacity a sequence's
     result is bitwise the same whatever it is packed with, as a generator's prefill wants it.
     """
     power = chunk_size.bit_count() == 1 and 1 <= chunk_size <= 512
     assert power, f"chunk_size must be a power of two from 1 to 512, got {chunk_size}"
-    edges = cu_seqlens
     lengths = edges.diff()
     rising = edges[0] == 0 < edges[-1] and (lengths >= 0).all()
     assert rising, f"cu_seqlens must start at 0, never decrease and end > 0, got {edges.tolist()}"
@@ -135,7 +134,7 @@ def packed_tables(
 
 
 def cache_tables(
-    lengths: Tensor,  # int64 [B], keys in each slot with the newest one, 0: an empty slot
+    lengths,  # int64 [B], keys in each slot with the newest one, 0: an empty slot
     capacity: int,
     chunk_size: int,
 ) -> Tables:
@@ -159,7 +158,7 @@ def advance(tables: Tables, lengths: Tensor) -> Tables:
 
 
 def chunk_means(
-    k: Tensor,  # [M, H, D]
+    k,  # [M, H, D]
     tables: Tables,
     chunks=...,  # int64 [c]
 ) -> Tensor:
@@ -178,8 +177,8 @@ def chunk_means(
 
 
 def mean_scores(
-    q: Tensor,  # [N, Hq, D]
-    means: Tensor,  # [NC, Hkv, D] of the keys
+    q,  # [N, Hq, D]
+    means,  # [NC, Hkv, D] of the keys
     tables: Tables,
 ) -> Tensor:
     """Scores without parameters: the group's summed query times the mean key of a chunk.
@@ -200,9 +199,9 @@ def mean_scores(
 
 
 def index_scores(
-    q_index: Tensor,  # [N, J, E]
-    means: Tensor,  # [NC, 1, E] of the indexer's keys
-    weights: Tensor,  # [N, J]
+    q_index,  # [N, J, E]
+    means,  # [NC, 1, E] of the indexer's keys
+    weights,  # [N, J]
     tables: Tables,
 ) -> Tensor:
     """Lightning indexer I[t, s] = sum_j w[t, j] * ReLU(q[t, j] . k[s]) (DeepSeek-V3.2-Exp report).
@@ -223,9 +222,9 @@ def index_scores(
 
 def _by_tiles(
     score: Callable,  # keys [t, K, H, D], what belongs to queries [t, n, ...] -> [t, n, Hs, K]
-    means: Tensor,  # [NC, H, D]
+    means,  # [NC, H, D]
     tables: Tables,
-    *of_queries: Tensor,  # [N, ...]
+    *of_queries,  # [N, ...]
 ) -> Tensor:
     """Scores [N, Hs, K], -inf where a chunk is not past.
 
@@ -265,7 +264,7 @@ def _blocks(tables: Tables, step: int):
 
 @torch.no_grad()
 def top_chunks(
-    scores: Tensor,  # [N, Hs, K] by local chunk id
+    scores,  # [N, Hs, K] by local chunk id
     tables: Tables,
     top_k: int,
 ) -> Tensor:
@@ -297,8 +296,8 @@ def top_chunks(
 
 @torch.no_grad()
 def select_chunks(
-    q: Tensor,  # [N, Hq, D]
-    k: Tensor,  # [M, Hkv, D]
+    q,  # [N, Hq, D]
+    k,  # [M, Hkv, D]
     tables: Tables,
     top_k: int,
     index=None,  # q_index [N, J, E], k_index [M, E], weights [N, J]
@@ -330,10 +329,10 @@ def select_chunks(
 
 
 def sparse_attention(
-    q: Tensor,  # [N, Hq, D], float64, float32, bfloat16 or float16
-    k: Tensor,  # [M, Hkv, D] of the same dtype
-    v: Tensor,  # [M, Hkv, D] of the same dtype
-    sel: Tensor,  # int64 [N, Hkv or 1, S], global chunk ids, -1: none
+    q,  # [N, Hq, D], float64, float32, bfloat16 or float16
+    k,  # [M, Hkv, D] of the same dtype
+    v,  # [M, Hkv, D] of the same dtype
+    sel,  # int64 [N, Hkv or 1, S], global chunk ids, -1: none
     tables: Tables,
 ) -> Tensor:
     """Softmax attention of every query to the keys of its selected chunks up to its own.
@@ -370,9 +369,9 @@ def sparse_attention(
 
 
 def dsa_attention(
-    q: Tensor,  # [N, Hq, D]
-    k: Tensor,  # [M, Hkv, D]
-    v: Tensor,  # [M, Hkv, D]
+    q,  # [N, Hq, D]
+    k,  # [M, Hkv, D]
+    v,  # [M, Hkv, D]
     tables: Tables,
     top_k: int,
     index=None,
@@ -438,23 +437,23 @@ class Indexer(nn.Module):
 # ---------------------------------------------------------------------- helpers and checks
 
 
-def _work(x: Tensor) -> Tensor:  # half precision is stored and gathered, never computed in
+def _work(x):  # half precision is stored and gathered, never computed in
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _gather(x: Tensor, rows: Tensor) -> Tensor:  # index_select: x[rows] is 2 to 9 times slower
+def _gather(x, rows):  # index_select: x[rows] is 2 to 9 times slower
     x = x.index_select(0, rows.flatten())
     return _work(x).unflatten(0, rows.shape)
 
 
-def _range(count: int, like: Tensor) -> Tensor:
+def _range(count: int, like: Tensor):
     return torch.arange(count, device=like.device)
 
 
 def check_tensors(
     tables: Tables,
-    q: Tensor,  # [N, Hq, D]
-    k: Tensor,  # [M, Hkv, D]
+    q,  # [N, Hq, D]
+    k,  # [M, Hkv, D]
     *others: Tensor,
 ) -> None:
     """Queries and keys must fit the tables and each other, and all tensors in dtype and device."""
@@ -469,7 +468,7 @@ def check_tensors(
 
 def check_selection(
     tables: Tables,
-    sel: Tensor,  # [N, heads or 1, S]
+    sel,  # [N, heads or 1, S]
     heads: int,
 ) -> None:
     """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""

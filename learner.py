@@ -1,9 +1,10 @@
-"""learner.py: what a training step does to the policy, and how good the policy is.
+"""learner.py: what a training step does to the policy.
 
 `naive_step` is the idea: one GRPO step on one group of answers, on padded tensors. `learner_step`
 is the same for many groups at once, packed without padding, with any objective of losses.py; both
 trainers call it. `Learner` is plain data: policy, optimizer, reference, damper, counters.
-Left out: set-up (runtime/setup.py), what is saved (runtime/checkpoint.py), processes.
+Left out: set-up (runtime/setup.py), what is saved (runtime/checkpoint.py), evaluation
+(tasks/exam.py), processes.
 
 Axes: G groups · n answers of a group · N samples of a step · M generated tokens of a micro-batch
       T tokens · V tokens of the task's alphabet
@@ -12,29 +13,20 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 import copy
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import losses
 from buffer import pack
-from model import GPT, Packed, pack_tokens, padded
-from reward import (
-    Task,
-    alphabet_of,
-    capacity_of,
-    make_environment,
-    problem_of,
-    verify_group,
-)
-from rollout import Generator, generate
+from model import GPT, Packed, pack_tokens, padded, recomputed
+from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
-from runtime.messages import Group, apply_verdicts
+from runtime.messages import Group
 
 PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
 
@@ -91,22 +83,37 @@ class Learner:
 def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     """Optimizer, reference and damper of a model, at version 0."""
     flat = nn.Parameter(model.flat.float())  # one tensor is all parameters: one vector operation
-    if model.flat.dtype != (dtype := getattr(torch, config.dtype)):
-        model.flatten(dtype=dtype)
-    same = flat.dtype == dtype
-    flat.grad = model.flat_grad if same else torch.zeros_like(flat)
+    model.on(flat.device, getattr(torch, config.dtype))
+    flat.grad = model.flat_grad.float()  # the same memory in float32, as `flat`
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    optimizer = torch.optim.AdamW([flat], config.lr, (0.7, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        [flat],
+        config.lr,
+        betas=(0.7, 0.99),
+        weight_decay=0.0,
+        fused=True,
+    )
     optimizer.state[flat] = {  # there from the beginning
         "step": flat.new_zeros(()),
         "exp_avg": torch.zeros_like(flat),
         "exp_avg_sq": torch.zeros_like(flat),
     }
-    damper = losses.Damper(threshold=config.kl_threshold)
-    alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
-    reference = copy.deepcopy(model) if config.reference_every else None
-    return Learner(model, flat, optimizer, damper, alphabet, reference)
+    return Learner(
+        model,
+        flat,
+        optimizer,
+        damper=losses.Damper(threshold=config.kl_threshold),
+        alphabet=torch.from_numpy(alphabet_of(task)).to(flat.device),
+        reference=copy.deepcopy(model) if config.reference_every else None,
+    )
+
+
+def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
+    """The next prompts; the cursor moves, so none is used twice."""
+    ids = range(learner.next_group, learner.next_group + count)
+    learner.next_group += count
+    return [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
 
 
 # ----------------------------------------------------------------------------------------- a step
@@ -129,8 +136,11 @@ def learner_step(
     begin = time.monotonic()
     samples, dead = samples_of(groups, config.advantage)
     count = sum(t.generated for t, _ in samples)
-    lengths = [len(t.tokens) for t, _ in samples]
-    batches = pack(lengths, config.token_budget, config.learners)
+    batches = pack(
+        [len(t.tokens) for t, _ in samples],
+        config.token_budget,
+        config.learners,
+    )
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
     learner.weights.grad.zero_()
@@ -146,7 +156,7 @@ def learner_step(
 
     if config.learners > 1:
         dist.all_reduce(learner.weights.grad)
-        shares: list = [None] * config.learners
+        shares = [None] * config.learners
         dist.all_gather_object(shares, [parts, loss])
         parts = [part for own, _ in shares for part in own]
         loss = sum(own for _, own in shares)
@@ -161,7 +171,7 @@ def learner_step(
     }
 
 
-def samples_of(groups: list[Group], kind: str) -> tuple[list[tuple], Tensor]:
+def samples_of(groups: list[Group], kind: str) -> tuple:
     """What a step learns from, (trajectory, advantage) each, and which groups teach nothing [G]."""
     trajectories = [t for group in groups for t in group.trajectories]
     shape = len(groups), -1  # [G, n]
@@ -174,7 +184,7 @@ def samples_of(groups: list[Group], kind: str) -> tuple[list[tuple], Tensor]:
 
 def token_logprobs(
     model: GPT,
-    batch: list[tuple],
+    batch: list,
     learner: Learner,
     config: Config,
 ):
@@ -191,8 +201,8 @@ def token_logprobs(
 def generated_logprobs(
     model: GPT,
     packed: Packed,
-    rows: Tensor,  # [M] tokens of the batch
-    alphabet: Tensor,  # [V'] token ids, the generator's
+    rows,  # [M] tokens of the batch
+    alphabet,  # [V'] token ids, the generator's
     temperature: float,  # the generator's
     sizes=(),  # [M] from how many tokens each was sampled; []: from all
     kept=(),  # [K] from which ones: token ids, laid end to end
@@ -226,15 +236,14 @@ def generated_logprobs(
     size = PIECE // len(alphabet)
     if len(rows) <= size:
         return piece(hidden, targets)
-    again = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     firsts = range(0, len(rows), size)
-    pieces = map(again, hidden.split(size), targets.split(size), firsts)
+    pieces = map(partial(recomputed, piece), hidden.split(size), targets.split(size), firsts)
     return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
 
 
 def micro_batch_loss(
     learner: Learner,
-    batch: list[tuple],
+    batch: list,
     measured: bool,
     count: int,
     config: Config,
@@ -273,9 +282,8 @@ def gather_gradient(learner: Learner) -> None:
 
 
 def set_weights(learner: Learner) -> None:
-    """Give the model its weights, rounded to its precision."""
-    if learner.model.flat.dtype != torch.float32:
-        learner.model.flat.copy_(learner.weights)
+    """Give the model its weights, rounded to its precision; float32 has the same memory."""
+    learner.model.flat.copy_(learner.weights.detach())
 
 
 @torch.no_grad()
@@ -303,7 +311,7 @@ def update_weights(
     learner.skipped += not finite
     learner.version += 1
     refresh = config.reference_refresh
-    if learner.reference is not None and refresh and learner.version % refresh == 0:
+    if learner.reference and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)
     return {
         "loss": loss,
@@ -311,60 +319,6 @@ def update_weights(
         "lr": lr,
         "kl_window": losses.window_mean(learner.damper),
         "skipped": learner.skipped,
-    }
-
-
-# ------------------------------------------------------------------------------------- evaluation
-
-
-def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
-    """The next prompts; the cursor moves, so none is used twice."""
-    ids = range(learner.next_group, learner.next_group + count)
-    learner.next_group += count
-    return [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
-
-
-def evaluate(learner: Learner, config: Config, task: Task, examiner=None) -> dict:
-    """Answers to every held-out problem, by the weights as they are between two steps: a greedy
-    one, or with --eval-samples several, sampled as in training but with other noise.
-
-    It runs where the weights are changed, so it cannot race with training; the task's code runs in
-    the examiner's process if there is one (tasks/exam.py). Returns `solved` (share), `reward`
-    (mean) and `turns` (mean); a failed episode counts as a reward of 0, and `failures` tells how
-    many there are of each kind, with the words of the first.
-    """
-    environment = make_environment(config, task)
-    verify = partial(verify_group, task=task, config=config)
-    if examiner:
-        examiner.deaths = 0  # a budget for each evaluation
-        environment = replace(environment, respond=examiner.respond, beside=False)
-        verify = examiner.verify
-    several = config.eval_samples
-    generator = Generator(
-        learner.model,
-        environment,
-        slots=min(config.slots, task.eval_size),
-        capacity=capacity_of(config, task),
-        group_size=several or 1,
-        seed=~config.seed,  # below 0: that of no run
-        temperature=config.temperature if several else 0.0,
-        cut=config.cut if several else (),
-    )
-    groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
-    for group in generate(generator, groups):
-        apply_verdicts(group, verify(group))
-    episodes = [t for group in groups for t in group.trajectories]
-    rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
-    failures = {}
-    for t in episodes:
-        if t.failed:
-            count, words = failures.get(t.finish, (0, t.failure))
-            failures[t.finish] = (count + 1, words)
-    return {
-        "solved": float(np.mean(rewards >= task.solved)),
-        "reward": float(np.mean(rewards)),
-        "turns": float(np.mean([len(t.turns) for t in episodes])),
-        "failures": failures,
     }
 
 

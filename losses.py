@@ -207,7 +207,7 @@ def policy_loss(
     t: Tokens,
     count: float,
     c: Constants = PUBLISHED,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple:
     """The loss by one of OBJECTIVES, a scalar, and which tokens were `clipped`, `capped`: bool [N].
 
     `count`: see `token_mean`. AssertionError when the tensors differ in shape.
@@ -230,8 +230,10 @@ STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are 
 
 
 def group_advantages(
-    rewards: Tensor, kind: str, valid: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    rewards,  # [G, n]
+    kind: str,
+    valid=None,  # bool [G, n]
+) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
     `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
@@ -287,9 +289,9 @@ def unbiased_k3(logprobs: Tensor, reference: Tensor, behaviour: Tensor) -> Tenso
 def diagnostics(
     t: Tokens,
     entropy: Tensor,
-    touched: dict[str, Tensor],
-    reference: Tensor | None = None,
-) -> dict[str, Tensor]:
+    touched: dict,
+    reference=None,
+) -> dict:
     """What one micro-batch adds to the step's diagnostics, for `merge_diagnostics`: float64 [N].
 
     entropy and reference [N]; `touched` is what `policy_loss` returned. `kl_behaviour`: k3 of
@@ -307,7 +309,7 @@ def diagnostics(
     return {name: each.double() for name, each in values.items()}
 
 
-def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+def merge_diagnostics(parts: list) -> dict:
     """The step's numbers, from all of its micro-batches.
 
     -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
@@ -326,12 +328,15 @@ def merge_diagnostics(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     }
 
 
-def mismatch(parts: list[dict[str, Tensor]]) -> dict[str, float]:
+def mismatch(parts: list) -> dict:
     """How far apart two log-probs of a token are, the generator's and the learner's: mean, 99th
     percentile and maximum. With the same weights it is what rounding makes of them."""
-    gap = torch.cat([part["ratio"] for part in parts]).log().abs()
-    p99 = gap.kthvalue(math.ceil(0.99 * len(gap))).values
-    return {"mean": float(gap.mean()), "p99": float(p99), "max": float(gap.max())}
+    gaps = torch.cat([part["ratio"] for part in parts]).log().abs().sort().values
+    return {
+        "mean": float(gaps.mean()),
+        "p99": float(gaps[math.ceil(0.99 * len(gaps)) - 1]),
+        "max": float(gaps[-1]),
+    }
 
 
 # ---- the KL-window damper ----
@@ -349,7 +354,7 @@ class Damper:
     lr_factor: float = 0.6
     reference_factor: float = 2.0
     size: int = 1000
-    window: tuple[float, ...] = ()
+    window: tuple = ()
 
 
 def observe(damper: Damper, kl: float) -> Damper:

@@ -16,6 +16,7 @@ Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import dsa
 
 LORA_SCALE = 2.0
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")  # of a layer; each may have adapters
 PAD_BLOCK = 16  # attention over 13 tokens takes longer than over 16, a register of AVX-512
 
@@ -65,30 +67,9 @@ class ModelConfig:
 
 
 PRESETS = {
-    "tiny": dict(
-        layers=2,
-        width=64,
-        heads=4,
-        kv_heads=2,
-        head_width=16,
-        hidden=160,
-    ),
-    "small": dict(
-        layers=4,
-        width=128,
-        heads=4,
-        kv_heads=1,
-        head_width=32,
-        hidden=512,
-    ),
-    "medium": dict(
-        layers=8,
-        width=320,
-        heads=5,
-        kv_heads=1,
-        head_width=64,
-        hidden=1024,
-    ),
+    "tiny": dict(layers=2, width=64, heads=4, kv_heads=2, head_width=16, hidden=160),
+    "small": dict(layers=4, width=128, heads=4, kv_heads=1, head_width=32, hidden=512),
+    "medium": dict(layers=8, width=320, heads=5, kv_heads=1, head_width=64, hidden=1024),
 }
 
 
@@ -168,7 +149,7 @@ class Layer(nn.Module):
             self.register_parameter(f"{name}_a", parameter(rows, c.lora))
             self.register_parameter(f"{name}_b", parameter(c.lora, columns))
 
-    def project(self, name: str, x: Tensor, add: Tensor | None = None) -> Tensor:
+    def project(self, name: str, x: Tensor, add=None) -> Tensor:
         """x @ W, W one of MATRICES, plus `add`; with adapters x @ (W + 2 A B) (LoRA, arXiv
         2106.09685, with alpha = 2 r)."""
         W = getattr(self, name)
@@ -218,8 +199,7 @@ class GPT(nn.Module):
             self.output = self.embed_tokens
             if not config.tied:
                 self.output = nn.Embedding(config.vocab_size, config.width)
-        rope = rope_table(config) if config.positions == "rope" else None
-        self.register_buffer("rope", rope, persistent=False)
+        self.rope = rope_table(config)
         self.flatten("cpu", dtype)
         if seed is not None:
             self.initialise(seed)
@@ -234,63 +214,63 @@ class GPT(nn.Module):
             if name.endswith(("_a", "_b")):
                 p.normal_(std=len(p) ** -0.5, generator=generator)
                 p.mul_(name.endswith("_a"))
-            elif p.dim() == 2 and not adapters:
+            elif adapters:
+                continue
+            elif p.dim() == 2:
                 if name.endswith("_out"):
                     std *= (2 * self.config.layers) ** -0.5
                 p.normal_(std=std, generator=generator)
-            elif not adapters:
+            else:
                 p.fill_(not name.endswith("bias"))
 
     def trains(self, name: str) -> bool:
         """Whether a parameter is a view of `flat`, and not of `frozen`."""
         return not self.config.lora or name.endswith(("_a", "_b"))
 
-    def flatten(self, device=None, dtype=None) -> None:
+    def flatten(self, device, dtype: torch.dtype) -> None:
         """Lay all parameters out as views of `flat` and `frozen`, there and in this precision."""
-        like = self.embed_tokens.weight
-        where = {"device": device or like.device, "dtype": dtype or like.dtype}
         parts = {True: [], False: []}  # trained or not -> (module, name, parameter)
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):
                 parts[self.trains(name)].append((module, name, p.detach()))
         for trained, places in parts.items():
             sizes = [p.numel() for _, _, p in places]
-            flat = torch.empty(sum(sizes), **where)
+            flat = torch.empty(sum(sizes), device=device, dtype=dtype)
             for (module, name, p), new in zip(places, flat.split(sizes), strict=True):
                 if not p.is_meta:
                     new.copy_(p.flatten())
                 setattr(module, name, nn.Parameter(new.view_as(p), trained))
             setattr(self, "flat" if trained else "frozen", flat)
-        if self.rope is not None:
-            self.rope = self.rope.to(where["device"])
-        self._gradient = None
+        self.rope = self.rope.to(device)
+        self.__dict__.pop("flat_grad", None)
 
-    @property
+    @cached_property
     def flat_grad(self) -> Tensor:
         """The gradients [P] of `flat`; there is no memory for them until they are asked for."""
-        if self._gradient is None:
-            self._gradient = torch.zeros_like(self.flat)
-            # whatever requires a gradient now: a training stage may have frozen some of them
-            trained = [p for name, p in self.named_parameters() if self.trains(name)]
-            parts = self._gradient.split([p.numel() for p in trained])
-            for p, gradient in zip(trained, parts, strict=True):
-                if p.grad is not None:
-                    gradient.copy_(p.grad.flatten())
-                p.grad = gradient.view_as(p)
-        return self._gradient
+        flat = torch.zeros_like(self.flat)
+        # whatever requires a gradient now: a training stage may have frozen some of them
+        trained = [p for name, p in self.named_parameters() if self.trains(name)]
+        parts = flat.split([p.numel() for p in trained])
+        for p, gradient in zip(trained, parts, strict=True):
+            if p.grad is not None:
+                gradient.copy_(p.grad.flatten())
+            p.grad = gradient.view_as(p)
+        return flat
 
     def __deepcopy__(self, memo: dict) -> "GPT":
         """A copy with flat tensors of its own; plain copies of parameters would be no views."""
-        twin = GPT(self.config, None, self.flat.dtype)
-        twin.on(self.flat.device)
+        twin = GPT(self.config, None, self.flat.dtype).on(self.flat.device)
         twin.flat.copy_(self.flat)
         twin.frozen.copy_(self.frozen)
         return twin
 
-    def on(self, device) -> "GPT":
-        """Move to a device, flat tensors included; "cuda" is the current CUDA device."""
-        if self.flat.device != torch.empty(0, device=device).device:
-            self.flatten(device)
+    def on(self, device, dtype=None) -> "GPT":
+        """Move to a device (and a precision), flat tensors included, if it is not there already;
+        "cuda" is the current CUDA device."""
+        here = self.flat[:0]
+        there = here.to(device, dtype or here.dtype)
+        if there is not here:
+            self.flatten(device, there.dtype)
         return self
 
     def embed(self, tokens, positions) -> tuple:
@@ -302,8 +282,8 @@ class GPT(nn.Module):
 
     def body(
         self,
-        tokens: Tensor,  # [N]
-        positions: Tensor,  # [N]
+        tokens,  # [N]
+        positions,  # [N]
         attend: Callable,  # (layer, q, k, v, index) -> [N, Hq, D]
         rows=None,  # [M]
     ) -> Tensor:
@@ -327,7 +307,7 @@ class GPT(nn.Module):
         for number, layer in enumerate(self.layers):
             arguments = (x, number, layer, rows if number == last else None)
             if self.config.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+                x = recomputed(block, *arguments)
             else:
                 x = block(*arguments)
         return self.norm(x)
@@ -348,8 +328,11 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def merged(model: GPT, into: GPT | None = None) -> GPT:
-    """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before."""
+def merged(model: GPT, into=None) -> GPT:
+    """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before.
+    A model that has none is returned as it is."""
+    if not model.config.lora:
+        return model
     into = into or GPT(replace(model.config, lora=0), None, model.flat.dtype).on(model.flat.device)
     into.flat.copy_(model.frozen)
     for layer, plain in zip(model.layers, into.layers, strict=True):
@@ -398,9 +381,9 @@ def pack_tokens(sequences: list, device="cpu") -> Packed:
 
 
 def dense_packed(
-    q: Tensor,  # [N, Hq, D]
-    k: Tensor,  # [N, Hkv, D]
-    v: Tensor,  # [N, Hkv, D]
+    q,  # [N, Hq, D]
+    k,  # [N, Hkv, D]
+    v,  # [N, Hkv, D]
     packed: Packed,
 ) -> Tensor:
     """Causal attention inside each packed sequence -> [N, Hq, D].
@@ -408,17 +391,9 @@ def dense_packed(
     Padding cells repeat the first token: no result of theirs is read.
     """
     cells = packed.grid.clamp(min=0).flatten()
-
-    def spread(x):  # [N, H, D] -> [B, H, T, D]
-        return x.index_select(0, cells).unflatten(0, packed.grid.shape).transpose(1, 2)
-
-    out = F.scaled_dot_product_attention(
-        spread(q),
-        spread(k),
-        spread(v),
-        is_causal=True,
-        enable_gqa=True,
-    )
+    spread = [x.index_select(0, cells).unflatten(0, packed.grid.shape) for x in (q, k, v)]
+    q, k, v = (x.transpose(1, 2) for x in spread)  # [B, H, T, D]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell)
 
 
@@ -436,7 +411,7 @@ def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None
 def attend_packed(
     config: ModelConfig,
     packed: Packed,
-    capacity: int | None = None,
+    capacity=None,
 ) -> Callable:
     """The attention function of a packed forward: dense or sparse, as the model is configured.
 
@@ -452,8 +427,8 @@ def attend_packed(
     tables = dsa.packed_tables(edges, config.chunk_size, capacity)
 
     def attend(layer, q, k, v, index):
-        rows = (x.index_select(0, token_of_row) for x in (q, k, v, *(index or ())))  # [K, ...]
-        q, k, v, *index = rows
+        of_tokens = q, k, v, *(index or ())
+        q, k, v, *index = (x.index_select(0, token_of_row) for x in of_tokens)  # [K, ...]
         out = sparse(q, k, v, tables, config.top_k, index or None)
         return out.index_select(0, row_of_token)
 

@@ -15,13 +15,12 @@ unbounded number parser or to a regular expression that backtracks.
 `python bench.py episode [SPEC ...]` prints a sample episode of each task.
 """
 
-import contextlib
 import importlib
 import json
+import math
 import re
 import runpy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -47,7 +46,7 @@ class Verdict(NamedTuple):
     """A judged episode; with an error ("verifier_timeout", "verifier_error: ...") all rewards 0."""
 
     reward: float  # the sum of the turn rewards
-    turn_rewards: tuple[float, ...]  # one per answer
+    turn_rewards: tuple  # one per answer
     error: str | None
 
 
@@ -59,13 +58,13 @@ class TaskError(UserError):
 class Task:
     """What is learned: two pure functions and the sizes that they keep to."""
 
-    reset: Callable[[int, str], dict]  # (index, "train" | "eval") -> problem with a "prompt"
-    step: Callable[[dict, Sequence[str]], Step]  # (problem, answers so far, the newest last)
-    alphabet: tuple[int, ...] | None  # token ids the policy may emit; None: all that are text
+    reset: Callable  # (index, "train" | "eval") -> problem with a "prompt"
+    step: Callable  # (problem, answers so far, the newest last) -> Step
+    alphabet: tuple | None  # token ids the policy may emit; None: all that are text
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
     max_turns: int = 1
-    stop: frozenset[int] | None = None  # ends a turn (None: the tokenizer's); empty: full turns
+    stop: frozenset | None = None  # ends a turn (None: the tokenizer's); empty: full turns
     observation_tokens: int = 0  # most tokens of one observation
     eval_size: int = 256  # held out: reset(0 .. eval_size - 1, "eval"), the same for every seed
     solved: float = 1.0  # an episode with this reward or more counts as solved
@@ -108,8 +107,7 @@ def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> T
     tokenizer = tokenizer or own_tokenizer()
     try:
         make, argument = _find(spec)
-        task = make(argument, seed, tokenizer)
-        task = check_task(task, tokenizer)
+        task = check_task(make(argument, seed, tokenizer), tokenizer)
     except (Exception, SystemExit) as error:
         reason = error if isinstance(error, TaskError) else limits.describe(error)
         raise TaskError(f"task {spec!r}: {reason}") from error
@@ -127,7 +125,7 @@ def own_file(spec: str) -> re.Match | None:
     return None if name in TASKS else re.fullmatch(r"(.+?\.py)(?::(.+))?", spec, re.DOTALL)
 
 
-def _find(spec: str) -> tuple[Callable, str]:
+def _find(spec: str) -> tuple:
     """The function `make` that a spec names, and its argument."""
     name, colon, argument = spec.partition(":")
     if name in TASKS and bool(colon) == bool(argument):
@@ -157,13 +155,17 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     task = replace(task, tokenizer=tokenizer, max_prompt_tokens=task.max_prompt_tokens + chat)
     ids = set(alphabet_of(task).tolist())
     if not ids or len(ids & {*tokenizer.alphabet}) < len(alphabet_of(task)):
-        need = f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
-        raise TaskError(f"alphabet {task.alphabet!r:.80}: {need}")
-    if task.stop is None and ids & {*tokenizer.stop}:
-        task = replace(task, stop=frozenset(tokenizer.stop) & ids)
-    if task.stop is None or not task.stop <= ids:
-        stop = set(task.stop or tokenizer.stop)
-        raise TaskError(f"stop {stop}: must be in the alphabet, or no answer can end")
+        raise TaskError(
+            f"alphabet {task.alphabet!r:.80}: "
+            f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
+        )
+    stop = task.stop
+    if stop is None:
+        stop = frozenset(tokenizer.stop)
+        stop = stop & ids or stop
+    if not stop <= ids:
+        raise TaskError(f"stop {set(stop)}: must be in the alphabet, or no answer can end")
+    task = replace(task, stop=stop)
     for split in ("train", "eval"):
         problem_of(task, 0, split)
     return task
@@ -179,11 +181,13 @@ def problem_of(task: Task, index: int, split: str) -> dict:
         raise TaskError(f"{where}: {limits.describe(error)}") from error
     prompt = problem.get("prompt") if isinstance(problem, dict) else None
     if not prompt or not isinstance(prompt, str):
-        need = "must be a dict with a 'prompt', a str that is not empty"
-        raise TaskError(f"{where} returned {problem!r:.80}, {need}")
-    if (size := len(task.tokenizer.encode_prompt(prompt))) > task.max_prompt_tokens:
-        least = f"max_prompt_tokens must be {size}, is {task.max_prompt_tokens}"
-        raise TaskError(f"{where}: {least}")
+        raise TaskError(
+            f"{where} returned {problem!r:.80}, "
+            "must be a dict with a 'prompt', a str that is not empty"
+        )
+    size = len(task.tokenizer.encode_prompt(prompt))
+    if size > task.max_prompt_tokens:
+        raise TaskError(f"{where}: max_prompt_tokens must be {size}, is {task.max_prompt_tokens}")
     return problem
 
 
@@ -195,11 +199,12 @@ def alphabet_of(task: Task) -> np.ndarray:
 
 def capacity_of(config: Config, task: Task) -> int:
     """Positions that an episode of a task may fill; raises UserError when it needs more."""
-    least, capacity = task.context, config.context or task.context
-    if not least <= capacity <= LONGEST_CONTEXT:
-        longest = f"the longest prompt of task {config.task} has {task.max_prompt_tokens} tokens"
-        limits = f"must be at least {least} ({longest}) and at most {LONGEST_CONTEXT}"
-        raise UserError(f"--context {capacity}: {limits}")
+    capacity = config.context or task.context
+    if not task.context <= capacity <= LONGEST_CONTEXT:
+        raise UserError(
+            f"--context {capacity}: must be at least {task.context} (the longest prompt of task "
+            f"{config.task} has {task.max_prompt_tokens} tokens) and at most {LONGEST_CONTEXT}"
+        )
     return capacity
 
 
@@ -221,48 +226,68 @@ def _replay(task, problem, answers):
     return tuple(rewards)
 
 
-def verify(
-    task: Task,
-    problem: dict,
-    answers: Sequence[str],
-    seconds: float | None = 1.0,
-) -> Verdict:
-    """Play an episode again from its text and judge it; nothing in the answers can raise.
-
-    An episode that was cut off before its end keeps the rewards of the turns it had.
-    """
-    rewards, error = limits.guarded("verifier", seconds, _replay, task, problem, answers)
-    if error:
-        return Verdict(0.0, (0.0,) * len(answers), error)
-    return Verdict(sum(rewards), rewards, None)
-
-
 def verify_group(
     group,
     task: Task,
     config,
     alive: Callable = lambda: None,
 ) -> list[Verdict]:
-    """Verify every episode of a group (runtime/messages.py), each within the limits of `config`.
-
-    Equal answers are verified once: `step` is a pure function. `alive` is called before each
-    verdict that may take as long as one limit.
-    """
+    """Verify every episode of a group (runtime/messages.py): see `verify`."""
     episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
-    verdicts, seconds = {}, config.reward_seconds
-    with limits.memory_limit(config.reward_memory):
-        # One alarm for all: to arm one for each costs 8% of the episodes a second of `guess`.
-        with contextlib.suppress(limits.OutOfTime), limits.time_limit(seconds):
-            for answers in dict.fromkeys(episodes):
-                verdict = verify(task, group.problem, answers, seconds=None)
-                if verdict.error == "verifier_timeout":
-                    break
-                verdicts[answers] = verdict
-        for answers in episodes:
-            if answers not in verdicts:  # out of time: the rest one by one
-                alive()
-                verdicts[answers] = verify(task, group.problem, answers, seconds)
+    return verify(task, group.problem, episodes, config, alive)
+
+
+def verify(
+    task: Task,
+    problem: dict,
+    episodes: list,  # the answers of each
+    config,
+    alive: Callable = lambda: None,
+) -> list[Verdict]:
+    """Play episodes again from their text and judge them, each within the limits of `config` (see
+    `ask`); nothing in the answers can raise.
+
+    An episode that was cut off before its end keeps the rewards of the turns it had. Equal answers
+    are verified once: `step` is a pure function.
+    """
+    different = list(dict.fromkeys(episodes))
+    found = ask("verifier", partial(_replay, task, problem), different, config, alive)
+    verdicts = {}
+    for answers, (rewards, error) in zip(different, found, strict=True):
+        rewards = rewards or (0.0,) * len(answers)
+        verdicts[answers] = Verdict(sum(rewards), rewards, error)
     return [verdicts[answers] for answers in episodes]
+
+
+def ask(
+    who: str,
+    function: Callable,  # of a request
+    requests: list,
+    config,
+    alive: Callable = lambda: None,
+    patience=math.inf,  # after so many timeouts the others are not asked any more
+) -> list:
+    """(result, None) for each request, or (None, why it failed): "WHO_timeout", "WHO_error: ...".
+    Each may take as long as one limit; `alive` is called when that time has passed."""
+    found = []
+    late = None, f"{who}_timeout"
+    while len(found) < len(requests):
+        if found.count(late) == patience:
+            return found + [late] * (len(requests) - len(found))
+        first = len(found)
+        try:
+            # One limit for all: to arm one for each costs 8% of the episodes a second of `guess`.
+            with limits.memory_limit(config.reward_memory):
+                with limits.time_limit(config.reward_seconds):
+                    for request in requests[first:]:
+                        found.append((function(request), None))
+        except limits.OutOfTime:
+            alive()
+            if len(found) == first:  # it had the whole limit; any other is asked again
+                found.append(late)
+        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
+            found.append((None, f"{who}_error: {limits.describe(error)}"))
+    return found
 
 
 # ---- the talk of a generator with a task ----
@@ -280,7 +305,7 @@ class Environment:
     encode_prompt: Callable  # problem -> its prompt's token ids
     respond: Callable
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
-    stop: frozenset[int]  # token ids that end a turn
+    stop: frozenset  # token ids that end a turn
     turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
     max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
     beside: bool = False  # run `respond` in a thread, beside generation
@@ -301,29 +326,13 @@ def make_environment(config: Config, task: Task) -> Environment:
     )
 
 
-def respond(task: Task, config: Config, requests: list[tuple]) -> list[list[int] | None | str]:
+def respond(task: Task, config: Config, requests: list) -> list:
     """The task's replies to all turns that ended at one token boundary: see `Environment`."""
-    replies: list = []
-    seconds = config.reward_seconds
-    while len(replies) < len(requests):
-        if replies.count("env_timeout") == 3:  # no more patience at this token boundary
-            return replies + ["env_timeout"] * (len(requests) - len(replies))
-        asked, begin = len(replies), time.monotonic()
-        try:
-            # one limit for all of them: to arm it costs more than most turns
-            with limits.memory_limit(config.reward_memory), limits.time_limit(seconds):
-                for request in requests[asked:]:
-                    asked, begin = len(replies), time.monotonic()
-                    replies.append(reply(task, *request))
-        except limits.OutOfTime:  # whoever used little of the limit is asked again
-            if asked == len(replies) and time.monotonic() - begin > 0.5 * seconds:
-                replies.append("env_timeout")
-        except (Exception, SystemExit) as error:  # what a task raises is that episode's failure
-            replies.append(f"env_error: {limits.describe(error)}")
-    return replies
+    found = ask("env", lambda request: reply(task, *request), requests, config, patience=3)
+    return [reason or observation for observation, reason in found]
 
 
-def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> list[int] | None:
+def reply(task: Task, problem: dict, tokens, turns) -> list | None:
     """Token ids of the observation, None when the episode is over; whatever `step` raises."""
     step = task.step(problem, split_answers(task, tokens, turns))
     if step.done:
@@ -337,7 +346,7 @@ def reply(task: Task, problem: dict, tokens: np.ndarray, turns: list[tuple]) -> 
     return observation
 
 
-def split_answers(task: Task, tokens: Sequence[int], turns: Sequence[tuple]) -> list[str]:
+def split_answers(task: Task, tokens, turns) -> list[str]:
     """The text of each turn (start, stop) in a trajectory's tokens, without its stop token.
 
     Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.

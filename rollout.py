@@ -15,8 +15,8 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 """
 
 import time
-from collections import Counter, defaultdict, deque
-from dataclasses import KW_ONLY, dataclass
+from collections import Counter, deque
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -31,15 +31,13 @@ from runtime.config import Config
 from runtime.messages import Group, Trajectory
 from tasks import limits
 
-FED_PROMPTS = 64  # with CUDA graphs, prompts up to here are fed token by token, without a prefill
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
 COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
-MASK32 = 0xFFFFFFFF
 
 
 @torch.no_grad()
-def naive_generate(model: GPT, prompt: list[int], environment, noise_key: int, temperature=1.0):
+def naive_generate(model: GPT, prompt: list, environment, noise_key: int, temperature=1.0):
     """The idea: one turn, one token at a time, everything computed again for each.
 
     Returns the tokens, prompt included, and the log-probs of those that were sampled.
@@ -64,60 +62,55 @@ def mix(x):
     """A 32-bit integer hash of values in [0, 2^32), ints or int64 arrays ("lowbias32", found by
     C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * factor & MASK32
+        x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 @lru_cache(1024)
-def noise_keys(seed: int, group_id: int, group_size: int) -> list[int]:
+def noise_keys(seed: int, group_id: int, group_size: int) -> list:
     """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
     low, high = 0x9E3779B9, 0x85EBCA6B
     for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
-        low = mix((low ^ part) & MASK32)
-        high = mix((high + part * 0xC2B2AE35 + low) & MASK32)
+        low = mix((low ^ part) & 0xFFFFFFFF)
+        high = mix((high + part * 0xC2B2AE35 + low) & 0xFFFFFFFF)
     return ((high & 0x3FFFFFFF) << 32 | low).tolist()
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One number in (0, 1), float32 [B], for each key and position, int64 [B] each. It has 23 bits
     and a half: neither 0 nor 1 can come out."""
-    bits = mix((keys & MASK32) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & MASK32)))
+    bits = mix((keys & 0xFFFFFFFF) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & 0xFFFFFFFF)))
     return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 @torch.no_grad()
-def sample(
-    logits: Tensor,
-    uniform: Tensor,
-    temperature: float,
-    top_k: int = 0,  # 0: all
-    top_p: float = 1.0,  # 1: all
-) -> tuple:
+def sample(logits, uniform, temperature: float, top_k=0, top_p=1.0) -> tuple:
     """Sample an index per row of logits [B, V] and its log-prob ([B] int64, [B] float32).
 
     Inverse transform: the first token whose cumulative probability exceeds the row's number in
-    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, to the `top_k` likeliest and then
-    to the fewest that have `top_p` of their mass, a third result says what was kept: bool [B, V].
+    `uniform` [B]. Temperature 0 is greedy. Where sampling is cut, to the `top_k` likeliest (0: all)
+    and then to the fewest that have `top_p` of their mass, a third result says what was kept, bool
+    [B, V].
     """
-    logits, kept = logits / (temperature or 1.0), ()
+    logits = logits / (temperature or 1.0)
+    kept = []
     if top_k or top_p < 1:
         # stable: of two that are equally likely, the one with the lower index comes first
-        ranked = logits.sort(dim=-1, descending=True, stable=True)
-        ranked, order = (x[:, : top_k or None] for x in ranked)  # [B, K]
+        order = logits.argsort(descending=True, stable=True)[:, : top_k or None]  # [B, K]
+        ranked = logits.gather(1, order)
         likelier = F.pad(ranked.softmax(-1).cumsum(-1), (1, -1))  # mass before each: first 0
-        enough = top_p if top_p < 1 else 2  # rounding leaves nobody out
-        ranked = ranked.masked_fill(likelier >= enough, -torch.inf)
+        if top_p < 1:  # else rounding might leave somebody out
+            ranked[likelier >= top_p] = -torch.inf
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, ranked)
         kept = [logits > -torch.inf]
     logprobs = torch.log_softmax(logits, -1)
+    cumulative = logprobs.exp().cumsum(-1)
+    # the last sum is 1 up to rounding; times it, no number lies beyond the last token
+    level = uniform[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, level, right=True)  # [B, 1]
     if temperature == 0:
-        chosen = logits.argmax(-1)
-    else:
-        cumulative = logprobs.exp().cumsum(-1)
-        # the last sum is 1 up to rounding; times it, no number lies beyond the last token
-        level = uniform[:, None] * cumulative[:, -1:]
-        chosen = torch.searchsorted(cumulative, level, right=True)[:, 0]
-    return chosen, logprobs.gather(1, chosen[:, None])[:, 0], *kept
+        chosen = logits.argmax(-1, keepdim=True)
+    return chosen[:, 0], logprobs.gather(1, chosen)[:, 0], *kept
 
 
 # -------------------------------------------------------------------------------- the generator
@@ -134,7 +127,6 @@ class Generator:
 
     model: GPT
     environment: Environment
-    _: KW_ONLY
     slots: int
     capacity: int
     group_size: int
@@ -147,15 +139,14 @@ class Generator:
     graphs: bool = False
 
     def __post_init__(self):
-        model, slots, capacity = self.model, self.slots, self.capacity
-        self.adapted = model if model.config.lora else None
-        if self.adapted:  # added up once a version, not at every token
-            self.model = model = merged(model)
-        assert capacity <= model.config.context, (capacity, model.config.context)
-        self.alphabet = torch.from_numpy(self.environment.alphabet).to(model.flat.device)
-        self.stops = np.isin(np.arange(model.config.vocab_size), list(self.environment.stop))
-        self.cache = make_cache(model, slots, capacity)
-        few = 2 * len(self.alphabet) < model.config.vocab_size
+        slots, capacity, shape = self.slots, self.capacity, self.model.config
+        assert capacity <= shape.context, (capacity, shape.context)
+        self.policy = self.model  # with its adapters: added up once a version, not at every token
+        self.model = merged(self.policy)
+        self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
+        self.stops = np.isin(np.arange(shape.vocab_size), list(self.environment.stop))
+        self.cache = make_cache(self.model, slots, capacity)
+        few = 2 * len(self.alphabet) < shape.vocab_size
         self.head = self._output_matrix() if few else None  # of many it would be a second copy
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
@@ -166,15 +157,16 @@ class Generator:
         self.groups = {}  # group id -> Group, those that are not finished
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
-        self.kept = defaultdict(list)  # noise key -> what sampling kept, token after token
+        self.kept = [[] for _ in range(slots)]  # token ids that sampling kept, token after token
         self.replies = {}  # slot -> (future, deadline): environments beside
         self.version = 0
         self.new_weights = None  # (version, flat) that were offered and not adopted yet
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
-        self.counts = Counter(dict.fromkeys((*COUNTED, "swaps", "busy"), 0))
+        self.counts = Counter(busy=0.0)
         self.captures = []  # the CUDA graph of a step: see `captured`
-        self.fed_prompts = FED_PROMPTS if self.graphs else 0
+        # with graphs, prompts up to here are fed token by token, without a prefill
+        self.fed_prompts = 64 if self.graphs else 0
 
     @property
     def busy(self) -> bool:
@@ -202,13 +194,10 @@ class Generator:
         Returns False when there was nothing to decode (no episodes, or all wait for something).
         """
         begin = time.monotonic()
-        if self.new_weights is not None:
+        if self.new_weights:
             self._adopt()
         self._collect_replies()
-        prompts = self._refill()
-        if reserve(self.cache, self.cached + 1):
-            self.captures.clear()
-        prefill_groups(self.model, self.cache, prompts, self.prompts)
+        self._refill()
         if not self.running.any():
             return False
         refilled = time.monotonic()
@@ -217,7 +206,7 @@ class Generator:
         self.counts.update(decode=now - refilled, busy=now - begin)
         return True
 
-    def take_finished(self) -> list[Group]:
+    def take_finished(self) -> list:
         """Groups that are complete, in order of completion; each is handed out once."""
         finished, self.finished = self.finished, []
         return finished
@@ -231,27 +220,23 @@ class Generator:
         """Swap weights between two tokens. keep: old keys and values stay, so a new token may read
         keys of older weights (PipelineRL); recompute: they are rebuilt (AReaL); drain: running
         episodes finish first."""
-        occupied = [b for b, episode in enumerate(self.episodes) if episode]
+        occupied = [b for b in range(self.slots) if self.episodes[b]]
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
-        if flat is not None and self.adapted:
-            self.adapted.flat.copy_(flat)
-            merged(self.adapted, self.model)
-        elif flat is not None:
-            self.model.flat.copy_(flat)
-        if self.weights != torch.float32:  # rounded, then as before again
-            self.model.flat.copy_(self.model.flat.to(self.weights))
+        if flat is not None:
+            self.policy.flat.copy_(flat)
+        merged(self.policy, self.model)
+        self.model.flat.copy_(self.model.flat.to(self.weights))  # rounded, if these are coarser
         self.version, self.new_weights = version, None
         self.prompts.clear()  # an episode must not depend on when its siblings began
         if self.head is not None:
             self.head.copy_(self._output_matrix())  # in place: a CUDA graph knows its address
-        self.counts["swaps"] += 1
         self._event("swap", -1, len(occupied))
         for b in occupied:
             self.episodes[b].swaps += [int(self.cached[b]), version]
         if self.swap == "recompute":
-            filled = [b for b in occupied if self.cached[b] > 0]
+            filled = [b for b in occupied if self.cached[b]]
             sequences = [self.tokens[b, : self.cached[b]] for b in filled]
             prefill(self.model, self.cache, filled, sequences)
 
@@ -264,18 +249,16 @@ class Generator:
 
     # ------------------------------------------------------------------------------------ slots
 
-    def _refill(self) -> dict:
+    def _refill(self) -> None:
         """Give free slots to waiting samples, in order; a group never begins under old weights.
-
-        Returns what goes into the cache at once: slot -> its group, and all of its prompt but the
-        last token, which `_decode` feeds.
-        """
-        prompts = {}
-        if not self.waiting or (self.swap == "drain" and self.new_weights is not None):
-            return prompts
-        for b in [b for b, episode in enumerate(self.episodes) if episode is None]:
-            if not self.waiting or self.waiting[0][0].start > self.version:
+        All of a prompt but the last token, which `_decode` feeds, goes into the cache at once."""
+        prompts = {}  # slot -> its group, and these tokens
+        draining = self.swap == "drain" and self.new_weights
+        for b in range(self.slots):
+            if draining or not self.waiting or self.waiting[0][0].start > self.version:
                 break
+            if self.episodes[b]:
+                continue
             group, sample_index = self.waiting.popleft()
             prompt = self.environment.encode_prompt(group.problem)
             n = len(prompt)
@@ -287,16 +270,16 @@ class Generator:
             episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
             episode.started = time.monotonic()
             episode.swaps = [first, self.version]
-            self.episodes[b] = episode
-            self.keys[b] = key
-            self.known[b] = 0
-            self.cached[b] = first
+            self.episodes[b], self.keys[b] = episode, key
+            self.known[b], self.cached[b] = 0, first
             self._begin_turn(b, prompt)
             if sample_index == 0:
                 self._event("start", group.group_id, n)
-        return prompts
+        if reserve(self.cache, self.cached + 1):
+            self.captures.clear()
+        prefill_groups(self.model, self.cache, prompts, self.prompts)
 
-    def _begin_turn(self, b: int, tokens: list[int]) -> None:
+    def _begin_turn(self, b: int, tokens: list) -> None:
         """Append a prompt or an observation; what follows is the policy's turn."""
         episode, start = self.episodes[b], self.known[b]
         stop = start + len(tokens)
@@ -304,9 +287,8 @@ class Generator:
         self.logprobs[b, start:stop] = 0.0
         self.versions[b, start:stop] = -1
         self.known[b] = stop
-        problem = self.groups[episode.group_id].problem
-        limit = problem.get("turn_tokens", self.environment.turn_tokens)
-        self.turn_end[b] = min(stop + limit, self.capacity)
+        own = self.groups[episode.group_id].problem.get("turn_tokens", self.environment.turn_tokens)
+        self.turn_end[b] = min(stop + own, self.capacity)
         episode.turns.append((int(stop), -1))  # it ends in `_end_turns`
         self.running[b] = True
 
@@ -345,18 +327,17 @@ class Generator:
         self.logprobs[rows, at] = logprobs[rows]
         self.versions[rows, at] = self.version
         self.known[rows] += 1
-        for kept in results[2:]:  # [slots, V]: only what is True in it leaves the device
-            at, places = kept.nonzero().cpu().numpy().T
-            ids = np.int32(self.environment.alphabet[places])
-            sets = np.split(ids, np.searchsorted(at, range(1, self.slots)))
+        for kept in results[2:]:  # [B, V]: only what is True in it leaves the device
+            ids = self.alphabet.expand_as(kept)[kept].int().cpu().numpy()
+            sets = np.split(ids, kept.sum(1).cumsum(0).tolist())
             for b in rows:
-                self.kept[self.keys[b]].append(sets[b])
+                self.kept[b].append(sets[b])
         busy = int(self.running.sum())
         self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
         ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
         self._end_turns(rows[ended].tolist())
 
-    def _end_turns(self, ended: list[int]) -> None:
+    def _end_turns(self, ended: list) -> None:
         """The policy's turn is over in these slots: ask the environment, here or beside."""
         environment = self.environment
         requests = {}
@@ -387,23 +368,21 @@ class Generator:
                 del self.replies[b]
                 self._go_on(b, *(future.result() if done else ["env_timeout"]))
 
-    def _go_on(self, b: int, reply: list[int] | None | str) -> None:
-        """After a turn: begin the next one, or end the episode, and free its slot.
-
-        A group leaves when all its samples are in.
-        """
+    def _go_on(self, b: int, reply) -> None:
+        """After a turn: begin the next one with this reply of the environment (see `Environment`),
+        or end the episode, and free its slot. A group leaves when all its samples are in."""
         if isinstance(reply, list):
             if self.known[b] + len(reply) < self.capacity:
                 return self._begin_turn(b, reply)
             reply = "length"
         episode, n = self.episodes[b], self.known[b]
-        episode.tokens = self.tokens[b, :n].copy()
-        episode.logprobs = self.logprobs[b, :n].copy()
-        episode.versions = self.versions[b, :n].copy()
+        for name in ("tokens", "logprobs", "versions"):
+            setattr(episode, name, getattr(self, name)[b, :n].copy())
         episode.loss_mask = episode.versions >= 0
-        if sets := self.kept.pop(episode.noise_key, None):
-            episode.kept_sizes = np.int32([len(kept) for kept in sets])
-            episode.kept = np.concatenate(sets)
+        if self.cut:
+            episode.kept_sizes = np.int32([len(kept) for kept in self.kept[b]])
+            episode.kept = np.concatenate(self.kept[b])
+            self.kept[b].clear()
         episode.finish, _, episode.failure = (reply or "stop").partition(": ")
         episode.finished = time.monotonic()
         self.episodes[b], self.running[b], self.cached[b] = None, False, 0
@@ -436,9 +415,8 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
 
 def generate(generator: Generator, groups: list[Group]) -> list[Group]:
     """Run groups to their end and return them sorted by id: the synchronous use."""
-    newest = generator.newest
     for group in groups:
-        assert group.start <= newest, f"group starts at version {group.start}, weights are {newest}"
+        assert group.start <= generator.newest, f"group starts at version {group.start}, too late"
         generator.submit(group)
     while generator.busy:
         if not generator.step():

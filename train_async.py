@@ -18,7 +18,7 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
-from bench import exit_code, finish, replay
+from bench import asynchronous_facts, exit_code, finish, replay
 from learner import learner_step, new_groups
 from runtime.books import close_step
 from runtime.config import Config, TrainingStopped, run_main
@@ -55,8 +55,10 @@ def train(config: Config) -> None:
             with log.timed("learner", "train", version=version, groups=run.training) as event:
                 metrics = learner_step(learner, batch, config)
                 run.training = []
-                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
-                event |= {"in_flight": len(run.in_flight), "of": config.steps}
+                event["loss"] = metrics["loss"]
+                event["grad_norm"] = metrics["grad_norm"]
+                event["in_flight"] = len(run.in_flight)
+                event["of"] = config.steps
             with log.timed("learner", "publish", version=learner.version):
                 run.mailbox.publish(learner.version, learner.model.flat)
             admit(run)  # before anything slow
@@ -64,7 +66,7 @@ def train(config: Config) -> None:
             close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values())
         settle(run)
         save(run)
-        finish(run, facts_of(run))  # before anything is torn down
+        finish(run, asynchronous_facts(run))  # before anything is torn down
     print(table(run.ledger.totals()))
     exit_code(run)
 
@@ -117,7 +119,8 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
     match message:
         case Answer(_, group, judgement, events):
             for at, kind, group_id, version, details in events:
-                run.log.event(worker.name, kind, at, group=group_id, version=version, **details)
+                details |= {"group": group_id, "version": version}
+                run.log.event(worker.name, kind, at, **details)
             if judgement:  # verified, too
                 land(run, group, judgement, worker.name)
         case Silent(reason):
@@ -181,19 +184,6 @@ def verify_again(
         else:
             verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(group.trajectories)
             land(run, group, Judgement(verdicts, time.monotonic(), 0.0), worker.name)
-
-
-def facts_of(run: AsyncRun) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.begun or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
-    learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }
 
 
 if __name__ == "__main__":

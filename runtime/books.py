@@ -4,8 +4,7 @@ Left out: the end of a run (bench.py), what the numbers mean (learner.py, losses
 get to disk (runlog.py).
 """
 
-from bench import show_group
-from buffer import batch_metrics
+from bench import batch_metrics, show_group
 from runtime.checkpoint import checkpoint
 from runtime.config import TrainingStopped
 from runtime.messages import Group

@@ -14,7 +14,7 @@ from typing import TextIO
 import torch
 
 import reward
-from learner import Learner, evaluate, make_learner
+from learner import Learner, make_learner
 from model import GPT, PRESETS, ModelConfig, padded
 from reward import task_of
 from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
@@ -25,7 +25,7 @@ from runtime.huggingface import base_model, check_export, read_shape
 from runtime.ledger import Ledger, read_books
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from tasks import limits
-from tasks.exam import Examiner
+from tasks.exam import Examiner, evaluate
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""exam.py: a task's code in a process of its own, wherever the parent itself waits for it.
+"""exam.py: how good a policy is, with the task's code in a process of its own.
 
-An evaluation runs where the weights are changed. A task that hangs in C, forks or ends its process
-must not do so there: an `Examiner` asks a child, one request after the other. A child that is late
-or gone costs that request, and is replaced.
+`evaluate` runs where the weights are changed, so it cannot race with training. A task that hangs in
+C, forks or ends its process must not do so there: an `Examiner` asks a child, one request after the
+other. A child that is late or gone costs that request, and is replaced.
 Left out: training, where rollout and reward workers run the task (processes.py).
 """
 
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import TimeoutError as Late
 from dataclasses import replace
@@ -20,9 +21,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from reward import Task, Verdict, respond, task_of, verify_group
+import numpy as np
+
+import reward
+from reward import Task, Verdict
 from runtime.config import Config, TrainingStopped
-from runtime.messages import Group
+from runtime.messages import Group, apply_verdicts
 from runtime.processes import die_with
 from tasks import limits
 
@@ -35,7 +39,7 @@ class Examiner:
 
     def __init__(self, config: Config, log: Path):
         self.config, self.log = config, log
-        self.deaths = 0  # of children in this evaluation
+        self.deaths = 0  # of children, in this evaluation
         self.waited = 0.0  # seconds since the task was in time
         self.process = None
         atexit.register(self.close)  # however the run ends
@@ -114,6 +118,44 @@ class Examiner:
         return reason
 
 
+def evaluate(learner, config: Config, task: Task, examiner: Examiner) -> dict:
+    """Answers to every held-out problem, by the weights as they are between two steps: a greedy
+    one, or with --eval-samples several, sampled as in training but with other noise.
+
+    Returns `solved` (share), `reward` (mean) and `turns` (mean); a failed episode counts as a
+    reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
+    """
+    from rollout import Generator, generate  # here: a child needs no torch
+
+    examiner.deaths = 0  # a budget for each evaluation
+    environment = reward.make_environment(config, task)
+    several = config.eval_samples
+    generator = Generator(
+        learner.model,
+        replace(environment, respond=examiner.respond, beside=False),
+        slots=min(config.slots, task.eval_size),
+        capacity=reward.capacity_of(config, task),
+        group_size=several or 1,
+        seed=~config.seed,  # below 0: that of no run
+        temperature=config.temperature if several else 0.0,
+        cut=config.cut if several else (),
+    )
+    groups = [Group(i, 0, reward.problem_of(task, i, "eval")) for i in range(task.eval_size)]
+    for group in generate(generator, groups):
+        apply_verdicts(group, examiner.verify(group))
+    episodes = [t for group in groups for t in group.trajectories]
+    rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
+    failed = [t for t in episodes if t.failed]
+    first = {t.finish: t.failure for t in reversed(failed)}
+    counts = Counter(t.finish for t in failed)
+    return {
+        "solved": float(np.mean(rewards >= task.solved)),
+        "reward": float(np.mean(rewards)),
+        "turns": float(np.mean([len(t.turns) for t in episodes])),
+        "failures": {finish: (count, first[finish]) for finish, count in counts.items()},
+    }
+
+
 # ------------------------------------------------------------------------------------- the child
 
 
@@ -123,7 +165,7 @@ def serve() -> None:
     os.close(0)
     parent, config = pipe.recv()
     die_with(parent)
-    task = task_of(config)
+    task = reward.task_of(config)
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         while True:
@@ -137,13 +179,13 @@ def answers_to(task: Task, config: Config, who: str, requests: list) -> Iterator
     """The task's answers, one by one; slow environments (`beside`) think at the same time."""
     if who == "verifier":
         for group in requests:
-            yield verify_group(group, task, config)[0]
+            yield reward.verify_group(group, task, config)[0]
     elif task.beside:
-        for future in [limits.in_thread(respond, task, config, [r]) for r in requests]:
+        for future in [limits.in_thread(reward.respond, task, config, [r]) for r in requests]:
             try:
                 yield future.result(config.reward_seconds)[0]
             except Late:
                 yield "env_timeout"
     else:
         for request in requests:
-            yield respond(task, config, [request])[0]
+            yield reward.respond(task, config, [request])[0]

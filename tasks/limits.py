@@ -109,21 +109,6 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{place}"
 
 
-def guarded(who: str, seconds: float | None, function: Callable, *args) -> tuple:
-    """(function(*args), None), or (None, reason) when it raises or exceeds the time limit.
-
-    The reason is one line, "WHO_timeout" or "WHO_error: Type: message (file, line N)"; what
-    stands before its first colon is a name to count by.
-    """
-    try:
-        with time_limit(seconds):
-            return function(*args), None
-    except OutOfTime:
-        return None, f"{who}_timeout"
-    except (Exception, SystemExit) as error:
-        return None, f"{who}_error: {describe(error)}"
-
-
 def in_thread(function: Callable, *args) -> Future:
     """Call a function in a thread of its own. Not in a pool: calls that never return would fill it
     up, and Python waits for a pool's threads at its exit."""

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from judge import guarded, verify
 
-from reward import Step, make_task, verify, verify_group
+from reward import Step, make_task, verify_group
 from rollout import make_environment
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
@@ -25,9 +26,9 @@ encode = own_tokenizer().encode
 
 
 def test_guarded_serves_environments_too():
-    assert limits.guarded("env", 1.0, divmod, 7, 2) == ((3, 1), None)
-    assert limits.guarded("env", 0.05, time.sleep, 9) == (None, "env_timeout")
-    result, reason = limits.guarded("env", None, int, "x")
+    assert guarded("env", 1.0, divmod, 7, 2) == ((3, 1), None)
+    assert guarded("env", 0.05, time.sleep, 9) == (None, "env_timeout")
+    result, reason = guarded("env", None, int, "x")
     assert result is None and reason.startswith("env_error: ValueError: ")
 
 
@@ -45,7 +46,7 @@ def test_the_place_of_an_error_is_the_deepest_line_in_a_task_file():
     names = {"__name__": "tasks./home/me/mine.py", "json": json}
     source = "def outer(text):\n    return inner(text)\n\ndef inner(text):\n    json.loads(text)\n"
     exec(compile(source, "/home/me/mine.py", "exec"), names)
-    _, reason = limits.guarded("verifier", None, names["outer"], "{")
+    _, reason = guarded("verifier", None, names["outer"], "{")
     assert reason.startswith("verifier_error: JSONDecodeError: ")
     assert reason.endswith(" (mine.py, line 5)")
 
@@ -105,7 +106,7 @@ def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
         signal.signal(signal.SIGALRM, lambda *_: left.append("struck"))
         time.sleep(0.1 if late else 0.0)
 
-    limits.guarded("verifier", 0.05 if late else 9.0, task)
+    guarded("verifier", 0.05 if late else 9.0, task)
     left[0].join(5.0)
     assert not left[0].is_alive()
     time.sleep(0.3)
@@ -134,8 +135,8 @@ def hungry_step(problem, answers):
 def test_memory_is_limited_and_given_back():
     before = resource.getrlimit(resource.RLIMIT_AS)
     task = replace(make_task("reverse"), step=hungry_step)
-    with limits.memory_limit(256):
-        verdicts = [verify(task, {}, [text], 5.0) for text in ("1", "100000", "10", "400", "2")]
+    texts = ("1", "100000", "10", "400", "2")
+    verdicts = [verify(task, {}, [text], 5.0, memory=256.0) for text in texts]
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     errors = [verdict.error and verdict.error.rstrip() for verdict in verdicts]
     assert errors == [None, "verifier_error: MemoryError:"] * 2 + [None]

@@ -42,7 +42,7 @@ def make(kind="dense learned", seed=0, dtype=torch.float32, **changes) -> GPT:
         if p.dim() == 1:
             p.data += 0.3 * torch.randn(p.shape, generator=random)
     if dtype != torch.float32:
-        model.to(dtype).flatten()
+        model.flatten("cpu", dtype)
     return model
 
 
@@ -296,7 +296,7 @@ def test_parameters_and_gradients_are_views_through_everything(kind):
     assert_flat(model)
     flat = model.flat
     assert model.on("cpu") is model and model.flat is flat  # an optimizer holds on to it
-    model.flatten()
+    model.flatten("cpu", torch.float32)
     assert_flat(model)
     assert torch.equal(model.flat, flat)
     loss_of(model, sentences()).backward()
@@ -305,7 +305,7 @@ def test_parameters_and_gradients_are_views_through_everything(kind):
     assert first.any()
     loss_of(model, sentences()).backward()  # gradients add up
     torch.testing.assert_close(model.flat_grad, 2 * first)
-    model.to(torch.float64).flatten()
+    model.flatten("cpu", torch.float64)
     assert_flat(model)
     assert model.flat.dtype == torch.float64
 

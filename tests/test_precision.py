@@ -127,7 +127,7 @@ def test_a_generator_adds_adapters_up_once_a_version():
     learners = copy.deepcopy(model)  # the learner goes on while the generator has the old ones
     env = environment(stop=(), turn_tokens=12)
     generator = generator_of(model, env)
-    assert generator.model.config.lora == 0 and generator.adapted is model
+    assert generator.model.config.lora == 0 and generator.policy is model
     for version in (0, 1):
         if version:
             learners.flat.add_(0.05 * torch.randn_like(learners.flat))

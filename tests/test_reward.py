@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from judge import verify
 
 import reward
-from reward import Step, make_task, verify
+from reward import Step, make_task
 from runtime.tokenizer import END, own_tokenizer
 
 encode, decode_bytes = own_tokenizer().encode, own_tokenizer().decode_bytes
@@ -89,7 +90,7 @@ def failing_step(problem, answers):
     if answers[-1] == "raise":
         raise RuntimeError("several\nlines " + "x" * 1000)
     if answers[-1] == "recurse":
-        return failing_step(problem, answers + ["recurse"])
+        return failing_step(problem, [*answers, "recurse"])
     if answers[-1] == "sleep":
         time.sleep(30)
     while answers[-1] == "spin":

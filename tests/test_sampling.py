@@ -17,7 +17,7 @@ from toys import light_children
 import learner as learner_room
 import train_async
 import train_sync
-from learner import evaluate, generated_logprobs, make_learner, token_logprobs
+from learner import generated_logprobs, make_learner, token_logprobs
 from model import pack_tokens
 from reward import capacity_of, make_environment, make_task, verify_group
 from rollout import Generator, generate, noise_keys, sample
@@ -27,7 +27,7 @@ from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
 from runtime.setup import make_model, task_of
-from tasks.exam import Examiner
+from tasks.exam import Examiner, evaluate
 
 CUTS = [(0, 0.8), (5, 1.0), (5, 0.8), (1, 1.0), (0, 0.01), (40, 0.999)]
 ALPHABET = torch.arange(LETTERS)
@@ -122,7 +122,7 @@ def test_the_learner_finds_the_generators_logprobs(cut, temperature):
     model = make()
     found = play([group_of(i) for i in range(3)], model, cut=cut, temperature=temperature)
     episodes = [found[i, s] for i in range(3) for s in range(4)]
-    assert not found["by"].kept  # nothing is left behind
+    assert not any(found["by"].kept)  # nothing is left behind
     told = np.concatenate([t.logprobs[t.loss_mask] for t in episodes])
     right = learners(model, episodes, ALPHABET, temperature)
     wrong = learners(model, [plain(t) for t in episodes], ALPHABET, temperature)
@@ -420,14 +420,16 @@ def test_a_run_with_a_cut_goes_on_where_it_was(tmp_path, few_held_out_problems):
 # --------------------------------------------------------------------------- sampled evaluation
 
 
-def test_evaluation_is_greedy_or_the_mean_over_samples():
+def test_evaluation_is_greedy_or_the_mean_over_samples(tmp_path):
     config = config_of(eval_samples=5, temperature=0.9)
     task = dataclasses.replace(task_of(config), eval_size=12)
     learner = make_learner(config, task, make_model(config, task))
-    found = evaluate(learner, config, task)
-    assert found == evaluate(learner, config, task)
-    greedy = evaluate(learner, dataclasses.replace(config, eval_samples=0), task)
-    assert greedy == evaluate(learner, Config(), task) and greedy != found
+    examiner = Examiner(config, tmp_path / "log")
+    found = evaluate(learner, config, task, examiner)
+    assert found == evaluate(learner, config, task, examiner)
+    greedy = evaluate(learner, dataclasses.replace(config, eval_samples=0), task, examiner)
+    assert greedy == evaluate(learner, Config(), task, examiner) and greedy != found
+    examiner.close()
 
     generator = Generator(
         learner.model,

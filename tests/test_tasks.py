@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from judge import verify
 
 import bench
 import reward
-from reward import Step, make_task, problem_of, verify
+from reward import Step, make_task, problem_of
 from runtime.tokenizer import END, PAD, own_tokenizer
 from tasks.jsonl import edit_distance, last_number, meant_number, stated_number
 

@@ -17,15 +17,9 @@ import reward
 import rollout
 import train_async
 import train_sync
-from buffer import batch_metrics, pack
-from learner import (
-    evaluate,
-    learner_step,
-    make_learner,
-    naive_step,
-    samples_of,
-    token_logprobs,
-)
+from bench import batch_metrics
+from buffer import pack
+from learner import learner_step, make_learner, naive_step, samples_of, token_logprobs
 from model import GPT, PRESETS, ModelConfig
 from rollout import generate
 from runtime import runlog
@@ -36,6 +30,7 @@ from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
 from runtime.setup import make_model, task_of
 from runtime.tokenizer import own_tokenizer
+from tasks.exam import Examiner, evaluate
 
 encode = own_tokenizer().encode
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
@@ -455,13 +450,15 @@ def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
         train_sync.train(config_of(tmp_path / "run"))
 
 
-def test_evaluation_changes_nothing():
+def test_evaluation_changes_nothing(tmp_path):
     config = config_of(task="guess")
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
-    first = evaluate(learner, config, task)
-    assert first == evaluate(learner, config, task)
+    examiner = Examiner(config, tmp_path / "log")
+    first = evaluate(learner, config, task, examiner)
+    assert first == evaluate(learner, config, task, examiner)
+    examiner.close()
     assert torch.equal(weights, learner.model.flat) and torch.equal(state, torch.get_rng_state())
     assert 0 <= first["solved"] <= 1 and 1 <= first["turns"] <= 6
 
