@@ -35,8 +35,7 @@ class Rack:
     """Rows of one length, of which the first are in use; `slots` tells whose sequence lies in each
     (0 where nobody's does)."""
 
-    k: Tensor  # [L, n, T, Hkv, D]
-    v: Tensor  # [L, n, T, Hkv, D]
+    kv: Tensor  # [2, L, n, T, Hkv, D] keys and values
     slots: Tensor  # [n]
     used: int
 
@@ -64,15 +63,13 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
     for length in lengths:
         own = numbers[: 0 if racks else slots].clone()
         heads = (length, c.kv_heads) if sparse else (c.kv_heads, length)
-        k, v = like.new_zeros(2, c.layers, len(own), *heads, c.head_width)
-        if not sparse:
-            k, v = k.transpose(2, 3), v.transpose(2, 3)
-        racks.append(Rack(k, v, own, len(own)))
+        kv = like.new_zeros(2, c.layers, len(own), *heads, c.head_width)
+        racks.append(Rack(kv if sparse else kv.transpose(3, 4), own, len(own)))
     none = np.zeros(slots, np.int64)
     cache = Cache(racks, np.array(lengths), none, np.arange(slots), numbers)
     if sparse:
         cache.tables = dsa.cache_tables(torch.zeros_like(numbers), T, c.chunk_size)
-        cache.scored = racks[0].k
+        cache.scored = racks[0].kv[0]
         if c.indexed:
             cache.scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
         cache.means = cache.scored  # single keys are their own means
@@ -93,9 +90,10 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
         old, new, row = cache.racks[cache.rack[b]], cache.racks[wanted[b]], b
         if wanted[b]:
             row = new.used
-            if row == len(new.slots):
-                add_rows(new)
-                grown = True
+            if row == len(new.slots):  # half as many rows again, and one
+                more, grown = row // 2 + 1, True
+                longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
+                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more))
             new.used += 1
             new.slots[row] = b
             copy_row(old, cache.row[b], new, row)
@@ -112,34 +110,24 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
     return grown
 
 
-def copy_row(here: Rack, row: int, there: Rack, new: int) -> None:
+def copy_row(old: Rack, row: int, new: Rack, to: int) -> None:
     """Keys and values of a sequence, as many as fit."""
-    for x, y in ((here.k, there.k), (here.v, there.v)):
-        known = x[:, row, : y.shape[2]]
-        y[:, new, : known.shape[1]] = known
-
-
-def add_rows(rack: Rack) -> None:
-    """Half as many rows again, and one."""
-    more = len(rack.slots) // 2 + 1
-    longer = [F.pad(x.transpose(2, 3), (0,) * 7 + (more,)) for x in (rack.k, rack.v)]
-    rack.k, rack.v = (x.transpose(2, 3) for x in longer)
-    rack.slots = F.pad(rack.slots, (0, more))
+    known = old.kv[:, :, row, : new.kv.shape[3]]
+    new.kv[:, :, to, : known.shape[2]] = known
 
 
 def rows_to_read(rack: Rack) -> int:
     """Those in use; on a GPU all, because shapes are fixed in a captured graph."""
-    return len(rack.slots) if rack.k.is_cuda else rack.used
+    return len(rack.slots) if rack.kv.is_cuda else rack.used
 
 
 # ------------------------------------------------------------------------- whole sequences
 
 
-def row_of(cache: Cache, slot: int, length: int) -> list[Tensor]:
+def row_of(cache: Cache, slot: int, length: int) -> list:
     """What the cache holds of a slot's first tokens: keys, values, and for selection the keys that
     are scored and the means of at least their chunks; [L, length, ...] each."""
-    rack, row = cache.racks[cache.rack[slot]], cache.row[slot]
-    rows = [rack.k[:, row], rack.v[:, row]]
+    rows = [*cache.racks[cache.rack[slot]].kv[:, :, cache.row[slot]]]
     rows += [x[:, slot] for x in (cache.scored, cache.means) if x is not None]
     return [x[:, :length] for x in rows]
 
@@ -147,8 +135,8 @@ def row_of(cache: Cache, slot: int, length: int) -> list[Tensor]:
 def prefill_groups(
     model: GPT,
     cache: Cache,
-    prompts: dict,  # slot -> (group id, tokens)
-    known: dict,  # group id -> its prompt's keys and values so far
+    prompts,  # slot -> (group id, tokens)
+    known,  # group id -> its prompt's keys and values so far
 ) -> None:
     """Fill slots whose prompts many share: a prompt is computed once a group, then copied."""
     first = {}  # group id -> the first of its slots, which computes the prompt
@@ -168,8 +156,8 @@ def prefill_groups(
 def prefill(
     model: GPT,
     cache: Cache,
-    slots: list,  # [B] whole numbers
-    sequences: list,  # B arrays or lists of token ids
+    slots,  # [B] whole numbers
+    sequences,  # B arrays or lists of token ids
 ) -> None:
     """Write keys and values of whole sequences into their rows, one sequence a slot.
 
@@ -221,8 +209,8 @@ def renew_means(cache: Cache, layer: int, chunks: Tensor) -> None:
 def decode(
     model: GPT,
     cache: Cache,
-    tokens: Tensor,  # [B]
-    positions: Tensor,  # [B]
+    tokens,  # [B]
+    positions,  # [B]
 ) -> Tensor:
     """One step: feed every slot its token at its position, return hidden states [B, d].
 
@@ -234,7 +222,7 @@ def decode(
         if n := rows_to_read(rack):
             slots = rack.slots[:n] if reads else ...  # of the first rack: every slot
             at = positions[slots]  # [n]
-            keys = torch.arange(rack.k.shape[2], device=at.device)
+            keys = torch.arange(rack.kv.shape[3], device=at.device)
             future = keys > at[:, None]  # [n, T]
             mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
             # who has moved on writes into a row that nobody reads
@@ -244,7 +232,7 @@ def decode(
     def attend(layer, q, k, v, index):
         outs = []
         for rack, n, slots, place, mask in reads:
-            keys, values = rack.k[layer, :n], rack.v[layer, :n]
+            keys, values = rack.kv[:, layer, :n]
             keys[place] = k[slots]
             values[place] = v[slots]
             if cache.tables is None:  # every query attends to the keys of its slot up to its own
@@ -259,7 +247,7 @@ def decode(
         if index is not None:
             cache.scored[layer][reads[0][3]] = index[1][:, None]
         renew_means(cache, layer, tables.own)
-        kept = cache.racks[0].k, cache.racks[0].v, cache.scored, cache.means
+        kept = *cache.racks[0].kv, cache.scored, cache.means
         k, v, scored, means = (x[layer].flatten(0, 1) for x in kept)  # [B * T, H, D or E]
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])
@@ -270,10 +258,10 @@ def decode(
 
 
 def attend_rows(
-    q: Tensor,  # [n, Hq, D]
-    k: Tensor,  # [n, T, Hkv, D]
-    v: Tensor,  # [n, T, Hkv, D]
-    mask: Tensor,  # [n, T] of 0 and -inf
+    q,  # [n, Hq, D]
+    k,  # [n, T, Hkv, D]
+    v,  # [n, T, Hkv, D]
+    mask,  # [n, T] of 0 and -inf
 ) -> Tensor:
     """One query a row on its cached keys -> [n, Hq, D].
 
@@ -291,8 +279,8 @@ def attend_rows(
 
 def captured(
     step: Callable,  # inputs -> results
-    inputs: list,  # tokens, positions and uniform numbers, [B] each
-    graphs: list,  # the graph, its inputs and results; empty: none was captured yet
+    inputs,  # tokens, positions and uniform numbers, [B] each
+    graphs,  # the graph, its inputs and results; empty: none was captured yet
 ) -> tuple:
     """step(inputs), run as a CUDA graph.
 

@@ -46,8 +46,7 @@ def learner_logprobs(model, responses):
 def train_model(responses, rewards):
     """A tiny GPT (float64) after 0, 1, ... plain gradient steps on the enumerated objective."""
     config = ModelConfig(2, 16, 2, 1, 8, 32, vocab_size=8, context=16, init_std=0.3)
-    model = GPT(config, seed=0).double()
-    model.flatten()
+    model = GPT(config, seed=0).on("cpu", torch.float64)
     models = [copy.deepcopy(model)]
     for _ in STEPS:
         model.flat_grad.zero_()

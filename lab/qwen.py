@@ -128,7 +128,7 @@ def decode_rows(model: GPT, copied: float):
         way = partial(caches.captured, step, inputs, []) if large else partial(step, inputs)
         with torch.no_grad():
             seconds = seconds_of(way)
-        read = model.flat.nbytes + 2 * cache.racks[-1].k[:, :slots].nbytes
+        read = model.flat.nbytes + cache.racks[-1].kv[:, :, :slots].nbytes
         share = read / copied / seconds
         yield {"slots": slots, "context": context, "ms": 1e3 * seconds, "of_memory_bound": share}
 

@@ -66,7 +66,7 @@ def full_cache(model: GPT, slots: int) -> tuple:
     cache = caches.make_cache(model, slots, model.config.context)
     caches.reserve(cache, np.full(slots, model.config.context))
     last = cache.racks[-1]
-    for part in (last.k, last.v, cache.scored, cache.means):
+    for part in (last.kv, cache.scored, cache.means):
         if part is not None:
             part.normal_()
     return model, cache, slots

@@ -6,7 +6,7 @@ import torch
 from test_model import KINDS, hidden_of, kinds, make, sentences
 
 import dsa
-from cache import add_rows, decode, make_cache, prefill, prefill_groups, reserve, row_of
+from cache import decode, make_cache, prefill, prefill_groups, reserve, row_of
 
 
 def needed(slots: int, lengths: dict) -> np.ndarray:
@@ -16,14 +16,14 @@ def needed(slots: int, lengths: dict) -> np.ndarray:
 
 def parts_of(cache) -> list:
     """Every tensor of a cache that holds keys or values."""
-    found = [x for rack in cache.racks for x in (rack.k, rack.v)]
+    found = [x for rack in cache.racks for x in (rack.kv,)]
     return found + [x for x in (cache.scored, cache.means) if x is not None]
 
 
 def bytes_of(cache) -> tuple[int, int]:
     """What keys and values take, and what slots times capacity would."""
-    position = 2 * cache.racks[0].k[:, :1, :1].nbytes
-    now = sum(len(rack.slots) * rack.k.shape[2] for rack in cache.racks)
+    position = cache.racks[0].kv[:, :, :1, :1].nbytes
+    now = sum(len(rack.slots) * rack.kv.shape[3] for rack in cache.racks)
     return position * now, position * len(cache.rack) * int(cache.lengths[-1])
 
 
@@ -32,8 +32,7 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
     model, sequences, slots = make(kind), sentences((30, 9, 20)), [6, 0, 3]
     wanted = hidden_of(model, sequences)
     cache = make_cache(model, 9, 40)
-    for rack in cache.racks[1:]:
-        add_rows(rack)
+    reserve(cache, np.full(9, 40))  # every rack has its rows
     for part in parts_of(cache):
         part.fill_(7.0)  # left behind by an earlier episode: must not be seen
     prefixes = [13, 1, 16]
@@ -129,7 +128,7 @@ def test_prefill_of_a_few_tokens_fits_a_short_context():
     """Filler rows must not run over the model's last position (task guess has 12)."""
     model = make(context=6)
     cache = make_cache(model, 8, 6)
-    k = cache.racks[0].k
+    k = cache.racks[0].kv[0]
     assert len(cache.racks) == 1
     assert k.shape == (2, 8, 16, 2, 8)  # capacity is rounded up to PAD_BLOCK
     prefill(model, cache, [3], [[1, 2, 3]])
@@ -149,10 +148,10 @@ def test_sequences_keep_what_they_have_when_they_and_others_move():
         lengths[(random.random(12) < 0.02) | (lengths > 600)] = 0
         begun = (lengths == 0) & (random.random(12) < 0.3)
         lengths[begun] = random.integers(1, 60, begun.sum())
-        tensors = [rack.k.data_ptr() for rack in cache.racks]
+        tensors = [rack.kv.data_ptr() for rack in cache.racks]
         moved = reserve(cache, np.maximum(lengths, 1))
         grown += moved
-        assert moved == (tensors != [rack.k.data_ptr() for rack in cache.racks])
+        assert moved == (tensors != [rack.kv.data_ptr() for rack in cache.racks])
         for b in np.flatnonzero(lengths):
             k, v = row_of(cache, b, lengths[b])
             assert k.shape[1] == lengths[b]
@@ -215,7 +214,7 @@ def test_sparse_decode_reads_no_key_that_was_not_selected(kind):
     model, (tokens,) = make(kind, chunk_size=4, top_k=2), sentences((37,))
     clean = make_cache(model, 8, 40)
     prefill(model, clean, [1], [tokens[:36]])
-    k, v = clean.racks[0].k, clean.racks[0].v
+    k, v = clean.racks[0].kv
     ids, positions = torch.zeros(2, 8, dtype=torch.int64)
     ids[1], positions[1] = tokens[36], 36
     picked, attend = [], dsa.sparse_attention

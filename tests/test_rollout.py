@@ -862,8 +862,8 @@ def test_the_cache_costs_what_sequences_use_and_not_slots_times_capacity():
     generator = make_generator(config, task, make_model(config, task))
     generate(generator, [Group(i, 0, task.reset(i, "train")) for i in range(32)])
     racks = generator.cache.racks
-    positions = sum(len(rack.slots) * rack.k.shape[2] for rack in racks)
-    assert racks[-1].k.shape[2] == 304 and len(racks[1].slots) > 3
+    positions = sum(len(rack.slots) * rack.kv.shape[3] for rack in racks)
+    assert racks[-1].kv.shape[3] == 304 and len(racks[1].slots) > 3
     assert positions < 0.35 * 64 * 304
 
 
