@@ -38,12 +38,7 @@ from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
-    "race": (
-        "races",
-        5,
-        "race.json .png, timeline.png",
-        "sync against async (--modes full: 60 minutes)",
-    ),
+    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (full: 60 minutes)"),
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),
@@ -57,13 +52,10 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
     "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
-    "scale": ("simulate", 10, "scale.json", "the simulator on up to 1,024 devices"),
+    "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
 }
-FLAGS = {
-    "race": "RaceConfig",
-    "recipe": "RecipeConfig",
-    "qwen": "QwenConfig",
-}  # the classes of their flags
+# the classes of their flags
+FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig", "qwen": "QwenConfig"}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from runtime.messages import Group, Trajectory
 
 
 def may_admit(
-    starts: list[int],
+    starts: list,
     start: int,
     version: int,
     eta: int,
@@ -39,7 +39,7 @@ def may_admit(
 
 
 def may_leave_behind(
-    starts: list[int],
+    starts: list,
     version: int,
     eta: int,
     B: int,
@@ -141,7 +141,7 @@ class Buffer:
                 return self.take(chosen, version)
         return None
 
-    def take(self, chosen: list, version: int) -> list[Group]:
+    def take(self, chosen: list, version: int) -> list:
         """Remove a batch; the theorem is asserted on the tokens themselves, not on bookkeeping."""
         batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
         for group in batch:

@@ -44,7 +44,7 @@ class Rack:
 class Cache:
     """Keys and values of a static batch of slots; a slot's positions 0 .. n-1 are valid."""
 
-    racks: list[Rack]  # by length; in the first, row b is slot b's for ever
+    racks: list  # by length; in the first, row b is slot b's for ever
     lengths: np.ndarray  # of their rows
     rack: np.ndarray  # [B] in which rack its sequence lies, and in which row
     row: np.ndarray  # [B]
@@ -110,7 +110,7 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
     return grown
 
 
-def copy_row(old: Rack, row: int, new: Rack, to: int) -> None:
+def copy_row(old: Rack, row, new: Rack, to) -> None:
     """Keys and values of a sequence, as many as fit."""
     known = old.kv[:, :, row, : new.kv.shape[3]]
     new.kv[:, :, to, : known.shape[2]] = known
@@ -124,7 +124,7 @@ def rows_to_read(rack: Rack) -> int:
 # ------------------------------------------------------------------------- whole sequences
 
 
-def row_of(cache: Cache, slot: int, length: int) -> list:
+def row_of(cache: Cache, slot, length) -> list:
     """What the cache holds of a slot's first tokens: keys, values, and for selection the keys that
     are scored and the means of at least their chunks; [L, length, ...] each."""
     rows = [*cache.racks[cache.rack[slot]].kv[:, :, cache.row[slot]]]
@@ -196,7 +196,7 @@ def _prefill_width(model: GPT, cache: Cache, slots: tuple, sequences: tuple) -> 
             renew_means(cache, layer, chunks)
 
 
-def renew_means(cache: Cache, layer: int, chunks: Tensor) -> None:
+def renew_means(cache: Cache, layer, chunks) -> None:
     """Compute the mean keys of chunks again, after some of their keys have changed (dsa)."""
     scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
     means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)

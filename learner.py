@@ -109,7 +109,7 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     )
 
 
-def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
+def new_groups(learner: Learner, task: Task, count: int) -> list:
     """The next prompts; the cursor moves, so none is used twice."""
     ids = range(learner.next_group, learner.next_group + count)
     learner.next_group += count
@@ -121,7 +121,7 @@ def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
 
 def learner_step(
     learner: Learner,
-    groups: list[Group],
+    groups: list,
     config: Config,
     rank: int = 0,
 ) -> dict:
@@ -171,7 +171,7 @@ def learner_step(
     }
 
 
-def samples_of(groups: list[Group], kind: str) -> tuple:
+def samples_of(groups: list, kind: str) -> tuple:
     """What a step learns from, (trajectory, advantage) each, and which groups teach nothing [G]."""
     trajectories = [t for group in groups for t in group.trajectories]
     shape = len(groups), -1  # [G, n]

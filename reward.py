@@ -231,7 +231,7 @@ def verify_group(
     task: Task,
     config,
     alive: Callable = lambda: None,
-) -> list[Verdict]:
+) -> list:
     """Verify every episode of a group (runtime/messages.py): see `verify`."""
     episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
     return verify(task, group.problem, episodes, config, alive)
@@ -243,7 +243,7 @@ def verify(
     episodes: list,  # the answers of each
     config,
     alive: Callable = lambda: None,
-) -> list[Verdict]:
+) -> list:
     """Play episodes again from their text and judge them, each within the limits of `config` (see
     `ask`); nothing in the answers can raise.
 
@@ -346,7 +346,7 @@ def reply(task: Task, problem: dict, tokens, turns) -> list | None:
     return observation
 
 
-def split_answers(task: Task, tokens, turns) -> list[str]:
+def split_answers(task: Task, tokens, turns) -> list:
     """The text of each turn (start, stop) in a trajectory's tokens, without its stop token.
 
     Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.

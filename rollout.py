@@ -413,7 +413,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
     )
 
 
-def generate(generator: Generator, groups: list[Group]) -> list[Group]:
+def generate(generator: Generator, groups: list) -> list:
     """Run groups to their end and return them sorted by id: the synchronous use."""
     for group in groups:
         assert group.start <= generator.newest, f"group starts at version {group.start}, too late"

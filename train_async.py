@@ -95,7 +95,7 @@ def admit(run: AsyncRun) -> None:
     issue(run, "admit", groups)
 
 
-def issue(run: AsyncRun, kind: str, groups: list[Group]) -> None:
+def issue(run: AsyncRun, kind: str, groups: list) -> None:
     """Send groups to the rollout workers, and log who has which."""
     names = run.pool.issue("rollout", groups)
     for group, name in zip(groups, names, strict=True):
@@ -160,7 +160,7 @@ def generate_again(
     run: AsyncRun,
     worker: Worker,
     reason: str,
-    groups: list[Group],
+    groups: list,
 ) -> None:
     """Groups that a rollout worker had not finished begin anew, with today's weights."""
     for group in groups:
@@ -174,7 +174,7 @@ def verify_again(
     run: AsyncRun,
     worker: Worker,
     reason: str,
-    groups: list[Group],
+    groups: list,
 ) -> None:
     """Groups that a reward worker had go to another; one of which two have died has failed."""
     run.deaths.update(group.group_id for group in groups[:1])  # it was working on the first

@@ -15,7 +15,7 @@ from reward import verify_group
 from rollout import COUNTED, generate, make_generator
 from runtime.books import close_step
 from runtime.checkpoint import checkpoint
-from runtime.config import Config, UserError, flag_name, run_main
+from runtime.config import Config, flag_name, require, run_main
 from runtime.messages import apply_verdicts
 from runtime.setup import open_training
 
@@ -23,8 +23,8 @@ from runtime.setup import open_training
 def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
     for name, only in {"learners": 1, "rollout_weights": "float32"}.items():
-        if (value := getattr(config, name)) != only:  # one process, one model
-            raise UserError(f"{flag_name(name)} {value}: must be {only} in train_sync.py")
+        value = getattr(config, name)  # one process, one model
+        require(value == only, f"{flag_name(name)} {value}: must be {only} in train_sync.py")
     run = open_training(config, "sync")
     config, task, learner, log = run.config, run.task, run.learner, run.log
     generator = make_generator(config, task, learner.model)

@@ -87,7 +87,6 @@ def bench_replay(folder: Path) -> None:
 
 def bench_disk(folder: Path) -> None:
     """Run folders that are damaged, killed or hostile: each goes on, or is refused in one line."""
-    sys.path.insert(0, str(ROOT / "tests"))
     from disk import everything
 
     save_result(folder, "disk", {"machine": describe_machine()} | everything(folder))
@@ -95,10 +94,9 @@ def bench_disk(folder: Path) -> None:
 
 def bench_faults(folder: Path, faults: int = 300) -> None:
     """A randomised campaign of faults over all roles, and kills in the middle of checkpoints."""
-    from lab.tables import fault_rows
-
-    sys.path.insert(0, str(ROOT / "tests"))  # faults on purpose are for tests only
     from faults import campaign, checkpoint_kills
+
+    from lab.tables import fault_rows
 
     result = {"machine": describe_machine()}
     result["checkpoint_kills"] = checkpoint_kills(folder / "kills", rounds=5)

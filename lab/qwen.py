@@ -10,8 +10,6 @@ precision, with 6 operations a parameter and token.
 Left out: the published weights, and sparse attention (speed.py).
 """
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from tqdm import tqdm
 
 import cache as caches
 from lab.plots import save_result
-from lab.races import ROOT, run_command
+from lab.races import run_command
 from learner import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import flag
@@ -33,8 +31,6 @@ from runtime.devices import describe_machine
 from runtime.folder import read_lines
 from runtime.huggingface import load_weights
 from runtime.mailbox import Mailbox
-
-sys.path.insert(0, str(ROOT / "tests"))  # random folders are for tests only
 
 SIZES = {  # layers, width, heads, key heads, head width, hidden, vocabulary
     "1M": (4, 128, 4, 2, 32, 384, 2_000),
@@ -50,7 +46,6 @@ class QwenConfig:
     """What is measured."""
 
     size: str = flag("1M", "of the random model", choices=tuple(SIZES))
-    answers: int = flag(256, "tokens of the longest answer of the whole loop (a GPU: 2048)", 16)
 
 
 def bench_folder(folder: Path) -> None:
@@ -85,8 +80,8 @@ def bench_qwen(folder: Path, config: QwenConfig) -> None:
     ways["adopt_ms"] = lambda: model.flat.copy_(mailbox.read()[1])
     result |= {name: 1e3 * seconds_of(way) for name, way in ways.items()}
     mailbox.close()
-    result["loop_tokens_per_s"] = loop_speeds(folder, path, dtype, config)
-    print(json.dumps(result, indent=1))
+    result["loop_tokens_per_s"] = loop_speeds(folder, path, dtype)
+    print(result)
     save_result(folder, "qwen", result)
 
 
@@ -149,9 +144,9 @@ def learner_speed(model: GPT) -> float:
     return tokens.size / seconds_of(learn)
 
 
-def loop_speeds(folder: Path, model: Path, dtype: str, config: QwenConfig) -> dict:
+def loop_speeds(folder: Path, model: Path, dtype: str) -> dict:
     """Generated tokens a second of whole runs, after their first step."""
-    task = f"tests/lengths.py:{config.answers}"
+    task = f"tests/lengths.py:{2048 if torch.cuda.is_available() else 256}"
     flags = {"model": model.resolve(), "dtype": dtype, "task": task, "steps": 4}
     flags |= {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0}
     flags |= {"checkpoint_every": 10**6, "eval_every": 10**6, "token_budget": 16384, "lr": 1e-6}

@@ -30,6 +30,7 @@ from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines
 
 ROOT = RESULTS.parent
+sys.path.append(str(ROOT / "tests"))  # faults on purpose and random folders are for tests only
 SYNC = {"trainer": "train_sync.py"}
 MODES = {  # name -> how it is run; on two cores, one device is one core
     "sync, one core": SYNC,

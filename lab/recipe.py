@@ -21,8 +21,7 @@ import torch
 from tqdm import tqdm
 
 from lab.plots import between, column, markdown, save_result
-from learner import Learner, learner_step, new_groups
-from losses import Damper
+from learner import learner_step, make_learner, new_groups
 from model import GPT
 from pretrain import (
     RecipeConfig,
@@ -35,7 +34,7 @@ from pretrain import (
     train_stage,
     weights_file,
 )
-from reward import alphabet_of, make_task, verify_group
+from reward import make_task, verify_group
 from rollout import generate, make_generator
 from runtime.config import Config, UserError
 from runtime.devices import cores, describe_machine
@@ -86,10 +85,7 @@ def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
     sizes = {"steps": config.rl_steps, "groups_per_step": 8, "slots": 32}
     how = Config(task=f"recall:{config.lengths[2]}", seed=seed, lr=1e-4, reference_every=0, **sizes)
     task = make_task(how.task, seed)
-    flat = torch.nn.Parameter(model.flat)
-    flat.grad, alphabet = model.flat_grad, torch.from_numpy(alphabet_of(task))
-    optimizer = torch.optim.AdamW([flat], weight_decay=0.0)
-    learner = Learner(model, flat, optimizer, Damper(), alphabet)
+    learner = make_learner(how, task, model)
     generator, rewards = make_generator(how, task, model), []
     before = [p.clone() for p in parts_of(model)["indexer"]]
     for _ in tqdm(range(how.steps), f"seed {seed} RL"):
