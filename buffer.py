@@ -24,11 +24,11 @@ from runtime.messages import Group, Trajectory
 
 
 def may_admit(
-    starts: list,
-    start: int,
-    version: int,
-    eta: int,
-    B: int,
+    starts,
+    start,
+    version,
+    eta,
+    B,
 ) -> bool:
     """Whether one more group fits; `starts` of those that are outstanding, ascending."""
     return all(
@@ -38,12 +38,7 @@ def may_admit(
     )
 
 
-def may_leave_behind(
-    starts: list,
-    version: int,
-    eta: int,
-    B: int,
-) -> bool:
+def may_leave_behind(starts, version, eta, B) -> bool:
     """Whether groups with these starts, ascending, may wait while a batch is trained."""
     return all(
         bisect_right(starts, s) <= (s + eta - version) * B  # without this version's batch

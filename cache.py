@@ -91,7 +91,7 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
         if wanted[b]:
             row = new.used
             if row == len(new.slots):  # half as many rows again, and one
-                more, grown = row // 2 + 1, True
+                more, grown = min(row // 2 + 1, len(wanted) - row), True
                 longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
                 new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more))
             new.used += 1
@@ -110,7 +110,7 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
     return grown
 
 
-def copy_row(old: Rack, row, new: Rack, to) -> None:
+def copy_row(old: Rack, row, new: Rack, to):
     """Keys and values of a sequence, as many as fit."""
     known = old.kv[:, :, row, : new.kv.shape[3]]
     new.kv[:, :, to, : known.shape[2]] = known
@@ -171,7 +171,7 @@ def prefill(
         _prefill_width(model, cache, *zip(*same, strict=True))
 
 
-def _prefill_width(model: GPT, cache: Cache, slots: tuple, sequences: tuple) -> None:
+def _prefill_width(model: GPT, cache: Cache, slots, sequences):
     lengths = [len(s) for s in sequences]
     filler = [[0]] * (MIN_ROWS - sum(lengths))  # too few rows change the rounding
     packed = pack_tokens([*sequences, *filler], model.flat.device)
@@ -196,7 +196,7 @@ def _prefill_width(model: GPT, cache: Cache, slots: tuple, sequences: tuple) -> 
             renew_means(cache, layer, chunks)
 
 
-def renew_means(cache: Cache, layer, chunks) -> None:
+def renew_means(cache: Cache, layer, chunks):
     """Compute the mean keys of chunks again, after some of their keys have changed (dsa)."""
     scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
     means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)

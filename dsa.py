@@ -412,7 +412,7 @@ def rotary(x: Tensor, positions: Tensor) -> Tensor:
 class Indexer(nn.Module):
     """The lightning indexer's parameters: J query heads, one shared key head, J weights.
 
-    Frozen in RL; that its input is detached in training is the trainer's task.
+    Its input is detached (model.py), so no other loss reaches it; in RL nothing trains it.
     """
 
     def __init__(self, width: int, heads: int, head_width: int):

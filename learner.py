@@ -219,7 +219,8 @@ def generated_logprobs(
     places = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
     places[alphabet] = torch.arange(len(alphabet), device=places.device)
     targets = places[packed.tokens[rows]]  # [M], places in the alphabet
-    assert (targets >= 0).all(), f"generated tokens must be in the alphabet {alphabet.tolist()}"
+    outside = f"generated tokens must be in the alphabet {alphabet.tolist()}"
+    assert (targets >= 0).all(), outside
 
     def piece(hidden, targets, first=0):
         logits = model.logits(hidden, alphabet)  # [m, V']
@@ -227,7 +228,9 @@ def generated_logprobs(
             own, before = sizes[first : first + len(hidden)], sizes[:first].sum()
             at = torch.arange(len(own), device=own.device).repeat_interleave(own)  # [k]
             left_out = torch.ones_like(logits, dtype=torch.bool)
-            left_out[at, places[kept[before : before + len(at)]]] = False
+            inside = places[kept[before : before + len(at)]]
+            assert (inside >= 0).all(), outside
+            left_out[at, inside] = False
             logits = logits.masked_fill(left_out, -1e9)  # not -inf: 0 times it is NaN
         logprobs = torch.log_softmax(logits / temperature, -1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
@@ -274,14 +277,14 @@ def micro_batch_loss(
     return loss, losses.diagnostics(tokens, entropy, touched, reference)
 
 
-def gather_gradient(learner: Learner) -> None:
+def gather_gradient(learner: Learner):
     """Add a micro-batch's gradient to the step's, in float32, if the model computes in another."""
     if learner.model.flat.dtype != torch.float32:
         learner.weights.grad += learner.model.flat_grad
         learner.model.flat_grad.zero_()
 
 
-def set_weights(learner: Learner) -> None:
+def set_weights(learner: Learner):
     """Give the model its weights, rounded to its precision; float32 has the same memory."""
     learner.model.flat.copy_(learner.weights.detach())
 

@@ -357,23 +357,23 @@ class Damper:
     window: tuple = ()
 
 
-def observe(damper: Damper, kl: float) -> Damper:
+def observe(damper, kl: float) -> Damper:
     """The damper after one more KL value; AssertionError, naming it, if it is not finite."""
-    # One NaN in the window would switch the damper off for the next 1000 steps.
+    # One NaN in the window would switch the damper off for the next 1000 values.
     assert math.isfinite(kl), f"the KL value must be finite, got {kl}"
     return replace(damper, window=(*damper.window, kl)[-damper.size :])
 
 
-def window_mean(damper: Damper) -> float:
+def window_mean(damper) -> float:
     """Mean of the values kept so far (0 before the first), summed without rounding."""
     return math.fsum(damper.window) / max(1, len(damper.window))
 
 
-def lr_scale(damper: Damper) -> float:
+def lr_scale(damper) -> float:
     """Factor on the base learning rate: `lr_factor` while the mean is above the threshold."""
     return damper.lr_factor if window_mean(damper) > damper.threshold else 1.0
 
 
-def reference_scale(damper: Damper) -> float:
+def reference_scale(damper) -> float:
     """Factor on the reference coefficient: raised exactly when `lr_scale` is lowered."""
     return damper.reference_factor if window_mean(damper) > damper.threshold else 1.0

@@ -330,8 +330,8 @@ class GPT(nn.Module):
 @torch.no_grad()
 def merged(model: GPT, into=None) -> GPT:
     """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before.
-    A model that has none is returned as it is."""
-    if not model.config.lora:
+    A model that has none, or is to keep them (`into` itself), is returned as it is."""
+    if not model.config.lora or into is model:
         return model
     into = into or GPT(replace(model.config, lora=0), None, model.flat.dtype).on(model.flat.device)
     into.flat.copy_(model.frozen)

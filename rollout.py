@@ -92,8 +92,7 @@ def sample(logits, uniform, temperature: float, top_k=0, top_p=1.0) -> tuple:
     and then to the fewest that have `top_p` of their mass, a third result says what was kept, bool
     [B, V].
     """
-    logits = logits / (temperature or 1.0)
-    kept = []
+    logits, kept = logits / (temperature or 1.0), []
     if top_k or top_p < 1:
         # stable: of two that are equally likely, the one with the lower index comes first
         order = logits.argsort(descending=True, stable=True)[:, : top_k or None]  # [B, K]
@@ -142,7 +141,8 @@ class Generator:
         slots, capacity, shape = self.slots, self.capacity, self.model.config
         assert capacity <= shape.context, (capacity, shape.context)
         self.policy = self.model  # with its adapters: added up once a version, not at every token
-        self.model = merged(self.policy)
+        if self.policy.flat.dtype == torch.float32:  # bfloat16 rounds most of what they add away
+            self.model = merged(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
         self.stops = np.isin(np.arange(shape.vocab_size), list(self.environment.stop))
         self.cache = make_cache(self.model, slots, capacity)
@@ -182,9 +182,9 @@ class Generator:
         self.groups[group.group_id] = group
         self.waiting.extend((group, i) for i in range(self.group_size))
 
-    def set_weights(self, version: int, flat: Tensor | None) -> None:
-        """Offer new weights [P] (None: the model shares the learner's). `step` adopts them; until
-        then nobody may write into them."""
+    def set_weights(self, version: int, flat: Tensor) -> None:
+        """Offer new weights [P]; they may be the model's own. `step` adopts them; until then nobody
+        may write into them."""
         assert version >= self.newest, f"weights of version {version} after {self.newest}"
         self.new_weights = (version, flat)
 
@@ -211,12 +211,12 @@ class Generator:
         finished, self.finished = self.finished, []
         return finished
 
-    def _event(self, kind: str, group_id: int, size: int) -> None:
+    def _event(self, kind: str, group_id: int, size: int):
         self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
 
     # ------------------------------------------------------------------------------- weight swap
 
-    def _adopt(self) -> None:
+    def _adopt(self):
         """Swap weights between two tokens. keep: old keys and values stay, so a new token may read
         keys of older weights (PipelineRL); recompute: they are rebuilt (AReaL); drain: running
         episodes finish first."""
@@ -224,10 +224,10 @@ class Generator:
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
-        if flat is not None:
-            self.policy.flat.copy_(flat)
-        merged(self.policy, self.model)
-        self.model.flat.copy_(self.model.flat.to(self.weights))  # rounded, if these are coarser
+        self.policy.flat.copy_(flat)
+        merged(self.policy, into=self.model)
+        if self.weights.itemsize < flat.itemsize:  # rounded, and as fine as before again
+            self.model.flat.copy_(self.model.flat.to(self.weights))
         self.version, self.new_weights = version, None
         self.prompts.clear()  # an episode must not depend on when its siblings began
         if self.head is not None:
@@ -249,7 +249,7 @@ class Generator:
 
     # ------------------------------------------------------------------------------------ slots
 
-    def _refill(self) -> None:
+    def _refill(self):
         """Give free slots to waiting samples, in order; a group never begins under old weights.
         All of a prompt but the last token, which `_decode` feeds, goes into the cache at once."""
         prompts = {}  # slot -> its group, and these tokens
@@ -279,7 +279,7 @@ class Generator:
             self.captures.clear()
         prefill_groups(self.model, self.cache, prompts, self.prompts)
 
-    def _begin_turn(self, b: int, tokens: list) -> None:
+    def _begin_turn(self, b: int, tokens: list):
         """Append a prompt or an observation; what follows is the policy's turn."""
         episode, start = self.episodes[b], self.known[b]
         stop = start + len(tokens)
@@ -307,7 +307,7 @@ class Generator:
             logits = (hidden @ self.head)[:, : len(self.alphabet)].float()
         return sample(logits, uniform, self.temperature, *self.cut)
 
-    def _decode(self) -> None:
+    def _decode(self):
         """Feed one token to every slot, sample where the next one is not known."""
         longest = int(self.cached[self.running].max())
         tokens = self.tokens[np.arange(self.slots), self.cached].astype(np.int64)
@@ -337,7 +337,7 @@ class Generator:
         ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
         self._end_turns(rows[ended].tolist())
 
-    def _end_turns(self, ended: list) -> None:
+    def _end_turns(self, ended: list):
         """The policy's turn is over in these slots: ask the environment, here or beside."""
         environment = self.environment
         requests = {}
@@ -360,7 +360,7 @@ class Generator:
             for b, reply in zip(requests, replies, strict=True):
                 self._go_on(b, reply)
 
-    def _collect_replies(self) -> None:
+    def _collect_replies(self):
         """Take the replies of environments that ran beside generation; give up on late ones."""
         for b, (future, deadline) in list(self.replies.items()):
             done = future.done()
@@ -368,7 +368,7 @@ class Generator:
                 del self.replies[b]
                 self._go_on(b, *(future.result() if done else ["env_timeout"]))
 
-    def _go_on(self, b: int, reply) -> None:
+    def _go_on(self, b: int, reply):
         """After a turn: begin the next one with this reply of the environment (see `Environment`),
         or end the episode, and free its slot. A group leaves when all its samples are in."""
         if isinstance(reply, list):

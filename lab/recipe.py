@@ -89,7 +89,7 @@ def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
     generator, rewards = make_generator(how, task, model), []
     before = [p.clone() for p in parts_of(model)["indexer"]]
     for _ in tqdm(range(how.steps), f"seed {seed} RL"):
-        generator.set_weights(learner.version, None)
+        generator.set_weights(learner.version, model.flat)
         groups = generate(generator, new_groups(learner, task, how.groups_per_step))
         for group in groups:
             apply_verdicts(group, verify_group(group, task, how))

@@ -100,7 +100,7 @@ class Config:
     out: str = flag("", "run folder to write ('': runs/ and a name of task, mode and time)")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
-    init: str = flag("", "file of weights to start from, written by pretrain.py")
+    init: str = flag("", "file of pretrain.py: weights to start from, and their shape")
     export: str = flag("", "folder to write at the end: the model for transformers")
 
     model: str = flag(

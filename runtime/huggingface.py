@@ -9,7 +9,6 @@ be a stranger's: links are refused, and so are names of files that are paths.
 Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 
-import copy
 import json
 import shutil
 import sys
@@ -20,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig
+from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig, merged
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, fail, printable, require, require_only
 from runtime.folder import read_json, refuse_links, write_file
@@ -179,18 +178,6 @@ def matrices(layer: Layer, kind: str = "") -> dict[str, Tensor]:
         cut = [whole] * 3 if kind == "_a" else whole.split(sizes.get(name, c.width))
         found |= zip(parts, cut, strict=False)
     return found
-
-
-@torch.no_grad()
-def merged(model: GPT) -> GPT:
-    """The model itself, or a copy whose matrices have taken up their adapters, to be written."""
-    if model.config.lora:
-        model = copy.deepcopy(model)
-        for layer in model.layers:
-            for name in PARTS:
-                A, B = getattr(layer, f"{name}_a"), getattr(layer, f"{name}_b")
-                getattr(layer, name).addmm_(A, B, alpha=LORA_SCALE)
-    return model
 
 
 # -------------------------------------------------------------------------------------------- out

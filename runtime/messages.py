@@ -243,10 +243,11 @@ def group_flaw(
         return f"arrays {found}, must be {right}"
     generated = [np.zeros_like(t.loss_mask) for t in episodes]
     for t, own in zip(episodes, generated, strict=True):
+        before = 1  # something must predict the first token
         for start, stop in t.turns:
-            if not 0 <= start <= stop <= len(own):
+            if not before <= start <= stop <= len(own):
                 return f"a turn from {start} to {stop} in an episode of {len(own)} tokens"
-            own[start:stop] = True
+            own[start:stop], before = True, stop
     mask, versions = arrays["loss_mask"], arrays["versions"]
     if (np.concatenate(generated) != mask).any():
         return "a loss mask that is not the policy's turns"

@@ -97,7 +97,8 @@ def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[st
     said on the screen. Half of it is left to activations. UserError when none fits."""
     c, device = model.config, places[0]
     length = padded(reward.capacity_of(config, task))
-    size = 2 * c.layers * c.kv_heads * c.head_width * length * model.flat.element_size()
+    # on its way to the longest row, a sequence may have had one of each shorter length: 2 in all
+    size = 4 * c.layers * c.kv_heads * c.head_width * length * model.flat.element_size()
     weights = model.flat.nbytes + 2 * model.frozen.nbytes  # with adapters merged ones, too
     free = free_memory(device) // places.count(device) - weights
     count = int(0.5 * free / size)
@@ -148,6 +149,7 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
 def model_of(stored: dict, config: Config, task: reward.Task, context: int) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
     shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
+    shape["recompute"] = config.recompute == "yes"
     if shape["positions"] != "learned":
         shape["context"] = context
     # what a stranger calls a shape may be larger than any memory

@@ -839,6 +839,8 @@ def other(name: str, change):
         (turn(2, 6), "a turn from 2 to 6 in an episode of 5 tokens"),
         (turn(-1, 5), "a turn from -1 to 5"),
         (turn(2, 1), "a turn from 2 to 1"),
+        (turn(0, 5), "a turn from 0 to 5"),  # nothing predicts the first token
+        (lambda group: group.trajectories[0].turns.append((3, 5)), "a turn from 3 to 5"),  # twice
         (turn(2, 2), "a loss mask that is not the policy's turns"),
         (lambda group: group.trajectories[0].turns.clear(), "a loss mask that is not"),
         (lambda group: group.trajectories.pop(), "samples [0], must be 0 to 1 in order"),

@@ -174,6 +174,16 @@ def test_sequences_keep_what_they_have_when_they_and_others_move():
     assert [rack.used for rack in cache.racks] == [12, 0, 0, 0, 0]
 
 
+def test_no_rack_has_more_rows_than_there_are_slots():
+    """All sequences grow in step: at most twice what slots times capacity would take."""
+    cache = make_cache(make(context=600), 50, 600)
+    for length in range(1, 600, 7):
+        reserve(cache, np.full(50, length))
+    assert [len(rack.slots) for rack in cache.racks] == [50] * 5
+    now, full = bytes_of(cache)
+    assert full < now < 2 * full
+
+
 def test_a_sequence_that_ended_leaves_its_row_to_others():
     """A new one in its slot begins in a short row: what it reads hangs on its own length only."""
     cache = make_cache(make(context=600), 8, 600)

@@ -17,7 +17,7 @@ import cache
 import train_async
 import train_sync
 from learner import make_learner, new_groups, token_logprobs
-from model import GPT, LORA_SCALE, ModelConfig, pack_tokens
+from model import GPT, LORA_SCALE, ModelConfig, merged, pack_tokens
 from reward import task_of
 from rollout import generate, make_generator
 from runtime import huggingface
@@ -27,7 +27,6 @@ from runtime.huggingface import (
     base_model,
     export,
     load_weights,
-    merged,
     read_shape,
     stored_model,
 )

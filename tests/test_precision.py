@@ -142,6 +142,39 @@ def test_a_generator_adds_adapters_up_once_a_version():
                 torch.testing.assert_close(found, behaviour, rtol=0, atol=1e-5)
 
 
+def test_in_bfloat16_adapters_stay_apart():
+    """Merged, small updates would be rounded away: the generator must have the learner's policy."""
+    model = adapted().on("cpu", torch.bfloat16)
+    model.flat.mul_(0.05)  # far below the precision of the weights that they are added to
+    env = environment(stop=(), turn_tokens=12)
+    generator = generator_of(model, env)
+    assert generator.model is model
+    without = copy.deepcopy(model)
+    without.flat.zero_()
+    gaps = {"learner": [], "without": []}
+    for group in generate(generator, [group_of(i) for i in range(3)]):
+        for t in group.trajectories:
+            packed = pack_tokens([t.tokens])
+            rows = torch.from_numpy(t.loss_mask.nonzero()[0])
+            for name, policy in (("learner", model), ("without", without)):
+                with torch.no_grad():
+                    found = generated_logprobs(policy, packed, rows, torch.arange(LETTERS), 1.0)[0]
+                gaps[name] += (found - torch.from_numpy(t.logprobs[t.loss_mask])).abs().tolist()
+    mean = {name: sum(values) / len(values) for name, values in gaps.items()}
+    assert mean["learner"] < mean["without"] / 4, mean
+
+
+def test_weights_are_rounded_only_if_that_is_coarser(monkeypatch):
+    """A bfloat16 model is not copied to float32 and back at every swap."""
+    model = GPT(ModelConfig(**SHAPE, context=CONTEXT), 0).on("cpu", torch.bfloat16)
+    generator = generator_of(model, environment())
+    offered, kinds, plain = model.flat.clone(), [], torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: kinds.append(a) or plain(x, *a, **k))
+    generator.set_weights(1, offered)
+    generator._adopt()
+    assert (torch.float32,) not in kinds and torch.equal(model.flat, offered)
+
+
 # ------------------------------------------------------------------------------------- bfloat16
 
 
@@ -191,7 +224,9 @@ def test_as_many_slots_as_fit(monkeypatch, capsys):
 
     task = make_task("sum")
     model = GPT(ModelConfig(**(SHAPE | dict(context=304))), 0)
-    sequence = 2 * 2 * 2 * 8 * 304 * 4  # keys and values, layers, heads, width, positions, bytes
+    sequence = (
+        4 * 2 * 2 * 8 * 304 * 4
+    )  # rows of all lengths, layers, heads, width, positions, bytes
     monkeypatch.setattr(setup, "free_memory", lambda device: model.flat.nbytes + 14 * sequence)
     assert fitting_slots(Config(task="sum"), task, model, ["cpu"]) == 7
     assert "--slots 0: 7 sequences at once" in capsys.readouterr().out
