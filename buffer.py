@@ -81,13 +81,13 @@ class Buffer:
         """Whether one more group, started now, still meets every deadline."""
         return may_admit(self.starts(), version, version, self.eta, self.groups_per_step)
 
-    def admit(self, group_id: int, version: int) -> None:
+    def admit(self, group_id: int, version: int):
         """Fix a group's start version; the caller asked `may_admit` before."""
         assert group_id not in self.outstanding, f"group {group_id} is admitted already"
         assert self.may_admit(version), f"group {group_id} at version {version} breaks a deadline"
         self.outstanding[group_id] = version
 
-    def requeue(self, group_id: int, version: int) -> None:
+    def requeue(self, group_id: int, version: int):
         """A lost group starts again, at today's version: its deadline only moves away."""
         assert group_id in self.outstanding, f"group {group_id} is not outstanding"
         assert group_id not in self.completed, f"group {group_id} is complete: nothing was lost"
@@ -105,12 +105,12 @@ class Buffer:
         self.completed[group.group_id] = group
         return True
 
-    def restore(self, group: Group) -> None:
+    def restore(self, group: Group):
         """Take a completed group from a checkpoint: it keeps its start, and so its deadline."""
         self.admit(group.group_id, group.start)
         self.complete(group)
 
-    def discard(self, group_id: int, reason: str) -> None:
+    def discard(self, group_id: int, reason: str):
         """Take an outstanding group out without training it, for a reason."""
         del self.outstanding[group_id]
         self.completed.pop(group_id, None)

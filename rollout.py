@@ -177,12 +177,12 @@ class Generator:
         """Version of the newest weights that were offered, adopted or not."""
         return self.new_weights[0] if self.new_weights else self.version
 
-    def submit(self, group: Group) -> None:
+    def submit(self, group: Group):
         """Queue every sample of a group; it begins when the weights are as new as its start."""
         self.groups[group.group_id] = group
         self.waiting.extend((group, i) for i in range(self.group_size))
 
-    def set_weights(self, version: int, flat: Tensor) -> None:
+    def set_weights(self, version: int, flat: Tensor):
         """Offer new weights [P]; they may be the model's own. `step` adopts them; until then nobody
         may write into them."""
         assert version >= self.newest, f"weights of version {version} after {self.newest}"
