@@ -85,7 +85,8 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
     """Give every slot the shortest row that has `needed` [B] positions; a sequence that has grown
     moves with its keys. True when a rack got more rows: captured graphs know the old ones."""
     wanted = cache.lengths.searchsorted(needed)
-    changed, grown = np.flatnonzero(wanted != cache.rack).tolist(), False
+    changed = np.flatnonzero(wanted != cache.rack).tolist()
+    grown = False
     for b in changed:
         old, new, row = cache.racks[cache.rack[b]], cache.racks[wanted[b]], b
         if wanted[b]:

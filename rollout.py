@@ -99,7 +99,7 @@ def sample(logits, uniform, temperature: float, top_k=0, top_p=1.0) -> tuple:
         ranked = logits.gather(1, order)
         likelier = F.pad(ranked.softmax(-1).cumsum(-1), (1, -1))  # mass before each: first 0
         if top_p < 1:  # else rounding might leave somebody out
-            ranked[likelier >= top_p] = -torch.inf
+            ranked = ranked.masked_fill(likelier >= top_p, -torch.inf)
         logits = torch.full_like(logits, -torch.inf).scatter(1, order, ranked)
         kept = [logits > -torch.inf]
     logprobs = torch.log_softmax(logits, -1)
