@@ -103,13 +103,13 @@ def finish(run: Run, facts: dict) -> None:
     facts["weights_sha256"] = sha256_of(learner.weights)
     facts["published_bytes"] = learner.model.flat.nbytes
     facts["optimizer_bytes"] = 2 * learner.weights.nbytes  # of AdamW's two moments
-    if config.export and not facts["stopped_early"]:
-        print(printable(export(learner.model, config, Path(config.export))))
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
     run.examiner.close()
     print(printable(summarise(run.folder, facts)))
+    if config.export and not facts["stopped_early"]:
+        print(printable(export(learner.model, config, Path(config.export))))
 
 
 def exit_code(run: Run) -> None:
@@ -136,11 +136,8 @@ def summarise(run: Path, facts: dict) -> str:
     failures = Counter()
     for row in steps:
         failures.update(row["failures"])
-    age = {
-        "max": max(ages, default=0),
-        "mean": total(steps, "staleness_mean") / max(1, len(steps)),
-        "bound": facts.pop("staleness_bound"),
-    }
+    age = {"max": max(ages, default=0), "bound": facts.pop("staleness_bound")}
+    age["mean"] = total(steps, "staleness_mean") / max(1, len(steps))
     summary = {
         **facts,
         "eval_before": before["solved"],
@@ -288,8 +285,8 @@ def main(arguments: list[str]) -> None:
             print(f"written: {write_tables()}")
         else:
             print(describe())
-            names = ", ".join(MEASUREMENTS)
-            raise UserError(f"{name!r}: must be {names}, episode, plot RUN, timeline RUN or tables")
+            others = "episode, plot RUN, timeline RUN or tables"
+            raise UserError(f"{name!r}: must be {', '.join(MEASUREMENTS)}, {others}")
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

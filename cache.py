@@ -74,7 +74,7 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
             cache.scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
         cache.means = cache.scored  # single keys are their own means
         if c.chunk_size > 1:
-            cache.means = torch.zeros_like(cache.scored[:, :, : cache.tables.widest])
+            cache.means = torch.zeros_like(cache.scored[:, :, : cache.tables.widest]).float()
     return cache
 
 
@@ -200,7 +200,7 @@ def _prefill_width(model: GPT, cache: Cache, slots, sequences):
 def renew_means(cache: Cache, layer, chunks):
     """Compute the mean keys of chunks again, after some of their keys have changed (dsa)."""
     scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
-    means[chunks] = dsa.chunk_means(scored, cache.tables, chunks)
+    means[chunks] = dsa.chunk_means(scored, cache.tables, chunks).to(means.dtype)
 
 
 # ------------------------------------------------------------------------ one token a slot
@@ -212,7 +212,7 @@ def decode(
     cache: Cache,
     tokens,  # [B]
     positions,  # [B]
-) -> Tensor:
+):
     """One step: feed every slot its token at its position, return hidden states [B, d].
 
     Row b depends on slot b only, bitwise: shapes are static, how many keys a slot reads depends on
@@ -263,7 +263,7 @@ def attend_rows(
     k,  # [n, T, Hkv, D]
     v,  # [n, T, Hkv, D]
     mask,  # [n, T] of 0 and -inf
-) -> Tensor:
+):
     """One query a row on its cached keys -> [n, Hq, D].
 
     SDPA gets the G query heads of a group where it expects queries: so they share their keys.

@@ -38,6 +38,7 @@ Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chu
       V' tokens of the alphabet: the task's, or all
 """
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,7 +57,7 @@ from learner import PIECE
 from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens
 from reward import Task, alphabet_of, make_task
 from runtime.config import LONGEST_CONTEXT, Config, UserError, check, flag, run_main
-from runtime.folder import open_plain
+from runtime.folder import open_plain, write_file
 from runtime.setup import make_model
 from runtime.tokenizer import Tokenizer, tokenizer_of
 
@@ -423,8 +424,8 @@ def weights_file(model: GPT) -> dict:
 
 def train(config: SparseConfig) -> None:
     """Every stage in turn, what it was worth on held-out text, and the weights, in a file."""
-    if config.text and config.task:
-        raise UserError(f"--task {config.task}: must be left out with --text")
+    if bool(config.text) == bool(config.task):
+        raise UserError(f"--text {config.text!r}, --task {config.task!r}: must be one of the two")
     path = Path(config.out)
     if path.exists() or not path.parent.is_dir():
         raise UserError(f"--out {path}: must be a new file in a folder that exists")
@@ -442,7 +443,8 @@ def train(config: SparseConfig) -> None:
             sparse, _, _ = losses_of(model, batch, "sparse")
         loss = f"loss: sparse {sparse:.3f}, dense {dense:.3f}"
         results.append(f"after {stage:8} KL {kl:.3f}   {loss}")
-    torch.save(weights_file(model), path)
+    torch.save(weights_file(model), memory := io.BytesIO())
+    write_file(path, memory.getbuffer())
     print("\n".join(results))
 
 

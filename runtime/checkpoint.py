@@ -118,6 +118,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """What a checkpoint holds of the training: tensors and plain data."""
     reference = learner.reference
     return {
+        "base": sha256_of(learner.model.frozen[::4099].float()),  # enough to know it by
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
         "optimizer": moments(learner),
@@ -192,5 +193,6 @@ def flattened(state: dict, path: str = "") -> list[tuple[str, str]]:
         elif isinstance(value, torch.Tensor):
             found.append((path + name, f"{value.dtype} {list(value.shape)}"))
         else:
-            found.append((path + name, repr(value) if path == "shape " else type(value).__name__))
+            exact = path == "shape " or name == "base"
+            found.append((path + name, repr(value) if exact else type(value).__name__))
     return found

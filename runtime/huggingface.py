@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -141,7 +141,8 @@ def load_weights(model: GPT, folder: Path) -> None:
             tensor = file.get_tensor(name)  # what was mapped before is let go
         said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
         fits = tensor.is_floating_point() and tensor.shape == view.shape
-        require(fits, f"{said}: must be floats {list(view.shape)}")
+        fits = fits and bool(tensor.sum().isfinite())
+        require(fits, f"{said}: must be finite floats {list(view.shape)}")
         if name == LAST and model.config.tied:
             same = torch.equal(view, tensor.to(view.dtype))
             require(same, f"{said}: must be the embeddings (tie_word_embeddings)")
@@ -194,13 +195,22 @@ def check_export(folder: Path, shape: ModelConfig) -> None:
 
 def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> str:
     """Write a model as transformers reads it, adapters merged, or these alone as PEFT does; returns
-    what to say. The last file is that without which there is no model."""
+    what to say. All of it or nothing: OSError."""
     check_export(folder, model.config)
+    known = config.lora and config.model not in PRESETS
+    require(known or not adapters, "--adapters: must be of a run with --lora on a folder")
     folder.mkdir(parents=True, exist_ok=True)
-    if adapters:
-        require(config.lora > 0, "--adapters: must be left out, the run has no --lora")
-        write_adapters(model, config, folder)
-        return f"{folder}: adapters of {config.model}, for PEFT"
+    try:
+        return (write_adapters if adapters else write_model)(model, config, folder)
+    except BaseException as error:
+        shutil.rmtree(folder)
+        if isinstance(error, SafetensorError):  # of a full disk
+            raise OSError(f"{folder}: {error}") from error
+        raise
+
+
+def write_model(model: GPT, config: Config, folder: Path) -> str:
+    """Weights, vocabulary, config.json."""
     source = VOCABULARY if config.model in PRESETS else Path(config.model)
     for name in COPIED:
         if (source / name).exists():
@@ -236,7 +246,7 @@ def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHAR
         write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
 
 
-def write_adapters(model: GPT, config: Config, folder: Path) -> None:
+def write_adapters(model: GPT, config: Config, folder: Path) -> str:
     """PEFT's form: the parts of a fused matrix have the same A."""
     views, rank = {}, config.lora
     for number, layer in enumerate(model.layers):
@@ -249,6 +259,7 @@ def write_adapters(model: GPT, config: Config, folder: Path) -> None:
     facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": names, "r": rank}
     facts |= {"lora_alpha": LORA_SCALE * rank, "base_model_name_or_path": config.model}
     write(folder / "adapter_config.json", facts)
+    return f"{folder}: adapters of {config.model}, for PEFT"
 
 
 def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
@@ -269,10 +280,11 @@ def stored_model(run: Path) -> tuple[GPT, Config]:
 
 
 if __name__ == "__main__":
-    run, folder, *rest = (*sys.argv[1:], "", "")
+    run, folder, how = (*sys.argv[1:], "", "", "")[:3]
     try:
-        require(bool(run and folder), "must be given: RUN FOLDER [--adapters]")
+        known = run and folder and sys.argv[3:] in ([], ["--adapters"])
+        require(known, "must be given: RUN FOLDER [--adapters]")
         model, config = stored_model(Path(run))
-        print(printable(export(model, config, Path(folder), adapters="--adapters" in rest)))
-    except UserError as error:
+        print(printable(export(model, config, Path(folder), adapters=bool(how))))
+    except (UserError, OSError) as error:
         fail(error)

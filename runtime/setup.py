@@ -59,6 +59,8 @@ def open_training(config: Config, mode: str) -> Run:
         state = load_checkpoint(folder)
         if mode == "async":
             _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
+    if config.model not in PRESETS:  # a run may go on from another place
+        config = dataclasses.replace(config, model=os.path.abspath(config.model))
     learners, rollouts = pick_devices(config)
     set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
     task = task_of(config)
@@ -77,6 +79,10 @@ def open_training(config: Config, mode: str) -> Run:
         write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
+        if config.export:
+            with blame(f"--export {config.export}: must be writable", OSError):
+                Path(config.export).mkdir(parents=True, exist_ok=True)
+            check_export(Path(config.export), model.config)  # it is not --out, either
         examiner = Examiner(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
@@ -157,10 +163,12 @@ def model_of(stored: dict, config: Config, task: reward.Task, context: int) -> G
         model = GPT(ModelConfig(**shape), config.seed)
     same = (weights.dtype, weights.shape) == (model.flat.dtype, model.flat.shape)
     require(same, f"{weights.dtype} {list(weights.shape)} for its shape")
-    most, words = model.config.context, model.config.vocab_size
+    most, words = model.config.context, task.tokenizer.size
     require(context <= most, f"{context} positions for task {config.task}, has {most}")
-    vocabulary = task.tokenizer.size
-    require(vocabulary <= words, f"{words} tokens for a vocabulary of {vocabulary}")
+    if config.model not in PRESETS:
+        words = read_shape(Path(config.model), context)["vocab_size"]
+    found = model.config.vocab_size
+    require(found == words, f"{found} tokens, and {words} of --model {config.model}")
     model.flat.copy_(weights)
     return model
 
@@ -187,5 +195,7 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
         require(f.name in free or given in (f.default, had), said)
     known = config.task == old.task or not reward.own_file(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
+    if not config.export and Path(old.export, "config.json").exists():  # the run had ended
+        old = dataclasses.replace(old, export="")
     changed = {name: getattr(config, name) or getattr(old, name) for name in free}
     return check(dataclasses.replace(old, **changed)), stored

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from qwen3 import REASON, named_weights, write_folder
+from safetensors import SafetensorError
 
 import cache
 import train_async
@@ -313,8 +315,14 @@ DAMAGED = {
     "truncated": (cut_short, "model.safetensors: must be a whole safetensors file"),
     "missing": (change_tensors(lambda t: t.pop(NORM)), f"{NORM} is missing"),
     "more": (change_tensors(lambda t: t.update(x=torch.ones(1))), "x is none of its weights"),
-    "shape": (change_tensors(lambda t: t.update({NORM: torch.ones(3)})), r"\[3\]: must be floats"),
-    "kind": (change_tensors(lambda t: t.update({NORM: t[NORM].int()})), "int32 .*must be floats"),
+    "shape": (
+        change_tensors(lambda t: t.update({NORM: torch.ones(3)})),
+        r"\[3\]: must be finite",
+    ),
+    "kind": (
+        change_tensors(lambda t: t.update({NORM: t[NORM].int()})),
+        "int32 .*must be finite",
+    ),
     "lost shard": (index_of("model-00007.safetensors"), "model-00007.safetensors: must be a whole"),
     "path": (index_of("../small/model.safetensors"), "must hold names of files beside it"),
     "absolute": (index_of("/etc/passwd"), "must hold names of files beside it"),
@@ -379,9 +387,46 @@ def test_a_run_on_a_folder_is_exported_and_goes_on(small, tmp_path, capsys):
     assert torch.equal(stored_model(run)[0].flat, state["weights"])
     again = dataclasses.replace(Config(), resume=str(run), steps=3)
     with pytest.raises(UserError, match="must be new or an empty folder"):
-        train_sync.train(again)
-    train_sync.train(dataclasses.replace(again, export=str(tmp_path / "more")))
+        train_sync.train(dataclasses.replace(again, export=str(out)))
+    train_sync.train(again)  # what was exported stays as it is
+    assert torch.equal(loaded(out).flat, state["weights"])
+    again = dataclasses.replace(again, steps=4, export=str(tmp_path / "more"))
+    train_sync.train(again)
     assert torch.equal(loaded(tmp_path / "more").flat, load_checkpoint(run)["weights"])
+
+
+def test_an_export_that_fails_leaves_nothing_and_loses_nothing(small, tmp_path, monkeypatch):
+    run, out = tmp_path / "run", tmp_path / "out"
+
+    def full(*_):
+        raise SafetensorError("no space left")
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        train_sync.train(config_of(small, out=str(run), export=str(out)))
+    assert (run / "summary.json").exists() and (run / "reward.png").exists() and not out.exists()
+    with pytest.raises(UserError, match="must be new or an empty folder"):  # the run itself
+        train_sync.train(config_of(small, out=str(tmp_path / "x"), export=str(tmp_path / "x")))
+    with pytest.raises(UserError, match="--export .*: must be writable"):
+        train_sync.train(config_of(small, out=str(tmp_path / "y"), export=f"{run}/config.json/x"))
+    assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+
+
+def test_adapters_go_on_with_their_own_base_only(small, tmp_path):
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(small, base)
+    train_sync.train(config_of(base, out=str(run), lora=2))
+    again = dataclasses.replace(Config(), resume=str(run), steps=3)
+    change_tensors(lambda tensors: [x.mul_(1.5) for x in tensors.values()])(base)
+    with pytest.raises(UserError, match="its base is"):
+        train_sync.train(again)
+
+
+def test_weights_must_be_finite(small, tmp_path):
+    shutil.copytree(small, tmp_path / "base")
+    change_tensors(lambda tensors: tensors[NORM].fill_(float("nan")))(tmp_path / "base")
+    with pytest.raises(UserError, match="must be finite"):
+        loaded(tmp_path / "base")
 
 
 def test_an_asynchronous_run_on_a_folder_with_sparse_attention(small, tmp_path, capsys):
@@ -458,7 +503,7 @@ def test_adapters_are_merged_or_written_apart_as_peft_reads_them(small, tmp_path
             weight = weight + facts["lora_alpha"] / facts["r"] * B @ A
         torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-5)
     assert not parts
-    with pytest.raises(UserError, match="must be left out, the run has no --lora"):
+    with pytest.raises(UserError, match="must be of a run with --lora on a folder"):
         export(loaded(small), config_of(small), tmp_path / "none", adapters=True)
 
 
@@ -499,7 +544,7 @@ def test_weights_of_a_file_must_have_room_for_the_folders_vocabulary(small, tmp_
     model = GPT(shape)
     torch.save({"shape": vars(shape), "weights": model.flat}, tmp_path / "weights.pt")
     config = config_of(small, init=str(tmp_path / "weights.pt"))
-    with pytest.raises(UserError, match="512 tokens for a vocabulary of 2000"):
+    with pytest.raises(UserError, match="512 tokens, and 2000 of --model"):
         make_model(config, task_of(config))
 
 

@@ -215,6 +215,15 @@ def test_a_run_says_how_far_generator_and_learner_are_apart(dtype, most, tmp_pat
     assert (found["max"] > 1e-5) == (dtype == "bfloat16"), found
 
 
+@pytest.mark.parametrize("more", [{"chunk_size": 4}, {"chunk_size": 1, "scoring": "indexer"}])
+def test_bfloat16_with_sparse_attention(more, tmp_path):
+    run = tmp_path / "run"
+    sparse = {"task": "recall:64", "attention": "dsa", "top_k": 4, "positions": "rope", **more}
+    sizes = {"group_size": 4, "groups_per_step": 4, "slots": 16, "steps": 2, "eval_every": 100}
+    train(Config(**sparse, **sizes, dtype="bfloat16", out=str(run)))
+    assert json.loads((run / "summary.json").read_text())["mismatch"]["mean"] < 0.01
+
+
 # ---------------------------------------------------------------------------------------- slots
 
 
