@@ -38,15 +38,15 @@ from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
-    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (full: 60 minutes)"),
+    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--modes full: 60)"),
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
-    "folder": ("qwen", 9, "folder.json", "a folder of Qwen3's form learns, and is given back"),
-    "qwen": ("qwen", 2, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
+    "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
+    "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),

@@ -2,8 +2,8 @@
 
 A cache has a static batch of slots, one running sequence each. Sequences lie in racks: every slot
 has a row of 32 positions, and a sequence that outgrows its row moves to a rack with longer rows
-(64, 128, ..., the capacity), of which there are as many as were ever needed at once. So memory is
-about what sequences use, and not slots times capacity.
+(64, 128, ..., the capacity), of which there are as many as were ever needed at once; racks never
+shrink. So memory is about what sequences use, and not slots times capacity.
 `prefill` writes whole sequences into their rows, `decode` feeds every slot one token.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
@@ -74,7 +74,8 @@ def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
             cache.scored = like.new_zeros(c.layers, slots, T, 1, c.index_width)
         cache.means = cache.scored  # single keys are their own means
         if c.chunk_size > 1:
-            cache.means = torch.zeros_like(cache.scored[:, :, : cache.tables.widest]).float()
+            means = torch.zeros_like(cache.scored[:, :, : cache.tables.widest])
+            cache.means = dsa.at_least_float32(means)
     return cache
 
 
@@ -215,8 +216,9 @@ def decode(
 ):
     """One step: feed every slot its token at its position, return hidden states [B, d].
 
-    Row b depends on slot b only, bitwise: shapes are static, how many keys a slot reads depends on
-    its own row, and masked keys add exact zeros.
+    Row b depends on slot b only, bitwise: matrix products always have all B rows, attention is
+    computed for each slot apart, how many keys it reads depends on its own row, and masked keys add
+    exact zeros.
     """
     c, reads = model.config, []
     for rack in cache.racks:
@@ -226,7 +228,7 @@ def decode(
             keys = torch.arange(rack.kv.shape[3], device=at.device)
             future = keys > at[:, None]  # [n, T]
             mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
-            # who has moved on writes into a row that nobody reads
+            # a sequence that has moved on still writes into its first row, which nobody reads
             place = (torch.arange(n, device=at.device), at.clamp(max=len(keys) - 1))
             reads.append((rack, n, slots, place, mask))
 

@@ -194,7 +194,7 @@ def mean_scores(
         group = group.transpose(1, 2).contiguous()  # [t, Hkv, n, D]
         return (group @ keys.mT).transpose(1, 2)  # [t, n, Hkv, K]
 
-    group = _work(q).unflatten(1, (means.shape[1], -1)).sum(2)  # [N, Hkv, D]
+    group = at_least_float32(q).unflatten(1, (means.shape[1], -1)).sum(2)  # [N, Hkv, D]
     return _by_tiles(score, means, tables, group)
 
 
@@ -235,7 +235,7 @@ def _by_tiles(
     assert len(means) == len(tables.row), f"{len(means)} means of {len(tables.row)} chunks"
     queries = _range(len(tables.q_pos), means)
     if tables.cached:  # a slot is a tile of one query, and its chunks lie together
-        keys = _work(means).unflatten(0, (-1, tables.widest))
+        keys = at_least_float32(means).unflatten(0, (-1, tables.widest))
         cell, rows = queries, queries[:, None]
     else:
         place = tables.q_pos % TILE
@@ -360,7 +360,7 @@ def sparse_attention(
         keys = _gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
         values = _gather(v.flatten(0, 1), rows)
         hidden = hidden.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
-        queries = _work(q[part]).unflatten(1, (len(heads), -1))  # [n, Hkv, G, D]
+        queries = at_least_float32(q[part]).unflatten(1, (len(heads), -1))  # [n, Hkv, G, D]
         logits = queries * scale @ keys.mT  # [n, Hkv, G, S * C]
         weights = logits.masked_fill(hidden, torch.finfo(logits.dtype).min).softmax(-1)
         out = (weights @ values).masked_fill(hidden.all(-1, keepdim=True), 0)
@@ -437,13 +437,13 @@ class Indexer(nn.Module):
 # ---------------------------------------------------------------------- helpers and checks
 
 
-def _work(x):  # half precision is stored and gathered, never computed in
+def at_least_float32(x):  # half precision is stored and gathered, never computed in
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _gather(x, rows):  # index_select: x[rows] is 2 to 9 times slower
     x = x.index_select(0, rows.flatten())
-    return _work(x).unflatten(0, rows.shape)
+    return at_least_float32(x).unflatten(0, rows.shape)
 
 
 def _range(count: int, like: Tensor):

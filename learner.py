@@ -284,7 +284,7 @@ def gather_gradient(learner: Learner):
         learner.model.flat_grad.zero_()
 
 
-def set_weights(learner: Learner):
+def round_weights(learner: Learner):
     """Give the model its weights, rounded to its precision; float32 has the same memory."""
     learner.model.flat.copy_(learner.weights.detach())
 
@@ -309,7 +309,7 @@ def update_weights(
             gradient.mul_(config.grad_clip / norm)
         learner.optimizer.param_groups[0]["lr"] = lr
         learner.optimizer.step()
-        set_weights(learner)
+        round_weights(learner)
     learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
     learner.skipped += not finite
     learner.version += 1

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dsa
 
-LORA_SCALE = 2.0
+LORA_SCALE = 2.0  # alpha / r
+# recomputed(f, *arguments) is f(*arguments); what is needed for gradients is computed again then
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")  # of a layer; each may have adapters
 PAD_BLOCK = 16  # attention over 13 tokens takes longer than over 16, a register of AVX-512
@@ -324,7 +325,7 @@ class GPT(nn.Module):
             scores = F.linear(hidden, self.output.weight[alphabet])
         else:  # most of them: copy no matrix
             scores = F.linear(hidden, self.output.weight).index_select(1, alphabet)
-        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return dsa.at_least_float32(scores)
 
 
 @torch.no_grad()

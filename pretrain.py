@@ -5,8 +5,8 @@
     python bench.py recipe                    # all of it on the task `recall`, every stage examined
 
 The stages are those of DeepSeek-V3.2-Exp's report and of GLM-5's (arXiv 2602.15763):
-  dense    Everything but the indexer learns the text. Attention is dense. A model that is loaded
-           does without: --dense-steps is 0.
+  dense    Everything but the indexer learns the text. Attention is dense. A loaded model has
+           learned already: --dense-steps is 0 by default.
   warm-up  Only the indexer learns, everything else is frozen. Attention stays dense. The loss is
            KL(p || softmax(I)) over the chunks before a query: I are the indexer's scores, and p is
            the dense attention, summed over heads and over the keys of a chunk, made to sum to one.
@@ -25,9 +25,9 @@ loss with sparse and with dense attention. After "dense" nobody has trained the 
 The recipe's text: the table of one problem (never a held-out one), then many questions about it
 instead of one; the loss is on the answers. Tables begin with two pairs and double whenever nine
 answers in ten are right: long tables alone do not teach the matching of keys within minutes.
-Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. Of both
-rates little is left by default in the sparse stage of a model of yours; give one that began with
-random weights more: --sparse-lr 0.1.
+Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. In the
+sparse stage --sparse-lr is the share of both rates that is left: little by default, for a loaded
+model; 0.1 suits one that began with random weights.
 
 Left out: weight decay, a dense twin that trains as long as the whole recipe, GPUs, and speed:
 training uses dense masks instead of the sparse kernels, so memory grows with the square of a row.
@@ -49,12 +49,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import dsa
 from learner import PIECE
-from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens
+from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens, recomputed
 from reward import Task, alphabet_of, make_task
 from runtime.config import LONGEST_CONTEXT, Config, UserError, check, flag, run_main
 from runtime.folder import open_plain, write_file
@@ -295,7 +294,7 @@ def answer(model: GPT, batch: tuple, attend: Callable) -> tuple:
 
     # as in learner.py: logits of no more than PIECE pairs of a token and a word are there at once
     size = PIECE // model.config.vocab_size
-    again = partial(checkpoint, piece, use_reentrant=False)
+    again = partial(recomputed, piece)
     losses, exact = zip(*map(again, hidden.split(size), right.split(size)), strict=True)
     return sum(losses) / len(right), torch.cat(exact).view(B, *columns.shape).all(-1)
 
@@ -416,7 +415,6 @@ def accuracy(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, kind
 # ------------------------------------------------------------------------------- a model of yours
 
 
-@torch.no_grad()
 def weights_file(model: GPT) -> dict:
     """What --init reads."""
     return {"shape": vars(model.config), "weights": model.flat}

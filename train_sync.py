@@ -33,7 +33,7 @@ def train(config: Config) -> None:
         while learner.version < config.steps and not run.stop.asked:
             log.alive()
             version, before = learner.version, generator.counts.copy()
-            generator.set_weights(version, learner.model.flat)  # the same memory, or adapters
+            generator.set_weights(version, learner.model.flat)  # its own, or to be merged
             with log.timed("rollout-0", "generate", version=version) as span:
                 groups = generate(generator, new_groups(learner, task, config.groups_per_step))
                 span |= {name: generator.counts[name] - before[name] for name in COUNTED}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from learner import Learner, set_weights
+from learner import Learner, round_weights
 from runtime.config import Config, UserError, blame, printable, require
 from runtime.folder import check_log, open_plain, scan, write_file
 from runtime.ledger import Ledger
@@ -155,7 +155,7 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         same = not ledger or ledger.flying == set(state["in_flight"])
         require(same, "events.jsonl has other groups in flight")
     learner.weights.detach().copy_(state["weights"])
-    set_weights(learner)
+    round_weights(learner)
     for name, tensor in moments(learner).items():
         tensor.copy_(state["optimizer"][name])
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))

@@ -117,7 +117,7 @@ class Config:
     dtype: str = flag("float32", "what models compute in (weights: float32)", choices=DTYPES[:2])
     context: int = flag(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     positions: str = flag("learned", "position encoding", choices=("learned", "rope"))
-    qk_norm: str = flag("no", "RMSNorm of queries and keys, as in Qwen3", choices=("no", "yes"))
+    qk_norm: str = flag("no", "RMSNorm of queries and keys, as in Qwen3", choices=YES_NO)
     chat: str = flag("no", "prompts as a chat; answer: without thinking", choices=CHATS)
     attention: str = flag("dense", "dense, or sparse (dsa)", choices=("dense", "dsa"))
     scoring: str = flag("mean", "dsa: how chunks are scored", choices=("mean", "indexer"))

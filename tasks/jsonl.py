@@ -3,8 +3,9 @@ r"""jsonl.py: your own lines {"prompt": "...", "answer": "..."}; "question" may 
     jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS]
 
 exact      reward 1 for the answer of the line, 0 for anything else; the default
-numeric    reward 1 when an answer means the same number as the line. It means the first number
-           behind its last "####" or "\boxed{", in that line of text; without one, its last number.
+numeric    reward 1 when an answer means the same number as the line. An answer means the first
+           number behind its last "####" or "\boxed{" (up to the end of that line of text), or, if
+           it has neither, its last number.
            Commas of thousands and "$" do not count, 1/2 is 0.5. Of a long answer the end is read
 parsable   reward 0.1, and not 0, for a wrong number that stands behind "####" or "\boxed{"
 similar    partial credit, 1 for the right answer and 0 for none: see `similarity`. What a model
