@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from buffer import staleness
-from reward import TASKS, Task, make_task, own_file
+from buffer import by_task, staleness
+from reward import TASKS, Task, make_task, own_files
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, UserError, fail, parse, printable
 from runtime.devices import describe_machine
@@ -63,18 +63,35 @@ class NoFlags:
     """A measurement without flags of its own."""
 
 
-def batch_metrics(groups: list[Group], version: int) -> dict:
-    """What can be said of a batch that has trained `version` without a look at the policy."""
+def batch_metrics(run, groups: list[Group], version: int) -> dict:
+    """What can be said of a batch that has trained `version` without a look at the policy, of each
+    task where there are several; and of the groups that were discarded since the last one."""
     trajectories = [t for group in groups for t in group.trajectories]
-    rewards = [t.reward for t in trajectories if not t.failed]
     ages = [staleness(t, version) for t in trajectories]
+    discarded = [t for group, _ in run.discarded for t in group.trajectories]
+    metrics = {
+        **episode_metrics(trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
+        "discarded": dict(Counter(reason for _, reason in run.discarded)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
+    }
+    if run.task.parts:
+        metrics["tasks"] = {
+            part.name: episode_metrics([t for g in own for t in g.trajectories])
+            for part, own in zip(run.task.parts, by_task(groups, run.task.shares), strict=True)
+        }
+    return metrics
+
+
+def episode_metrics(trajectories: list) -> dict:
+    """Mean reward, and sizes, of some episodes."""
+    rewards = [t.reward for t in trajectories if not t.failed]
     return {
         "reward": float(np.mean(rewards or [0.0])),
         "samples": len(trajectories),
+        "failed": len(trajectories) - len(rewards),
         "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories if t.failed)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
     }
 
 
@@ -106,7 +123,7 @@ def finish(run: Run, facts: dict) -> None:
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
-    run.examiner.close()
+    run.host.close()
     print(printable(summarise(run.folder, facts)))
     if config.export and not facts["stopped_early"]:
         print(printable(export(learner.model, config, Path(config.export))))
@@ -175,7 +192,7 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> str:
             f"\nstopped at step {summary['steps']} of {config['steps']}; go on with: "
             f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
         )
-        if own_file(config["task"]):
+        if own_files(config["task"]):
             text += f" --task {shlex.quote(config['task'])}"
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if last and dead > 0.85 * groups and summary["eval_after"] <= 0.5:

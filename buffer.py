@@ -19,6 +19,7 @@ this batch. Counting those that started at 5, too, 4 may be outstanding: this ba
 """
 
 from bisect import bisect_right
+from collections import Counter
 
 from runtime.messages import Group, Trajectory
 
@@ -54,37 +55,51 @@ def staleness(record: Trajectory | Group, version: int) -> int:
 class Buffer:
     """Outstanding groups, in order, with the two rules of the theorem; no threads, no clocks.
 
+    shares: groups of each task in a step. Group g is of task g modulo their number, and the theorem
+    holds for each task by itself: every batch has its share exactly.
+
     on_stale="wait" uses the rules above and never drops; "drop" is GLM-5's rule (arXiv 2602.15763):
     train whatever is complete, discard a group that is older than eta (it favours quick answers).
     """
 
     def __init__(
         self,
-        groups_per_step: int,
+        shares: tuple | int,
         max_staleness: int,
         on_stale: str = "wait",
     ):
-        assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
+        shares = shares if isinstance(shares, tuple) else (shares,)
+        assert min(shares) >= 1 and max_staleness >= 0, (shares, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
-        self.groups_per_step = groups_per_step
+        self.shares = shares
         self.eta = max_staleness
         self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def starts(self, without=()) -> list:
-        """Where the outstanding groups started, ascending."""
-        return sorted(self.outstanding[group] for group in self.outstanding if group not in without)
+    def own(self, kind: int, groups) -> list:
+        """Those of some groups that are of one task."""
+        return [group for group in groups if group % len(self.shares) == kind]
 
-    def may_admit(self, version: int) -> bool:
-        """Whether one more group, started now, still meets every deadline."""
-        return may_admit(self.starts(), version, version, self.eta, self.groups_per_step)
+    def count(self, kind: int) -> int:
+        """Outstanding groups of a task."""
+        return len(self.own(kind, self.outstanding))
+
+    def starts(self, kind: int, without=()) -> list:
+        """Where the outstanding groups of a task started, ascending."""
+        groups = self.own(kind, self.outstanding)
+        return sorted(self.outstanding[group] for group in groups if group not in without)
+
+    def may_admit(self, version: int, kind: int = 0) -> bool:
+        """Whether one more group of a task, started now, still meets every deadline."""
+        return may_admit(self.starts(kind), version, version, self.eta, self.shares[kind])
 
     def admit(self, group_id: int, version: int):
         """Fix a group's start version; the caller asked `may_admit` before."""
         assert group_id not in self.outstanding, f"group {group_id} is admitted already"
-        assert self.may_admit(version), f"group {group_id} at version {version} breaks a deadline"
+        fits = self.may_admit(version, group_id % len(self.shares))
+        assert fits, f"group {group_id} at version {version} breaks a deadline"
         self.outstanding[group_id] = version
 
     def requeue(self, group_id: int, version: int):
@@ -125,15 +140,19 @@ class Buffer:
             for group in list(self.completed.values()):
                 if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
-        B = self.groups_per_step
-        if len(self.completed) < B:
+        chosen = [self._choose(kind, version) for kind in range(len(self.shares))]
+        return self.take(sum(chosen, []), version) if all(chosen) else None
+
+    def _choose(self, kind: int, version: int) -> list | None:
+        """One task's share of a batch; None: wait."""
+        complete, B = self.own(kind, self.completed), self.shares[kind]
+        if len(complete) < B:
             return None
-        by_start = sorted(self.completed, key=self.outstanding.get)  # stable
-        for order in (list(self.completed), by_start):
-            chosen = order[:B]
-            left = self.starts(without={*chosen})
+        by_start = sorted(complete, key=self.outstanding.get)  # stable
+        for order in (complete, by_start):
+            left = self.starts(kind, without={*order[:B]})
             if self.on_stale == "drop" or may_leave_behind(left, version, self.eta, B):
-                return self.take(chosen, version)
+                return order[:B]
         return None
 
     def take(self, chosen: list, version: int) -> list:
@@ -147,6 +166,33 @@ class Buffer:
 
 
 # ---- a batch ----
+
+
+def by_task(groups: list, shares: tuple) -> list:
+    """The groups of each task."""
+    return [[g for g in groups if g.group_id % len(shares) == k] for k in range(len(shares))]
+
+
+def unfit(group: Group, keep_dead: bool = True) -> str | None:
+    """Why a group should not be trained; None if it may.
+
+    A failure of the environment is no reward: unless more than half of the samples are sound, the
+    group goes, for the failure that most of them had (GLM-5, arXiv 2602.15763). Without
+    `keep_dead`, so does one in which all rewards are equal: it teaches nothing (DAPO's dynamic
+    sampling, arXiv 2503.14476).
+    """
+    failed = [t.finish for t in group.trajectories if t.failed]
+    if 2 * len(failed) >= len(group.trajectories):
+        return Counter(failed).most_common(1)[0][0]
+    rewards = {t.reward for t in group.trajectories if not t.failed}
+    return "dead" if len(rewards) == 1 and not keep_dead else None
+
+
+def repaired(group: Group) -> list[Trajectory]:
+    """What a group is trained with: sound samples are repeated in place of those that failed, so
+    that every prompt has the same weight (GLM-5, the same place)."""
+    sound = [t for t in group.trajectories if not t.failed]
+    return [sound[i % len(sound)] for i in range(len(group.trajectories))]
 
 
 def pack(

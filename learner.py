@@ -13,7 +13,7 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 import copy
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -22,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import losses
-from buffer import pack
-from model import GPT, Packed, pack_tokens, padded, recomputed
+from buffer import pack, repaired
+from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
 
 PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
+SMALLEST_SPREAD = 0.1  # of rewards, beside a critic: advantages are no larger where all are alike
 
 
 def naive_step(
@@ -60,6 +61,60 @@ def naive_step(
     return loss.detach()
 
 
+# -------------------------------------------------------------------------------------- the critic
+
+
+@dataclass
+class Critic:
+    """What the policy's hidden states promise: two layers, with an optimizer of their own."""
+
+    net: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def make_critic(config: Config, model: GPT) -> Critic:
+    """A value head; it says 0 at first."""
+    d, device = model.config.width, model.flat.device
+    with torch.random.fork_rng():
+        torch.manual_seed(config.seed)
+        net = nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, 1)).to(device)
+    nn.init.zeros_(net[2].weight)
+    return Critic(net, torch.optim.AdamW(net.parameters(), config.critic_lr, weight_decay=0.0))
+
+
+def criticise(critic: Critic, batch: list, hidden: Tensor, config: Config) -> tuple:
+    """Advantages [M] of the generated tokens by skip-observation GAE; and what the critic learns
+    from: hidden states and what followed.
+
+    A turn's reward comes with its last token. hidden [M, d], without gradient: the policy is not
+    taught what pleases its critic.
+    """
+    rewards, lengths = [], [t.generated for t, _ in batch]
+    for t, _ in batch:
+        for (start, stop), reward in zip(t.turns, t.turn_rewards, strict=True):
+            rewards += [0.0] * (stop - start)
+            if stop > start:
+                rewards[-1] = reward
+    with torch.no_grad():
+        values = critic.net(hidden.float())[:, 0].cpu()  # [M]
+    rewards = torch.tensor(rewards)
+    advantages = losses.skip_observation_gae(rewards, values, lengths, config.gae_lambda)
+    return advantages, (hidden.float(), (advantages + values).to(hidden.device))
+
+
+def teach(critic: Critic, lessons: list, config: Config) -> float:
+    """A few steps of the critic towards what it has seen; returns its loss before them."""
+    hidden, targets = (torch.cat(part) for part in zip(*lessons, strict=True))
+    first = 0.0
+    for update in range(config.critic_updates):
+        loss = (critic.net(hidden)[:, 0] - targets).square().mean()
+        critic.optimizer.zero_grad()
+        loss.backward()
+        critic.optimizer.step()
+        first = first if update else float(loss.detach())
+    return first
+
+
 @dataclass
 class Learner:
     """Everything that a step changes, and so everything that a checkpoint holds.
@@ -73,9 +128,12 @@ class Learner:
     optimizer: torch.optim.Optimizer
     damper: losses.Damper
     alphabet: Tensor  # int64 [V], token ids the policy may emit
+    allowed: Tensor | None = None  # what each of several tasks may emit: see `allowed_of`
+    critic: Critic | None = None
     reference: GPT | None = None  # an older copy of the policy
     version: int = 0  # optimizer steps so far = version of the weights
-    next_group: int = 0  # prompt cursor: the next group id
+    cursors: list = field(default_factory=lambda: [0])  # the next prompt of each task
+    begun: list = field(default_factory=lambda: [0])  # where they were when this version began
     skipped: int = 0  # steps left out because loss or gradient was not finite
     skipped_in_row: int = 0
 
@@ -99,20 +157,32 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
         "exp_avg": torch.zeros_like(flat),
         "exp_avg_sq": torch.zeros_like(flat),
     }
+    alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
+    alphabets = [alphabet_of(part) for part in task.parts or (task,)]
     return Learner(
         model,
         flat,
         optimizer,
         damper=losses.Damper(threshold=config.kl_threshold),
-        alphabet=torch.from_numpy(alphabet_of(task)).to(flat.device),
+        alphabet=alphabet,
+        allowed=allowed_of(alphabet, alphabets),
+        critic=make_critic(config, model) if config.advantage == "gae" else None,
+        cursors=[0] * len(task.shares),
+        begun=[0] * len(task.shares),
         reference=copy.deepcopy(model) if config.reference_every else None,
     )
 
 
-def new_groups(learner: Learner, task: Task, count: int) -> list:
-    """The next prompts; the cursor moves, so none is used twice."""
-    ids = range(learner.next_group, learner.next_group + count)
-    learner.next_group += count
+def new_groups(
+    learner: Learner,
+    task: Task,
+    count: int,
+    kind: int = 0,
+) -> list:
+    """The next prompts of a task; its cursor moves, so none is used twice."""
+    K, first = len(learner.cursors), learner.cursors[kind]
+    learner.cursors[kind] += count
+    ids = range(first * K + kind, (first + count) * K, K)
     return [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
 
 
@@ -134,7 +204,7 @@ def learner_step(
     version all the same; see `check_step` (runtime/books.py).
     """
     begin = time.monotonic()
-    samples, dead = samples_of(groups, config.advantage)
+    samples, dead = samples_of(groups, config)
     count = sum(t.generated for t, _ in samples)
     batches = pack(
         [len(t.tokens) for t, _ in samples],
@@ -144,26 +214,29 @@ def learner_step(
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
     learner.weights.grad.zero_()
-    loss, parts = 0.0, []
+    loss, parts, lessons = 0.0, [], []
 
     for indices in batches[rank :: config.learners]:
         batch = [samples[i] for i in indices]
-        share, part = micro_batch_loss(learner, batch, measured, count, config)
+        share, part, lesson = micro_batch_loss(learner, batch, measured, count, config)
         share.backward()
         gather_gradient(learner)
         loss += float(share.detach())
         parts.append(part)
+        lessons.append(lesson)
 
     if config.learners > 1:
         dist.all_reduce(learner.weights.grad)
         shares = [None] * config.learners
-        dist.all_gather_object(shares, [parts, loss])
-        parts = [part for own, _ in shares for part in own]
-        loss = sum(own for _, own in shares)
+        dist.all_gather_object(shares, [parts, lessons, loss])
+        parts, lessons = ([x for own in shares for x in own[i]] for i in (0, 1))
+        loss = sum(own[2] for own in shares)
     metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, loss, metrics)
+    if learner.critic and parts:
+        metrics["critic_loss"] = teach(learner.critic, lessons, config)
     return metrics | {
         "micro_batches": len(batches),
         "dead_groups": int(dead.sum()),
@@ -171,15 +244,29 @@ def learner_step(
     }
 
 
-def samples_of(groups: list, kind: str) -> tuple:
-    """What a step learns from, (trajectory, advantage) each, and which groups teach nothing [G]."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    shape = len(groups), -1  # [G, n]
-    rewards = torch.tensor([t.reward for t in trajectories]).float().view(shape)
-    valid = torch.tensor([not t.failed for t in trajectories]).view(shape)
-    advantages, dead = losses.group_advantages(rewards, kind, valid)
-    pairs = zip(trajectories, advantages.flatten().tolist(), strict=True)
-    return [(t, advantage) for t, advantage in pairs if t.generated and not t.failed], dead
+def samples_of(groups: list, config: Config) -> tuple:
+    """What a step learns from, (trajectory, the advantage of each of its turns), and which groups
+    teach nothing [G]. With a critic: what its advantages are multiplied with, 1 over the spread of
+    all rewards."""
+    trajectories = [t for group in groups for t in repaired(group)]
+    G = len(groups)
+    rewards = torch.tensor([t.reward for t in trajectories]).float().view(G, -1)  # [G, n]
+    turns = [len(t.turns) for t in trajectories]
+    if config.advantage == "gae":
+        factor = 1 / max(float(rewards.std()), SMALLEST_SPREAD)
+        dead, credit = torch.zeros(G, dtype=torch.bool), [[factor] * T for T in turns]
+    elif config.credit == "episode":
+        advantages, dead = losses.group_advantages(rewards, config.advantage)
+        credit = [[a] * T for a, T in zip(advantages.flatten().tolist(), turns, strict=True)]
+    else:
+        shape = *rewards.shape, max(turns)  # [G, n, T]
+        rows = [t.turn_rewards + [0.0] * (shape[-1] - len(t.turn_rewards)) for t in trajectories]
+        present = torch.arange(shape[-1]) < torch.tensor(turns)[:, None]
+        by_turn = torch.tensor(rows).float().view(shape), present.view(shape)
+        advantages, dead = losses.turn_advantages(*by_turn, config.advantage)
+        rows = advantages.flatten(0, 1).tolist()
+        credit = [row[:T] for row, T in zip(rows, turns, strict=True)]
+    return [pair for pair in zip(trajectories, credit, strict=True) if pair[0].generated], dead
 
 
 def token_logprobs(
@@ -188,13 +275,18 @@ def token_logprobs(
     learner: Learner,
     config: Config,
 ):
-    """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories."""
+    """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories, and
+    the hidden states [M, d] that predict them."""
     device = model.flat.device
     packed = pack_tokens([t.tokens for t, _ in batch], device)
     names = "loss_mask", "kept_sizes", "kept"
     arrays = [np.concatenate([getattr(t, name) for t, _ in batch]) for name in names]
     mask, *kept = (torch.from_numpy(x).to(device) for x in arrays)
-    how = learner.alphabet, config.temperature, *kept
+    limits = None
+    if learner.allowed is not None:
+        kinds = [t.group_id % len(learner.allowed) for t, _ in batch for _ in range(t.generated)]
+        limits = learner.allowed, torch.tensor(kinds, device=device)
+    how = learner.alphabet, config.temperature, limits, *kept
     return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how)
 
 
@@ -204,11 +296,12 @@ def generated_logprobs(
     rows,  # [M] tokens of the batch
     alphabet,  # [V'] token ids, the generator's
     temperature: float,  # the generator's
+    limits=None,  # of several tasks: what each may emit [K, V'], and the task of each token [M]
     sizes=(),  # [M] from how many tokens each was sampled; []: from all
     kept=(),  # [K] from which ones: token ids, laid end to end
 ) -> tuple:
     """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient, by the distribution
-    that they were sampled from: among the tokens that were kept.
+    that they were sampled from: among the tokens that were kept. And the hidden states [M, d].
 
     Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
     state reaches the output matrix. Logits are never there for more than PIECE pairs of a token and
@@ -224,6 +317,8 @@ def generated_logprobs(
 
     def piece(hidden, targets, first=0):
         logits = model.logits(hidden, alphabet)  # [m, V']
+        if limits:
+            logits = logits + limits[0][limits[1][first : first + len(hidden)]]
         if len(sizes):
             own, before = sizes[first : first + len(hidden)], sizes[:first].sum()
             at = torch.arange(len(own), device=own.device).repeat_interleave(own)  # [k]
@@ -238,10 +333,10 @@ def generated_logprobs(
 
     size = PIECE // len(alphabet)
     if len(rows) <= size:
-        return piece(hidden, targets)
+        return *piece(hidden, targets), hidden
     firsts = range(0, len(rows), size)
     pieces = map(partial(recomputed, piece), hidden.split(size), targets.split(size), firsts)
-    return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
+    return *(torch.cat(part) for part in zip(*pieces, strict=True)), hidden
 
 
 def micro_batch_loss(
@@ -258,11 +353,16 @@ def micro_batch_loss(
     reference = None
     if measured:
         with torch.no_grad():
-            reference, _ = token_logprobs(learner.reference, batch, learner, config)  # [M]
-    logprobs, entropy = token_logprobs(learner.model, batch, learner, config)  # [M] each
+            reference, *_ = token_logprobs(learner.reference, batch, learner, config)  # [M]
+    logprobs, entropy, hidden = token_logprobs(learner.model, batch, learner, config)  # [M] each
     sizes = torch.tensor([t.generated for t, _ in batch])
     sequence = torch.arange(len(batch)).repeat_interleave(sizes)  # [M]
-    advantages = torch.tensor([advantage for _, advantage in batch])[sequence]  # [M]
+    spans = torch.tensor([stop - start for t, _ in batch for start, stop in t.turns])
+    credit = torch.tensor([a for _, turns in batch for a in turns])
+    advantages, lesson = credit.repeat_interleave(spans), ()  # [M]
+    if learner.critic:
+        own, lesson = criticise(learner.critic, batch, hidden.detach(), config)
+        advantages = advantages * own
     behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
     sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
     # pi_p: with one update a step, the policy of this very forward pass
@@ -274,7 +374,7 @@ def micro_batch_loss(
         kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]
         weight = config.reference_weight * losses.reference_scale(learner.damper)
         loss = loss + weight * losses.token_mean(kl, count)
-    return loss, losses.diagnostics(tokens, entropy, touched, reference)
+    return loss, losses.diagnostics(tokens, entropy, touched, reference), lesson
 
 
 def gather_gradient(learner: Learner):
@@ -312,7 +412,7 @@ def update_weights(
         round_weights(learner)
     learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
     learner.skipped += not finite
-    learner.version += 1
+    learner.version, learner.begun = learner.version + 1, list(learner.cursors)
     refresh = config.reference_refresh
     if learner.reference and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)

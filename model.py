@@ -434,3 +434,12 @@ def attend_packed(
         return out.index_select(0, row_of_token)
 
     return attend
+
+
+def allowed_of(alphabet: Tensor, alphabets: list) -> Tensor | None:
+    """What is added to logits [V] in each of several tasks, [K, V]: -1e9 where a token is not in
+    its own alphabet; None for one task, which has the whole."""
+    if len(alphabets) == 1:
+        return None
+    own = [torch.isin(alphabet, torch.as_tensor(ids).to(alphabet)) for ids in alphabets]
+    return (torch.stack(own).float() - 1) * 1e9

@@ -1,16 +1,21 @@
 """reward.py: the protocol of tasks, and verification: from the text of an episode to its rewards.
 
 A task is two pure functions. `reset(index, split)` gives a problem, plain JSON data with a
-"prompt". `step(problem, answers)` judges the newest answer, given all answers so far. Nothing is
-remembered between calls. So a prompt cursor is one integer, and a reward worker can play a
-finished episode again from its text alone, with the same verdict.
+"prompt". `step(problem, answers)` judges the newest answer, given all answers so far. A task may
+keep a state instead (a tool's session, a sandbox): `open(problem)`, `step(state, answer)`,
+`close(state)`. A state is no more than a memory of the answers so far: where it is lost, it is made
+again from them. So a prompt cursor is one integer, and an episode can be judged from its text.
+
+A turn is rewarded when it happens. What nobody has judged then (the only answer of most tasks) is
+verified at the end, by a reward worker.
 
 Every file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`, and so has a file
 of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
 Copy tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and
 alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end`.
-Left out: tools, sandboxes, learned reward models. Never give model output to `eval`, to an
-unbounded number parser or to a regular expression that backtracks.
+Several tasks in one run are a `Task` with `parts`: group g belongs to part g modulo their number.
+Left out: learned reward models; processes (runtime/sessions.py). Never give model output to `eval`,
+to an unbounded number parser or to a regular expression that backtracks.
 
 `python bench.py episode [SPEC ...]` prints a sample episode of each task.
 """
@@ -18,6 +23,7 @@ unbounded number parser or to a regular expression that backtracks.
 import importlib
 import json
 import math
+import os
 import re
 import runpy
 from collections.abc import Callable
@@ -28,8 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.config import LONGEST_CONTEXT, Config, UserError
-from runtime.messages import LARGEST_REWARD
+from runtime.config import LONGEST_CONTEXT, Config, UserError, require
+from runtime.messages import LARGEST_REWARD, Call, Result
 from runtime.tokenizer import Tokenizer, own_tokenizer, tokenizer_of
 from tasks import limits
 
@@ -59,7 +65,7 @@ class Task:
     """What is learned: two pure functions and the sizes that they keep to."""
 
     reset: Callable  # (index, "train" | "eval") -> problem with a "prompt"
-    step: Callable  # (problem, answers so far, the newest last) -> Step
+    step: Callable  # (problem, answers so far, the newest last) -> Step; with `open`, see there
     alphabet: tuple | None  # token ids the policy may emit; None: all that are text
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
@@ -69,14 +75,21 @@ class Task:
     eval_size: int = 256  # held out: reset(0 .. eval_size - 1, "eval"), the same for every seed
     solved: float = 1.0  # an episode with this reward or more counts as solved
     steps: int = 300  # optimizer steps that a small model needs to learn it; default of --steps
-    beside: bool = False  # True: steps are slow, run them in a thread beside generation
+    open: Callable | None = None  # problem -> a state; then `step` is (state, answer) -> Step
+    close: Callable = lambda state: None  # however the episode has ended
+    outside: bool = False  # slow or unsafe: each episode gets a process, outside the generator
+    again: bool = False  # verification plays the whole episode once more
     solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
     name: str = ""  # the spec; `make_task` writes it, and
     tokenizer: Tokenizer | None = None  # the vocabulary of the run
+    parts: tuple = ()  # several tasks in one run, and
+    shares: tuple = (1,)  # groups of each in a step
 
     @property
     def context(self) -> int:
         """The number of tokens that every episode fits into."""
+        if self.parts:
+            return max(part.context for part in self.parts)
         turn = self.turn_tokens + self.observation_tokens
         return self.max_prompt_tokens + self.max_turns * turn - self.observation_tokens
 
@@ -115,14 +128,55 @@ def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> T
 
 
 def task_of(config: Config) -> Task:
-    """The configured task, in the vocabulary of the configured model; UserError."""
-    return make_task(config.task, config.seed, tokenizer_of(config))
+    """The configured task, or several in one, in the vocabulary of the configured model; UserError.
+
+    Several share the groups of a step by --ratio, exactly; a run is as long as it takes until each
+    has had as many groups as alone.
+    """
+    specs, tokenizer = specs_of(config.task), tokenizer_of(config)
+    parts = tuple(make_task(spec, config.seed, tokenizer) for spec in specs)
+    said = f"--ratio {config.ratio}: must be"
+    require(len(parts) > 1 or not config.ratio, f"{said} left out with one task")
+    shares = [int(n) if n.isascii() and n.isdigit() else 0 for n in config.ratio.split(",")]
+    shares = shares if config.ratio else [1] * len(parts)
+    fits = len(shares) == len(parts) and min(shares) > 0
+    require(fits, f"{said} {len(parts)} whole numbers from 1 up, one for each of {config.task}")
+    B, total = config.groups_per_step, sum(shares)
+    if len(parts) == 1:
+        return replace(parts[0], shares=(B,))
+    require(len(set(specs)) == len(specs), f"--task {config.task}: must name each task once")
+    needed = f"a multiple of {total} with --ratio {','.join(map(str, shares))}"
+    require(B % total == 0, f"--groups-per-step {B}: must be {needed}, such as {B + -B % total}")
+    return replace(
+        parts[0],
+        alphabet=tuple(sorted({*np.concatenate([alphabet_of(part) for part in parts]).tolist()})),
+        steps=max(part.steps * total // n for part, n in zip(parts, shares, strict=True)),
+        name=config.task,
+        parts=parts,
+        shares=tuple(n * B // total for n in shares),
+    )
+
+
+def part_of(task: Task, group_id: int) -> Task:
+    """The task that a group belongs to, where there are several."""
+    return task.parts[group_id % len(task.parts)] if task.parts else task
+
+
+def specs_of(text: str) -> list:
+    """The specs in a list, which commas separate; a path may have others."""
+    names = "|".join(TASKS)
+    return re.split(rf",(?=(?:{names})(?:[:,]|$)|[^,]+\.py(?:[:,]|$))", text)
 
 
 def own_file(spec: str) -> re.Match | None:
     """(1) the file, (2) the argument of a spec that names a file; None for other specs."""
     name = spec.partition(":")[0]
     return None if name in TASKS else re.fullmatch(r"(.+?\.py)(?::(.+))?", spec, re.DOTALL)
+
+
+def own_files(text: str) -> bool:
+    """Whether one of the tasks in a list is a file."""
+    return any(own_file(spec) for spec in specs_of(text))
 
 
 def _find(spec: str) -> tuple:
@@ -171,8 +225,9 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def problem_of(task: Task, index: int, split: str) -> dict:
-    """Problem `index` of a task; TaskError, in one line, for one that cannot be used."""
+def problem_of(task: Task, group_id: int, split: str) -> dict:
+    """The problem of a group; TaskError, in one line, for one that cannot be used."""
+    index, task = group_id // max(1, len(task.parts)), part_of(task, group_id)
     where = f"reset({index}, {split!r})"
     try:
         problem = task.reset(index, split)
@@ -200,30 +255,68 @@ def alphabet_of(task: Task) -> np.ndarray:
 def capacity_of(config: Config, task: Task) -> int:
     """Positions that an episode of a task may fill; raises UserError when it needs more."""
     capacity = config.context or task.context
-    if not task.context <= capacity <= LONGEST_CONTEXT:
-        raise UserError(
-            f"--context {capacity}: must be at least {task.context} (the longest prompt of task "
-            f"{config.task} has {task.max_prompt_tokens} tokens) and at most {LONGEST_CONTEXT}"
-        )
+    for part in task.parts or (task,):
+        if not part.context <= capacity <= LONGEST_CONTEXT:
+            raise UserError(
+                f"--context {capacity}: must be at least {part.context} (the longest prompt of task"
+                f" {part.name} has {part.max_prompt_tokens} tokens) and at most {LONGEST_CONTEXT}"
+            )
     return capacity
 
 
-# ---- verification ----
+# ---- an episode: turns, and verification at its end ----
 
 
-def _replay(task, problem, answers):
-    rewards, done = [], False
-    for turn in range(1, len(answers) + 1):
-        if done:
-            raise ValueError(f"{len(answers)} answers, but the episode ended after {turn - 1}")
-        step = task.step(problem, answers[:turn])
-        if not isinstance(step, Step):
-            raise TypeError(f"step returned {step!r:.80}, must be a reward.Step")
-        if not abs(step.reward) <= LARGEST_REWARD:  # NaN is not
-            raise ValueError(f"the reward {step.reward} of turn {turn} is not finite in float32")
-        rewards.append(float(step.reward))
-        done = step.done
-    return tuple(rewards)
+def advance(task: Task, states: dict, key, problem: dict, answers) -> Step:
+    """What the environment says to the newest answer. `states` has the states of episodes by key,
+    each with the number of answers that it has seen; one that is missing is made again."""
+    if task.open is None:
+        return checked(task.step(problem, list(answers)))
+    state, seen = states.pop(key, (None, -1))  # a step that raises leaves it in an unknown state
+    if not 0 <= seen < len(answers):
+        if seen >= 0:
+            task.close(state)
+        state, seen = task.open(problem), 0
+    try:
+        for answer in answers[seen:]:
+            step = checked(task.step(state, answer))
+    except BaseException:
+        task.close(state)
+        raise
+    states[key] = state, len(answers)
+    return step
+
+
+def forget(task: Task, states: dict, key) -> None:
+    """An episode is over: close its state."""
+    if key in states:
+        task.close(states.pop(key)[0])
+
+
+def checked(step) -> Step:
+    """What a task has returned; TypeError or ValueError for what cannot be."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned {step!r:.80}, must be a reward.Step")
+    if not abs(step.reward) <= LARGEST_REWARD:  # NaN is not
+        raise ValueError(f"the reward {step.reward} is not finite in float32")
+    if not step.done and not isinstance(step.observation, str):
+        raise TypeError(f"the observation {step.observation!r:.80} must be a str")
+    return step
+
+
+def complete(task: Task, problem: dict, episode: tuple) -> tuple:
+    """The reward of every turn of an episode, (answers, rewards of the first of them)."""
+    answers, rewards = episode
+    states: dict = {}
+    try:
+        for turn in range(len(rewards) + 1, len(answers) + 1):
+            step = advance(task, states, None, problem, answers[:turn])
+            rewards += (float(step.reward),)
+            if step.done and turn < len(answers):
+                raise ValueError(f"{len(answers)} answers, but the episode ended after {turn}")
+        return rewards
+    finally:
+        forget(task, states, None)
 
 
 def verify_group(
@@ -232,31 +325,27 @@ def verify_group(
     config,
     alive: Callable = lambda: None,
 ) -> list:
-    """Verify every episode of a group (runtime/messages.py): see `verify`."""
-    episodes = [tuple(split_answers(task, t.tokens, t.turns)) for t in group.trajectories]
-    return verify(task, group.problem, episodes, config, alive)
-
-
-def verify(
-    task: Task,
-    problem: dict,
-    episodes: list,  # the answers of each
-    config,
-    alive: Callable = lambda: None,
-) -> list:
-    """Play episodes again from their text and judge them, each within the limits of `config` (see
-    `ask`); nothing in the answers can raise.
+    """Verdicts on the episodes of a group (runtime/messages.py), each within the limits of `config`
+    (see `ask`); nothing in the answers can raise. A turn that has its reward is not judged again,
+    unless the task asks for it, and a failed episode is not judged at all.
 
     An episode that was cut off before its end keeps the rewards of the turns it had. Equal answers
     are verified once: `step` is a pure function.
     """
+    task = part_of(task, group.group_id)
+    episodes = []
+    for t in group.trajectories:
+        answers = () if t.failed else tuple(split_answers(task, t.tokens, t.turns))
+        episodes.append((answers, () if t.failed or task.again else tuple(t.turn_rewards)))
     different = list(dict.fromkeys(episodes))
-    found = ask("verifier", partial(_replay, task, problem), different, config, alive)
-    verdicts = {}
-    for answers, (rewards, error) in zip(different, found, strict=True):
-        rewards = rewards or (0.0,) * len(answers)
-        verdicts[answers] = Verdict(sum(rewards), rewards, error)
-    return [verdicts[answers] for answers in episodes]
+    judge = partial(complete, task, group.problem)
+    found = dict(zip(different, ask("verifier", judge, different, config, alive), strict=True))
+    verdicts = []
+    for episode in episodes:
+        rewards, error = found[episode]
+        rewards = rewards or (0.0,) * len(episode[0])
+        verdicts.append(Verdict(float(sum(rewards)), rewards, error))
+    return verdicts
 
 
 def ask(
@@ -293,13 +382,21 @@ def ask(
 # ---- the talk of a generator with a task ----
 
 
+class Reply(NamedTuple):
+    """What becomes of an episode after a turn."""
+
+    observation: list | None  # token ids to append; None: the episode is over
+    reward: float | None  # of the turn; None: to be judged at the end
+    failure: str = ""  # "env_error: ...", "env_timeout": it is marked with that, and counted
+
+
 @dataclass
 class Environment:
     """How the generator talks to a task.
 
-    respond([(problem, tokens, turns), ...]) -> for each request the observation's token ids, None
-    when the episode is over, or the reason (str) why the environment failed ("env_error: ...",
-    "env_timeout"): that episode is marked with it, counted, and generation goes on.
+    respond([(problem, tokens, turns, key), ...]) -> a `Reply` to each request, at once; key: (group
+    id, sample index). An environment that is `outside` is sent `call(request)` instead, and while
+    the generator goes on, an answer comes that `read(answer)` makes a reply of.
     """
 
     encode_prompt: Callable  # problem -> its prompt's token ids
@@ -307,43 +404,74 @@ class Environment:
     alphabet: np.ndarray  # int64 [V], the token ids that the policy may emit
     stop: frozenset  # token ids that end a turn
     turn_tokens: int  # most tokens in a turn; a problem may carry its own "turn_tokens"
-    max_turns: int = 2**30  # after so many the episode is over, and nobody is asked
-    beside: bool = False  # run `respond` in a thread, beside generation
-    seconds: float = 2.0  # limit of an environment turn that runs beside
+    max_turns: int = 2**30  # after so many the episode is over
+    judges_all: bool = False  # it is asked after the last turn, too
+    outside: bool = False
+    call: Callable = lambda request: request
+    read: Callable = lambda answer: answer
+    over: Callable = lambda key: []  # an episode has ended without its word: calls to be sent
+    parts: tuple = ()  # of several tasks: the environment of each
 
 
-def make_environment(config: Config, task: Task) -> Environment:
-    """Join a task (text) to the generator (token ids)."""
+def make_environment(config: Config, task: Task, outside: bool = False) -> Environment:
+    """Join a task (text) to the generator (token ids). outside: ask nothing in this process."""
+    states: dict = {}
+
+    def over(key) -> list:
+        if task.outside or outside:
+            return [Call((os.getpid(), *key), {}, None)]
+        ask("env", partial(forget, task, states), [key] if key in states else [], config)
+        return []
+
     return Environment(
         encode_prompt=lambda problem: task.tokenizer.encode_prompt(problem["prompt"]),
-        respond=partial(respond, task, config),
+        respond=partial(respond, task, config, states),
         alphabet=alphabet_of(task),
         stop=task.stop,
         turn_tokens=task.turn_tokens,
         max_turns=task.max_turns,
-        beside=task.beside,
-        seconds=config.reward_seconds,
+        judges_all=task.outside or task.open is not None,
+        outside=task.outside or outside,
+        call=partial(call_of, task),
+        read=partial(reply_of, task),
+        over=over,
+        parts=tuple(make_environment(config, part, outside) for part in task.parts),
     )
 
 
-def respond(task: Task, config: Config, requests: list) -> list:
-    """The task's replies to all turns that ended at one token boundary: see `Environment`."""
-    found = ask("env", lambda request: reply(task, *request), requests, config, patience=3)
-    return [reason or observation for observation, reason in found]
+def respond(task: Task, config: Config, states: dict, requests: list) -> list:
+    """The task's replies to all turns that ended at one token boundary."""
+
+    def talk(request):
+        problem, tokens, turns, key = request
+        step = advance(task, states, key, problem, split_answers(task, tokens, turns))
+        if step.done:
+            forget(task, states, key)
+        return reply_of(task, Result(key, len(turns), *step))
+
+    found = ask("env", talk, requests, config, patience=3)
+    return [reply or Reply(None, None, reason) for reply, reason in found]
 
 
-def reply(task: Task, problem: dict, tokens, turns) -> list | None:
-    """Token ids of the observation, None when the episode is over; whatever `step` raises."""
-    step = task.step(problem, split_answers(task, tokens, turns))
-    if step.done:
-        return None
-    observation = task.tokenizer.encode(step.observation)
-    if len(observation) > task.observation_tokens:
-        raise ValueError(
-            f"observation {step.observation[:40]!r} has {len(observation)} tokens, "
-            f"observation_tokens declares {task.observation_tokens}"
-        )
-    return observation
+def call_of(task: Task, request: tuple) -> Call:
+    """A request as a message to another process."""
+    problem, tokens, turns, key = request
+    return Call((os.getpid(), *key), problem, tuple(split_answers(task, tokens, turns)))
+
+
+def reply_of(task: Task, result: Result) -> Reply:
+    """An environment's answer in token ids, or the failure that it is too long."""
+    if result.failure or result.done:
+        return Reply(None, result.reward, result.failure)
+    observation = task.tokenizer.encode(result.observation)
+    if len(observation) <= task.observation_tokens:
+        return Reply(observation, result.reward)
+    return Reply(
+        None,
+        None,
+        f"env_error: ValueError: observation {result.observation[:40]!r} has {len(observation)} "
+        f"tokens, observation_tokens declares {task.observation_tokens}",
+    )
 
 
 def split_answers(task: Task, tokens, turns) -> list:

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
-from model import GPT, merged, pack_tokens
-from reward import Environment, Task, capacity_of, make_environment
+from model import GPT, allowed_of, merged, pack_tokens
+from reward import Environment, Reply, Task, capacity_of, make_environment
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
-from tasks import limits
 
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
@@ -144,21 +143,27 @@ class Generator:
         if self.policy.flat.dtype == torch.float32:  # bfloat16 rounds most of what they add away
             self.model = merged(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
-        self.stops = np.isin(np.arange(shape.vocab_size), list(self.environment.stop))
+        self.rules = self.environment.parts or (self.environment,)  # of each task
+        words = np.arange(shape.vocab_size)
+        self.stops = np.stack([np.isin(words, list(own.stop)) for own in self.rules])
+        self.allowed = allowed_of(self.alphabet, [own.alphabet for own in self.rules])
         self.cache = make_cache(self.model, slots, capacity)
         few = 2 * len(self.alphabet) < shape.vocab_size
         self.head = self._output_matrix() if few else None  # of many it would be a second copy
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
         # idle slots feed position 0
-        self.known, self.cached, self.keys, self.turn_end = np.zeros((4, slots), np.int64)
+        self.known, self.cached, self.keys, self.turn_end, self.kinds = np.zeros(
+            (5, slots), np.int64
+        )
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
         self.episodes = [None] * slots  # Trajectory of a busy slot, without arrays until the end
         self.groups = {}  # group id -> Group, those that are not finished
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
         self.kept = [[] for _ in range(slots)]  # token ids that sampling kept, token after token
-        self.replies = {}  # slot -> (future, deadline): environments beside
+        self.asked = {}  # (group id, sample index) -> slot: environments outside
+        self.calls = []  # to them; whoever owns the generator sends them
         self.version = 0
         self.new_weights = None  # (version, flat) that were offered and not adopted yet
         self.finished = []
@@ -189,14 +194,13 @@ class Generator:
         self.new_weights = (version, flat)
 
     def step(self) -> bool:
-        """One token boundary: adopt weights, collect replies, refill slots, decode, sample.
+        """One token boundary: adopt weights, refill slots, decode, sample, ask environments.
 
         Returns False when there was nothing to decode (no episodes, or all wait for something).
         """
         begin = time.monotonic()
         if self.new_weights:
             self._adopt()
-        self._collect_replies()
         self._refill()
         if not self.running.any():
             return False
@@ -210,6 +214,17 @@ class Generator:
         """Groups that are complete, in order of completion; each is handed out once."""
         finished, self.finished = self.finished, []
         return finished
+
+    def take_calls(self) -> list:
+        """What is to be sent to environments outside."""
+        calls, self.calls = self.calls, []
+        return calls
+
+    def hear(self, key: tuple, answer):
+        """The answer of an environment outside: `key` is (group id, sample index)."""
+        if key in self.asked:
+            b = self.asked.pop(key)
+            self._go_on(b, self.rules[self.kinds[b]].read(answer))
 
     def _event(self, kind: str, group_id: int, size: int):
         self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
@@ -271,6 +286,7 @@ class Generator:
             episode.started = time.monotonic()
             episode.swaps = [first, self.version]
             self.episodes[b], self.keys[b] = episode, key
+            self.kinds[b] = group.group_id % len(self.rules)
             self.known[b], self.cached[b] = 0, first
             self._begin_turn(b, prompt)
             if sample_index == 0:
@@ -287,8 +303,9 @@ class Generator:
         self.logprobs[b, start:stop] = 0.0
         self.versions[b, start:stop] = -1
         self.known[b] = stop
-        own = self.groups[episode.group_id].problem.get("turn_tokens", self.environment.turn_tokens)
-        self.turn_end[b] = min(stop + own, self.capacity)
+        most = self.rules[self.kinds[b]].turn_tokens
+        most = self.groups[episode.group_id].problem.get("turn_tokens", most)
+        self.turn_end[b] = min(stop + most, self.capacity)
         episode.turns.append((int(stop), -1))  # it ends in `_end_turns`
         self.running[b] = True
 
@@ -297,14 +314,16 @@ class Generator:
     def _next_tokens(self, inputs: tuple) -> tuple:
         """Feed every slot one token and sample what follows: what `sample` returns.
 
-        inputs: tokens, positions, uniform [B] each.
+        inputs: tokens, positions, uniform, tasks [B] each.
         """
-        tokens, positions, uniform = inputs
+        tokens, positions, uniform, kinds = inputs
         hidden = decode(self.model, self.cache, tokens, positions)  # [B, d]
         if self.head is None:
             logits = self.model.logits(hidden, self.alphabet)
         else:
             logits = (hidden @ self.head)[:, : len(self.alphabet)].float()
+        if self.allowed is not None:
+            logits = logits + self.allowed[kinds]
         return sample(logits, uniform, self.temperature, *self.cut)
 
     def _decode(self):
@@ -312,7 +331,7 @@ class Generator:
         longest = int(self.cached[self.running].max())
         tokens = self.tokens[np.arange(self.slots), self.cached].astype(np.int64)
         # noise belongs to the position of the token that is sampled
-        arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1)
+        arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1), self.kinds
         inputs = [torch.from_numpy(x).to(self.alphabet.device) for x in arrays]
         step = self._next_tokens
         with torch.inference_mode(not self.graphs):
@@ -334,48 +353,45 @@ class Generator:
                 self.kept[b].append(sets[b])
         busy = int(self.running.sum())
         self.counts.update(steps=1, slot_steps=busy, tokens=len(rows), context=longest)
-        ended = self.stops[tokens] | (self.known[rows] >= self.turn_end[rows])
+        ended = self.stops[self.kinds[rows], tokens] | (self.known[rows] >= self.turn_end[rows])
         self._end_turns(rows[ended].tolist())
 
     def _end_turns(self, ended: list):
-        """The policy's turn is over in these slots: ask the environment, here or beside."""
-        environment = self.environment
-        requests = {}
+        """The policy's turn is over in these slots: ask the environment, here or outside."""
+        requests = {}  # slot -> what its environment is asked, here
         for b in ended:
-            episode, known = self.episodes[b], int(self.known[b])
+            episode, known, own = self.episodes[b], int(self.known[b]), self.rules[self.kinds[b]]
             episode.turns[-1] = (episode.turns[-1][0], known)
-            if len(episode.turns) < environment.max_turns:
-                problem = self.groups[episode.group_id].problem
-                requests[b] = problem, self.tokens[b, :known].copy(), list(episode.turns)
+            if len(episode.turns) == own.max_turns and not own.judges_all:
+                self._go_on(b, Reply([], None))
+                continue
+            problem, key = self.groups[episode.group_id].problem, episode.key
+            request = problem, self.tokens[b, :known].copy(), list(episode.turns), key
+            if own.outside:
+                self.running[b], self.asked[key] = False, b
+                self.calls.append(own.call(request))
             else:
-                cut = environment.stop and not self.stops[self.tokens[b, known - 1]]
-                self._go_on(b, "length" if cut else None)
-        if environment.beside:
-            deadline = time.monotonic() + environment.seconds
-            for b, request in requests.items():
-                self.running[b] = False
-                self.replies[b] = limits.in_thread(environment.respond, [request]), deadline
-        elif requests:
-            replies = environment.respond(list(requests.values()))
-            for b, reply in zip(requests, replies, strict=True):
+                requests[b] = request
+        for kind, own in enumerate(self.rules):
+            mine = [b for b in requests if self.kinds[b] == kind]
+            replies = own.respond([requests[b] for b in mine]) if mine else []
+            for b, reply in zip(mine, replies, strict=True):
                 self._go_on(b, reply)
 
-    def _collect_replies(self):
-        """Take the replies of environments that ran beside generation; give up on late ones."""
-        for b, (future, deadline) in list(self.replies.items()):
-            done = future.done()
-            if done or time.monotonic() > deadline:
-                del self.replies[b]
-                self._go_on(b, *(future.result() if done else ["env_timeout"]))
-
-    def _go_on(self, b: int, reply):
-        """After a turn: begin the next one with this reply of the environment (see `Environment`),
-        or end the episode, and free its slot. A group leaves when all its samples are in."""
-        if isinstance(reply, list):
-            if self.known[b] + len(reply) < self.capacity:
-                return self._begin_turn(b, reply)
-            reply = "length"
-        episode, n = self.episodes[b], self.known[b]
+    def _go_on(self, b: int, reply: Reply):
+        """After a turn: begin the next one, or end the episode and free its slot. A group leaves
+        when all its samples are in."""
+        episode, own, n = self.episodes[b], self.rules[self.kinds[b]], self.known[b]
+        if reply.reward is not None and not reply.failure:
+            episode.turn_rewards.append(float(reply.reward))
+        finish = reply.failure or "stop"
+        if reply.observation is not None:
+            over = len(episode.turns) == own.max_turns
+            if not over and n + len(reply.observation) < self.capacity:
+                return self._begin_turn(b, reply.observation)
+            if not over or own.stop and not self.stops[self.kinds[b], self.tokens[b, n - 1]]:
+                finish = "length"
+            self.calls += own.over(episode.key)
         for name in ("tokens", "logprobs", "versions"):
             setattr(episode, name, getattr(self, name)[b, :n].copy())
         episode.loss_mask = episode.versions >= 0
@@ -383,7 +399,7 @@ class Generator:
             episode.kept_sizes = np.int32([len(kept) for kept in self.kept[b]])
             episode.kept = np.concatenate(self.kept[b])
             self.kept[b].clear()
-        episode.finish, _, episode.failure = (reply or "stop").partition(": ")
+        episode.finish, _, episode.failure = finish.partition(": ")
         episode.finished = time.monotonic()
         self.episodes[b], self.running[b], self.cached[b] = None, False, 0
         group = self.groups[episode.group_id]
@@ -413,12 +429,16 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
     )
 
 
-def generate(generator: Generator, groups: list) -> list:
-    """Run groups to their end and return them sorted by id: the synchronous use."""
+def generate(generator: Generator, groups: list, host=None) -> list:
+    """Run groups to their end and return them sorted by id: the synchronous use. `host` has the
+    environments that are outside (tasks/exam.py)."""
     for group in groups:
         assert group.start <= generator.newest, f"group starts at version {group.start}, too late"
         generator.submit(group)
     while generator.busy:
-        if not generator.step():
-            time.sleep(0.0005)  # every episode waits for its environment
+        active = generator.step()
+        if host:
+            host.send(generator.take_calls())
+            for result in host.receive(0.0 if active else 0.5):
+                generator.hear(result.key[1:], result)
     return sorted(generator.take_finished(), key=lambda g: g.group_id)

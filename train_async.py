@@ -20,7 +20,7 @@ import time
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from bench import asynchronous_facts, exit_code, finish, replay
 from learner import learner_step, new_groups
-from runtime.books import close_step
+from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped, run_main
 from runtime.flow import (
     AsyncRun,
@@ -88,10 +88,11 @@ def check_progress(run: AsyncRun) -> None:
 def admit(run: AsyncRun) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
     config, version, groups = run.config, run.learner.version, []
-    wanted = (config.steps - version) * config.groups_per_step
-    while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
-        groups += new_groups(run.learner, run.task, count=1)
-        run.buffer.admit(groups[-1].group_id, version)
+    for kind, share in enumerate(run.task.shares):
+        wanted = (config.steps - version) * share
+        while run.buffer.count(kind) < wanted and run.buffer.may_admit(version, kind):
+            groups += new_groups(run.learner, run.task, 1, kind)
+            run.buffer.admit(groups[-1].group_id, version)
     issue(run, "admit", groups)
 
 
@@ -154,6 +155,9 @@ def land(
     _, began, seconds = judgement
     facts = {"group": group.group_id, "seconds": seconds, **group.evidence}
     run.log.event(judged_by, "score", began, **facts)
+    if not keep(run, [group]):
+        run.buffer.discard(group.group_id, run.discarded[-1][1])
+        log_discards(run)
 
 
 def generate_again(

@@ -10,10 +10,11 @@ Left out: processes, queues, staleness (here it is always 0).
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from bench import exit_code, finish
+from buffer import by_task
 from learner import learner_step, new_groups
 from reward import verify_group
 from rollout import COUNTED, generate, make_generator
-from runtime.books import close_step
+from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, flag_name, require, run_main
 from runtime.messages import apply_verdicts
@@ -31,21 +32,27 @@ def train(config: Config) -> None:
 
     try:
         while learner.version < config.steps and not run.stop.asked:
-            log.alive()
-            version, before = learner.version, generator.counts.copy()
+            version, batch, missing = learner.version, [], list(task.shares)
             generator.set_weights(version, learner.model.flat)  # its own, or to be merged
-            with log.timed("rollout-0", "generate", version=version) as span:
-                groups = generate(generator, new_groups(learner, task, config.groups_per_step))
-                span |= {name: generator.counts[name] - before[name] for name in COUNTED}
-            with log.timed("reward-0", "score"):
-                for group in groups:
-                    apply_verdicts(group, verify_group(group, task, config))
+            while any(missing):  # more than once only where groups are discarded
+                log.alive()
+                before = generator.counts.copy()
+                with log.timed("rollout-0", "generate", version=version) as span:
+                    prompts = [new_groups(learner, task, n, kind) for kind, n in enumerate(missing)]
+                    groups = generate(generator, sum(prompts, []), run.host)
+                    span |= {name: generator.counts[name] - before[name] for name in COUNTED}
+                with log.timed("reward-0", "score"):
+                    for group in groups:
+                        apply_verdicts(group, verify_group(group, task, config))
+                batch += keep(run, groups)
+                done = map(len, by_task(batch, task.shares))
+                missing = [n - m for n, m in zip(task.shares, done, strict=True)]
             with log.timed("learner", "train", version=version):
-                metrics = learner_step(learner, groups, config)
-            close_step(run, groups, metrics)
+                metrics = learner_step(learner, sorted(batch, key=lambda g: g.group_id), config)
+            close_step(run, batch, metrics)
     finally:
         wall = log.close()
-        learner.next_group = learner.version * config.groups_per_step  # of whole steps
+        learner.cursors = list(learner.begun)  # of whole steps
         checkpoint(learner, run.folder, log)
 
     busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}

@@ -25,7 +25,7 @@ from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
 from runtime.runlog import LOGS, RunLog
 
-COUNTERS = ("version", "next_group", "skipped", "skipped_in_row")  # of a learner
+COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
 
 def sha256_of(flat: torch.Tensor) -> str:
@@ -126,6 +126,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
         "reference": None if reference is None else reference.flat.cpu(),
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
         "completed": [to_tensors(*group_to_parts(group)) for group in completed],
+        "critic": critic_state(learner),
         **{name: getattr(learner, name) for name in COUNTERS},
     }
 
@@ -133,6 +134,14 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
 def moments(learner: Learner) -> dict[str, torch.Tensor]:
     """What the optimizer remembers."""
     return learner.optimizer.state[learner.weights]
+
+
+def critic_state(learner: Learner) -> dict:
+    """The critic and what its optimizer remembers, if there is one."""
+    if not learner.critic:
+        return {}
+    net, optimizer = learner.critic.net.state_dict(), learner.critic.optimizer.state_dict()
+    return {"net": net, "moments": optimizer["state"]}
 
 
 def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
@@ -161,6 +170,10 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.reference is not None:
         learner.reference.flat.copy_(state["reference"])
+    if learner.critic:
+        learner.critic.net.load_state_dict(state["critic"]["net"])
+        optimizer = learner.critic.optimizer
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state["critic"]["moments"]})
     for name in COUNTERS:
         setattr(learner, name, state[name])
     # a run that has all its steps, but no summary, has still to be ended
@@ -177,6 +190,10 @@ def check_fit(learner: Learner, state: dict, config: Config) -> None:
         found = theirs.get(name)
         require(found == kind, f"its {name} is {found} and this run's is {kind}")
     math.fsum(state["window"])  # numbers
+    for name in ("cursors", "begun"):
+        found, K = state[name], len(learner.cursors)
+        sound = len(found) == K and all(type(n) is int and n >= 0 for n in found)
+        require(sound, f"its {name} are {found!r:.80}, must be {K} whole numbers")
     for group in completed_groups(state):
         allowed = state["version"], ours["shape"]["vocab_size"], config.cut
         flaw = group_flaw(group, config.group_size, *allowed)

@@ -21,6 +21,7 @@ if os.name == "nt":
 LONGEST_CONTEXT = 131072
 SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
 OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
+ADVANTAGES = ("grpo", "mean", "rloo", "gae")
 SWAPS = ("keep", "recompute", "drain")
 YES_NO = ("no", "yes")
 CHATS = ("no", "think", "answer")
@@ -91,10 +92,11 @@ class Config:
 
     task: str = flag(
         "guess",
-        "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], jsonl:PATH "
-        "or your own file.py[:ARGUMENT]",
+        "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], hops[:N[:RATE]], debug, "
+        "jsonl:PATH or your own file.py[:ARGUMENT]; several with commas",
         group="what is learned",
     )
+    ratio: str = flag("", "groups of each of several tasks in a step, such as 2,1,1 ('': alike)")
     steps: int = flag(0, "optimizer steps (0: as many as the task needs on a laptop)")
     seed: int = flag(0, "seed of weights, prompts and sampling noise", 0, 2**31 - 1)
     out: str = flag("", "run folder to write ('': runs/ and a name of task, mode and time)")
@@ -132,7 +134,7 @@ class Config:
         4096,
         group="generation",
     )
-    group_size: int = flag(16, "answers to each prompt", 2, 1024)
+    group_size: int = flag(16, "answers to each prompt (1: with gae only)", 1, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
     top_p: float = flag(1.0, "sample from the likeliest tokens of this mass (1: all)", 0.01, 1.0)
@@ -144,7 +146,12 @@ class Config:
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))
 
     objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
-    advantage: str = flag("grpo", "advantage inside a group", choices=("grpo", "mean", "rloo"))
+    advantage: str = flag("grpo", "inside a group, or (gae) by a critic", choices=ADVANTAGES)
+    credit: str = flag("episode", "what a turn is credited with", choices=("episode", "turn"))
+    gae_lambda: float = flag(1.0, "gae: how far rewards are looked at, and not the critic", 0, 1)
+    critic_lr: float = flag(3e-3, "gae: learning rate of the critic", 0, 1.0)
+    critic_updates: int = flag(2, "gae: its updates a step", 1, 100)
+    keep_dead: str = flag("yes", "groups whose rewards are all equal; no: replace", choices=YES_NO)
     lr: float = flag(6e-4, "learning rate of AdamW at the first step", 0, 1.0)
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0, 1.0)
     entropy: float = flag(0.02, "weight of the entropy bonus")
@@ -199,6 +206,13 @@ def check(config: Config) -> Config:
         require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
     if (model := getattr(config, "model", "tiny")) not in SIZES:
         check_folder(config, model)
+    if hasattr(config, "credit"):
+        gae, n = config.advantage == "gae", config.group_size
+        require(gae or n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
+        said = (
+            f"--credit {config.credit}: must be episode with --advantage gae, which looks further"
+        )
+        require(not gae or config.credit == "episode", said)
     if hasattr(config, "silence"):
         least, silence = 2 * config.reward_seconds, config.silence
         said = f"--silence {silence}: must be at least {least} (2 time limits)"

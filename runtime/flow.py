@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from buffer import Buffer
 from reward import problem_of
-from runtime import workers
+from runtime import sessions, workers
 from runtime.checkpoint import checkpoint, completed_groups
-from runtime.config import Config, TrainingStopped, UserError
+from runtime.config import Config, TrainingStopped, UserError, require
 from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
@@ -49,7 +49,7 @@ def open_async(config: Config):
     """
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state
-    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+    buffer = Buffer(start.task.shares, config.max_staleness, config.on_stale)
     flat = learner.model.flat
     try:
         mailbox = Mailbox(flat)
@@ -90,12 +90,15 @@ def open_async(config: Config):
 
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
-    config, shape = run.config, run.learner.model.config
+    config, shape, task = run.config, run.learner.model.config, run.task
+    outside = [part.name for part in task.parts or (task,) if part.outside]
+    said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
+    require(config.reward_workers or not outside, said)
     _, rollouts = pick_devices(config)
     workers.meeting_point(run.folder).unlink(missing_ok=True)  # of a run that is resumed
     roles = {
         "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
-        "reward": (workers.reward_worker, config.reward_workers, config),
+        "reward": (sessions.reward_worker, config.reward_workers, config),
         "learner": (workers.learner_worker, config.learners - 1, config, shape, run.folder),
     }
 

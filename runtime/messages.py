@@ -55,6 +55,11 @@ class Trajectory:
     kept: np.ndarray = field(default_factory=nothing)  # int32 [K]: which ones, laid end to end
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Which episode it is."""
+        return self.group_id, self.sample_index
+
+    @property
     def failed(self) -> bool:
         """True when the environment or the verifier failed: no reward can be read from it."""
         return self.finish not in ("stop", "length")
@@ -169,6 +174,26 @@ class Answer(NamedTuple):
     events: Sequence[tuple] = ()  # (time, kind, group or -1, version, details) since the last one
 
 
+class Call(NamedTuple):
+    """From a generator to an environment outside: what does it say to the newest of these answers?
+    Without answers: all episodes whose keys begin like this one are over."""
+
+    key: tuple  # process id of the generator, group id, sample index
+    problem: dict
+    answers: tuple | None
+
+
+class Result(NamedTuple):
+    """An environment's answer to the call with this key and so many answers."""
+
+    key: tuple
+    turn: int
+    observation: str | None = None
+    reward: float = 0.0
+    done: bool = False
+    failure: str = ""
+
+
 def pack_messages(messages: Sequence) -> bytes:
     """One delivery: a checksum, and what is said, pickled: groups for a worker; a worker's status
     and its answers. Deliveries travel between the processes of one run only: never unpack one that
@@ -195,8 +220,13 @@ def flaw(answer, work: dict, group_size: int, **allowed) -> str | None:
     asked for, by id; allowed: see `group_flaw`. May raise AttributeError, KeyError, TypeError or
     ValueError where a field is missing or of another kind.
     """
+    if isinstance(answer, Call):
+        return None  # an environment judges it
     if found := stray(answer, work):
         return found
+    if isinstance(answer, Result):
+        sound = abs(answer.reward) <= LARGEST_REWARD and isinstance(answer.failure, str)
+        return None if sound else f"{answer}: must have a finite reward and a text"
     if answer.group:
         found = group_flaw(answer.group, group_size, **allowed)
         if found or answer.judgement is None:
@@ -207,6 +237,10 @@ def flaw(answer, work: dict, group_size: int, **allowed) -> str | None:
 
 def stray(answer: Answer, work: dict) -> str | None:
     """Why this is no answer to what the worker was asked; None if it is one."""
+    if isinstance(answer, Result):
+        asked = work.get(answer.key)
+        same = asked and len(asked.answers) == answer.turn
+        return None if same else f"{answer.key}, turn {answer.turn}: it was not asked for that"
     if not isinstance(answer, Answer):
         return f"an answer of kind {type(answer).__name__}"
     if answer.group_id not in work:
@@ -251,11 +285,15 @@ def group_flaw(
     mask, versions = arrays["loss_mask"], arrays["versions"]
     if (np.concatenate(generated) != mask).any():
         return "a loss mask that is not the policy's turns"
+    rewards = [reward for t in episodes for reward in t.turn_rewards]
+    if any(len(t.turn_rewards) > len(t.turns) for t in episodes):
+        return "more rewards than turns"
     checks = (
         ("token id", np.append(arrays["tokens"], arrays["kept"]), 0, vocabulary - 1),
         ("log-prob", arrays["logprobs"], -1e30, 1e-3),  # never NaN, never above 0 but for rounding
         ("version", versions[mask], group.start, newest),
         ("version where nothing was generated", versions[~mask], -1, -1),
+        ("reward", np.array(rewards, np.float64), -LARGEST_REWARD, LARGEST_REWARD),
     )
     for name, values, low, high in checks:
         wrong = values[~((low <= values) & (values <= high))]  # NaN is neither

@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.config import TrainingStopped
-from runtime.messages import Answer, Group, pack_messages, unpack_messages
+from runtime.messages import Answer, Call, Group, Result, pack_messages, unpack_messages
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 END = b""  # a delivery: the last one
@@ -34,10 +34,10 @@ BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the process that has started this one ends (Linux)."""
+def die_with(parent: int, how=signal.SIGKILL) -> None:
+    """Get this signal when the process that has started this one ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: with the spawning thread
+        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG: with the spawning thread
         if os.getppid() != parent:  # it died before the line above
             os._exit(0)
 
@@ -59,7 +59,7 @@ class Line:
         self.connection, self.worker, self.last = connection, worker, 0.0
         self.status = {}  # what it tells of itself with every delivery
 
-    def send(self, *answers: Answer) -> None:
+    def send(self, *answers) -> None:
         """Send answers as one delivery: it wakes two threads of the parent."""
         self.last = time.monotonic()
         try:
@@ -72,8 +72,9 @@ class Line:
         if time.monotonic() - self.last > BEAT_SECONDS:
             self.send()
 
-    def receive(self, seconds: float) -> list[Group]:
-        """The groups that were issued next; none after `seconds`; SystemExit at the end."""
+    def receive(self, seconds: float) -> list:
+        """What was issued next: groups, calls or results; none after `seconds`; SystemExit at the
+        end."""
         if not self.connection.poll(seconds):
             return []
         if delivery := next_delivery(self.connection):
@@ -108,12 +109,18 @@ class Worker:
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
-    work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
+    # groups that are out with it, by id, and calls of environments, by key
+    work: dict = field(default_factory=dict)
     noticed: float = 0.0  # `heard` when its silence was reported
 
     @property
     def name(self) -> str:
         return self.process.name
+
+    @property
+    def groups(self) -> dict[int, Group]:
+        """The groups that are out with it, by id."""
+        return {group_id: x for group_id, x in self.work.items() if isinstance(x, Group)}
 
 
 class Lost(NamedTuple):
@@ -178,9 +185,9 @@ class Pool:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
         return [worker for worker in self.workers.values() if worker.role == role]
 
-    def send(self, worker: Worker, groups: list[Group]) -> None:
-        """Queue groups for a worker; it never blocks."""
-        worker.outbox.put(pack_messages(groups))
+    def send(self, worker: Worker, messages: list) -> None:
+        """Queue groups, calls or results for a worker; it never blocks."""
+        worker.outbox.put(pack_messages(messages))
 
     def issue(self, role: str, groups: list[Group]) -> list[str]:
         """Give each group to the least busy worker of a role, in one delivery a worker; returns the
@@ -188,7 +195,7 @@ class Pool:
         names, orders = [], {}  # orders: worker -> its groups
         with self.books:
             for group in groups:
-                worker = min(self.of(role), key=lambda worker: len(worker.work))
+                worker = min(self.of(role), key=lambda worker: len(worker.groups))
                 worker.work[group.group_id] = group
                 orders.setdefault(worker, []).append(group)
                 names.append(worker.name)
@@ -200,7 +207,7 @@ class Pool:
         """Every group that is out, or in a message that `receive` has not given out yet, with the
         name of its worker."""
         with self.books:
-            found = {g: w.name for w in self.workers.values() for g in w.work}
+            found = {g: w.name for w in self.workers.values() for g in w.groups}
             for worker, message in self.news:
                 groups = getattr(message, "groups", [getattr(message, "group", None)])
                 found |= {group.group_id: worker.name for group in groups if group}
@@ -280,12 +287,36 @@ class Pool:
             for answer in answers:
                 if flaw := self.flaw(answer, worker.work):
                     raise ValueError(flaw)
+                if isinstance(answer, Call):
+                    self._ask(answer)
+                    continue
+                if isinstance(answer, Result):
+                    del worker.work[answer.key]
+                    self._tell(answer)
+                    continue
                 worker.said = f"group {answer.group_id}"
                 group = answer.group or worker.work[answer.group_id]
                 if answer.judgement is None:
                     self.issue("reward", [group])
                 del worker.work[answer.group_id]
                 self._put(worker, answer._replace(group=group))
+
+    def _ask(self, call: Call) -> None:
+        """A call goes to the reward worker that has the episode's session, or will have it; the end
+        of all episodes of a generator goes to every one."""
+        workers = self.of("reward")
+        if len(call.key) > 1:
+            workers = [workers[sum(call.key[1:]) % len(workers)]]
+        for worker in workers:
+            if call.answers is not None:
+                worker.work[call.key] = call
+            self.send(worker, [call])
+
+    def _tell(self, result: Result) -> None:
+        """A result goes to the generator that has called, if it still lives."""
+        for worker in self.of("rollout"):
+            if worker.process.pid == result.key[0]:
+                self.send(worker, [result])
 
     def _watch(self) -> None:
         """The thread: notice every silence, replace whoever is lost, until `close`."""
@@ -327,5 +358,10 @@ class Pool:
                 return self._put(worker, TrainingStopped(f"{worker.name} {reason}; {used}"))
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             self.workers[worker.name] = successor
-            groups, worker.work = list(worker.work.values()), {}
-            self._put(worker, Lost(reason, groups))
+            groups, calls = worker.groups, [x for x in worker.work.values() if isinstance(x, Call)]
+            worker.work = {}
+            for call in calls:  # sessions are made again
+                self._ask(call)
+            if worker.role == "rollout":
+                self._ask(Call((worker.process.pid,), {}, None))
+            self._put(worker, Lost(reason, list(groups.values())))

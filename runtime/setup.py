@@ -23,9 +23,10 @@ from runtime.devices import free_memory, pick_devices, set_threads
 from runtime.folder import own_folder
 from runtime.huggingface import base_model, check_export, read_shape
 from runtime.ledger import Ledger, read_books
+from runtime.messages import Group
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from tasks import limits
-from tasks.exam import Examiner, evaluate
+from tasks.exam import Host, evaluate
 
 
 @dataclass
@@ -39,9 +40,10 @@ class Run:
     learner: Learner
     log: RunLog
     stop: Stop
-    examiner: Examiner
+    host: Host  # of evaluations, and of what train_sync.py has outside
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
+    discarded: list[tuple[Group, str]]  # since the last step, and why
 
 
 def open_training(config: Config, mode: str) -> Run:
@@ -83,9 +85,9 @@ def open_training(config: Config, mode: str) -> Run:
             with blame(f"--export {config.export}: must be writable", OSError):
                 Path(config.export).mkdir(parents=True, exist_ok=True)
             check_export(Path(config.export), model.config)  # it is not --out, either
-        examiner = Examiner(config, folder / "logs" / "evaluation.log")
+        host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
-        run = Run(config, task, folder, lock, learner, log, stop, examiner, ledger, state)
+        run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [])
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run
@@ -117,9 +119,9 @@ def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[st
 
 
 def evaluate_now(run: Run) -> dict:
-    """Evaluate the learner; what has failed is said. The examiner looks at the clock itself."""
+    """Evaluate the learner; what has failed is said. The host looks at the clock itself."""
     run.log.rest()
-    result = evaluate(run.learner, run.config, run.task, run.examiner)
+    result = evaluate(run.learner, run.config, run.task, run.host)
     for kind, (count, words) in result["failures"].items():
         run.log.say(f"evaluation: {count} failed, {kind}: {words}")
     return result
@@ -193,7 +195,7 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
         given, had = getattr(config, f.name), getattr(old, f.name)
         said = f"{flag_name(f.name)} {given}: must be left out with --{flag} (the run has {had})"
         require(f.name in free or given in (f.default, had), said)
-    known = config.task == old.task or not reward.own_file(old.task)
+    known = config.task == old.task or not reward.own_files(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
     if not config.export and Path(old.export, "config.json").exists():  # the run had ended
         old = dataclasses.replace(old, export="")

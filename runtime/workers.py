@@ -1,15 +1,15 @@
 """workers.py: what runs in the processes of an asynchronous run, beside the learner.
 
-A rollout worker generates, a reward worker verifies, a learner of rank 1 or more trains on its
-share of each batch. Each talks to the parent through one `Line` (processes.py), and has nothing
-else in common with the others but the mailbox.
-Left out: who gets which work, and what happens when one of them dies (train_async.py).
+A rollout worker generates, a learner of rank 1 or more trains on its share of each batch. Each
+talks to the parent through one `Line` (processes.py), and has nothing else in common with the
+others but the mailbox.
+Left out: reward workers (sessions.py), who gets which work, and what happens when one of them dies
+(train_async.py).
 """
 
 import atexit
 import gc
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,24 +17,17 @@ import torch.distributed as dist
 
 from learner import learner_step, make_learner
 from model import ModelConfig
-from reward import Task, verify_group
 from rollout import COUNTED, make_generator
 from runtime.checkpoint import load_checkpoint, restore
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.mailbox import Mailbox
-from runtime.messages import Answer, Group, Judgement
+from runtime.messages import Answer, Group
 from runtime.processes import Line
+from runtime.sessions import judge
 from runtime.setup import base_model, task_of, worker_model
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
-
-
-def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgement:
-    """Verify a group, and say how long that took."""
-    began = time.monotonic()
-    verdicts = verify_group(group, task, config, alive)
-    return Judgement(verdicts, began, time.monotonic() - began)
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
@@ -48,12 +41,17 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
     born, answers, waits = time.monotonic(), [], 0.0
+    active = False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
     while True:
-        for group in line.receive(0.0 if generator.busy or answers else 0.02):
-            generator.submit(group)
+        busy = active or answers
+        for work in line.receive(0.0 if busy else 0.0005 if generator.busy else 0.02):
+            if isinstance(work, Group):
+                generator.submit(work)
+            else:
+                generator.hear(work.key[1:], work)
         if mailbox.version > generator.newest:
             generator.set_weights(*mailbox.read())
         begin, before = time.monotonic(), generator.counts.copy()
@@ -66,8 +64,6 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             span = None
         if active:
             span = span or (begin, generator.version, before)
-        else:
-            time.sleep(0.0005)
         line.status = {**generator.counts, "alive": time.monotonic() - born}
         for group in generator.take_finished():
             waits = waits if answers else time.monotonic()
@@ -77,18 +73,9 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         if answers and (not active or time.monotonic() - waits > TOGETHER_SECONDS):
             line.send(*answers)
             answers = []
+        if calls := generator.take_calls():
+            line.send(*calls)
         line.beat()
-
-
-def reward_worker(line: Line, config: Config):
-    """Verify one group after the other; each episode has its own time limit."""
-    task = task_of(config)
-    gc.freeze()
-    while True:
-        line.beat()
-        for group in line.receive(0.5):
-            judgement = judge(group, task, config, line.beat)
-            line.send(Answer(group.group_id, judgement=judgement))
 
 
 def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path):
