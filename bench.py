@@ -150,9 +150,10 @@ def summarise(run: Path, facts: dict) -> str:
     before, after = evaluations[0], evaluations[-1]
     tokens, seconds = total(steps, "tokens"), total(steps, "seconds")
     ages = [row["staleness_max"] for row in steps]
-    failures = Counter()
+    failures, discarded = Counter(), Counter()
     for row in steps:
         failures.update(row["failures"])
+        discarded.update(row["discarded"])
     age = {"max": max(ages, default=0), "bound": facts.pop("staleness_bound")}
     age["mean"] = total(steps, "staleness_mean") / max(1, len(steps))
     summary = {
@@ -166,8 +167,16 @@ def summarise(run: Path, facts: dict) -> str:
         "staleness": age,
         "mismatch": steps[0].get("mismatch") if steps else None,
         "failures": dict(failures),
+        "discarded": dict(discarded),
+        "tasks": by_name(steps, before, after),
         "machine": describe_machine(),
     }
+    by_task = "".join(
+        f"\n  {name}: solved {own['eval']['before']['solved']:.0%} -> "
+        f"{own['eval']['after']['solved']:.0%}, {own['samples']:,} episodes, {own['failed']} failed"
+        for name, own in summary["tasks"].items()
+    )
+    replaced = f"\ngroups discarded and replaced: {dict(discarded)}" if discarded else ""
     write_file(run / "summary.json", json.dumps(summary, indent=1).encode())
     draw_run(run)
     return (
@@ -176,7 +185,19 @@ def summarise(run: Path, facts: dict) -> str:
         f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
         f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
         f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
+        f"{by_task}{replaced}"
     ) + advice(run, summary, steps)
+
+
+def by_name(steps: list[dict], before: dict, after: dict) -> dict:
+    """Of several tasks: what was trained of each, and its evaluations."""
+    found = {}
+    for name in after.get("tasks", ()):
+        own = [row["tasks"][name] for row in steps]
+        sizes = ("samples", "failed", "sequence_tokens")
+        found[name] = {size: total(own, size) for size in sizes}
+        found[name] |= {"eval": {"before": before["tasks"][name], "after": after["tasks"][name]}}
+    return found
 
 
 def total(steps: list[dict], name: str) -> float:

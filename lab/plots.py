@@ -115,10 +115,17 @@ def draw_reward(run: Path, path: Path) -> None:
     if not steps:
         return
     t = column(steps, "t")
-    solved = column(column(evaluated, "eval"), "solved")
+    exams, times = column(evaluated, "eval"), column(evaluated, "t")
     oldest = column(steps, "staleness_max")
     score = {"training reward (mean)": (BLUE, t, column(steps, "reward"))}
-    score["evaluation: solved"] = (ORANGE + "o-", column(evaluated, "t"), solved)
+    score["evaluation: solved"] = (ORANGE + "o-", times, column(exams, "solved"))
+    for i, name in enumerate(exams[0].get("tasks", ())):  # of several, each in a colour
+        colour = STYLES[i][:7]
+        own = column(column(column(steps, "tasks"), name), "reward")
+        solved = column(column(column(exams, "tasks"), name), "solved")
+        score = {} if i == 0 else score
+        score[f"{name}: reward"] = (colour + ":", t, own)
+        score[f"{name}: solved"] = (colour + "o-", times, solved)
     staleness = {"mean": (GREEN, t, column(steps, "staleness_mean"))}
     staleness["oldest token"] = (PURPLE, t, oldest)
     above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}

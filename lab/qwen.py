@@ -138,7 +138,7 @@ def learner_speed(model: GPT) -> float:
 
     def learn():
         model.flat_grad.zero_()
-        logprobs, _ = generated_logprobs(model, packed, rows, alphabet, 1.0)
+        logprobs, *_ = generated_logprobs(model, packed, rows, alphabet, 1.0)
         logprobs.mean().backward()
 
     return tokens.size / seconds_of(learn)

@@ -11,26 +11,30 @@ step.
 Why it is exact: an episode depends on its prompt, its noise key and the weights at each position,
 not on its neighbours (rollout.py). Why it never gets stuck: a worker begins samples in the order of
 issue, and it had a slot for each of those that outlive a version.
-Left out: failures, which may hang on the clock. They teach nothing; the log names them.
+Left out: failures, which may hang on the clock. They teach nothing; the log names them, and they
+are not played again. Environments that were outside are outside here, too.
 """
 
 import copy
 import dataclasses
+import os
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from learner import Learner, learner_step, make_learner
-from reward import Task, verify_group
+from reward import Task, problem_of, verify_group
 from rollout import Generator, make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
-from runtime.messages import Group, apply_verdicts
+from runtime.messages import ARRAYS, Group, Trajectory, apply_verdicts
 from runtime.setup import make_model, resumed, task_of
+from tasks.exam import Host
 
 
 def replay(config: Config) -> None:
@@ -42,17 +46,16 @@ def replay(config: Config) -> None:
         print("on a GPU only the episodes before the first step are promised to be the same")
     learner = make_learner(config, task, make_model(config, task).on(device))
     generators, begin = make_generators(config, task, learner, scores)
+    host = Host(config, Path(os.devnull))
     done = {}  # group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
         for worker, generator in generators.items():
             generator.waiting.extend(begin[worker, learner.version])
-            finished += play(generator, scores, learner)
+            finished += play(generator, scores, learner, host)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             apply_verdicts(group, verify_group(group, task, config))
             event = scores[group.group_id]
-            for i, reason in event.get("failed", {}).items():
-                group.trajectories[int(i)].finish = reason
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
@@ -106,34 +109,40 @@ def read_script(run: Path) -> tuple[list[dict], dict[int, dict]]:
 
 def make_generators(config: Config, task: Task, learner: Learner, scores: dict) -> tuple:
     """The generator of every worker; and (worker, version) -> the samples that begin there."""
-    # environments are asked in turn, not beside generation
-    task = dataclasses.replace(task, beside=False)
     generators, begin = {}, defaultdict(list)
     for group_id, event in scores.items():
         worker, swaps = event["worker"], event["swaps"]
         if worker not in generators:
             generators[worker] = make_generator(config, task, copy.deepcopy(learner.model))
-        group = Group(group_id, swaps[0][1], task.reset(group_id, "train"))
+        group = Group(group_id, swaps[0][1], problem_of(task, group_id, "train"))
         generators[worker].groups[group_id] = group
+        failed = {int(i): reason for i, reason in event.get("failed", {}).items()}
         for i, pairs in enumerate(swaps):
-            begin[worker, pairs[1]].append((group, i))
+            if i in failed:
+                none = (np.empty(0, ARRAYS[name]) for name in list(ARRAYS)[:4])
+                group.trajectories.append(Trajectory(group_id, i, 0, *none, finish=failed[i]))
+            else:
+                begin[worker, pairs[1]].append((group, i))
     return generators, begin
 
 
-def play(generator: Generator, scores: dict, learner: Learner) -> list[Group]:
+def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> list[Group]:
     """Play everything as far as the learner's version fed it; returns the finished groups."""
     version = learner.version
     generator.set_weights(version, learner.model.flat)
     decoded = True
-    while decoded:
+    while decoded or generator.asked:
         for b, episode in enumerate(generator.episodes):
-            if episode:
+            if episode and episode.key not in generator.asked:
                 swaps = scores[episode.group_id]["swaps"][episode.sample_index]
                 pairs = zip(swaps[::2], swaps[1::2], strict=True)  # positions and versions
                 newer = [position for position, other in pairs if other > version]
                 end = min(newer, default=generator.capacity)
                 generator.running[b] = generator.cached[b] < end
         decoded = generator.step()
+        host.send(generator.take_calls())
+        for result in host.receive(0.0 if decoded else 0.5):
+            generator.hear(result.key[1:], result)
     left = len(generator.waiting)
     assert not left, f"version {version}: no slot for {left} samples"
     return generator.take_finished()
