@@ -71,7 +71,7 @@ class Buffer:
         shares = shares if isinstance(shares, tuple) else (shares,)
         assert min(shares) >= 1 and max_staleness >= 0, (shares, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
-        self.shares = shares
+        self.shares, self.groups_per_step = shares, sum(shares)
         self.eta = max_staleness
         self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
@@ -86,7 +86,7 @@ class Buffer:
         """Outstanding groups of a task."""
         return len(self.own(kind, self.outstanding))
 
-    def starts(self, kind: int, without=()) -> list:
+    def starts(self, kind: int = 0, without=()) -> list:
         """Where the outstanding groups of a task started, ascending."""
         groups = self.own(kind, self.outstanding)
         return sorted(self.outstanding[group] for group in groups if group not in without)

@@ -325,27 +325,36 @@ def verify_group(
     config,
     alive: Callable = lambda: None,
 ) -> list:
-    """Verdicts on the episodes of a group (runtime/messages.py), each within the limits of `config`
-    (see `ask`); nothing in the answers can raise. A turn that has its reward is not judged again,
-    unless the task asks for it, and a failed episode is not judged at all.
-
-    An episode that was cut off before its end keeps the rewards of the turns it had. Equal answers
-    are verified once: `step` is a pure function.
-    """
+    """Verdicts on the episodes of a group (runtime/messages.py). A turn that has its reward is not
+    judged again, unless the task asks for it, and a failed episode is not judged at all."""
     task = part_of(task, group.group_id)
     episodes = []
     for t in group.trajectories:
         answers = () if t.failed else tuple(split_answers(task, t.tokens, t.turns))
         episodes.append((answers, () if t.failed or task.again else tuple(t.turn_rewards)))
+    return verify(task, group.problem, episodes, config, alive)
+
+
+def verify(
+    task: Task,
+    problem: dict,
+    episodes: list,  # of each: the answers, and the rewards of the first of them
+    config,
+    alive: Callable = lambda: None,
+) -> list:
+    """Judge what is left of episodes, each within the limits of `config` (see `ask`); nothing in
+    the answers can raise.
+
+    An episode that was cut off before its end keeps the rewards of the turns it had. Equal answers
+    are verified once: `step` is a pure function.
+    """
     different = list(dict.fromkeys(episodes))
-    judge = partial(complete, task, group.problem)
-    found = dict(zip(different, ask("verifier", judge, different, config, alive), strict=True))
-    verdicts = []
-    for episode in episodes:
-        rewards, error = found[episode]
+    found = ask("verifier", partial(complete, task, problem), different, config, alive)
+    verdicts = {}
+    for episode, (rewards, error) in zip(different, found, strict=True):
         rewards = rewards or (0.0,) * len(episode[0])
-        verdicts.append(Verdict(float(sum(rewards)), rewards, error))
-    return verdicts
+        verdicts[episode] = Verdict(float(sum(rewards)), rewards, error)
+    return [verdicts[episode] for episode in episodes]
 
 
 def ask(

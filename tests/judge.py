@@ -13,4 +13,4 @@ def guarded(who: str, seconds: float | None, function, *args) -> tuple:
 def verify(task, problem, answers, seconds=1.0, memory=1024.0) -> reward.Verdict:
     """The verdict on one episode."""
     config = Config(reward_seconds=seconds, reward_memory=memory)
-    return reward.verify(task, problem, [tuple(answers)], config)[0]
+    return reward.verify(task, problem, [(tuple(answers), ())], config)[0]

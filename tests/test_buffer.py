@@ -389,7 +389,7 @@ class NeverOldestFirst(Bare):
 
     def next_batch(self, version):
         ready = list(self.completed)[: self.groups_per_step]
-        left = self.starts(without=ready)
+        left = self.starts(0, without=ready)
         if len(ready) < self.groups_per_step or not may_leave_behind(
             left, version, self.eta, self.groups_per_step
         ):

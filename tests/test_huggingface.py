@@ -534,7 +534,7 @@ def test_an_untied_output_matrix_generates_what_is_trained(tmp_path):
     (group,) = generate(generator, new_groups(learner, task, 1))
     batch = [(trajectory, 0.0) for trajectory in group.trajectories]
     with torch.no_grad():
-        trained, _ = token_logprobs(learner.model, batch, learner, config)
+        trained, *_ = token_logprobs(learner.model, batch, learner, config)
     sampled = np.concatenate([t.logprobs[t.loss_mask] for t in group.trajectories])
     np.testing.assert_allclose(sampled, trained.numpy(), atol=1e-4)
 

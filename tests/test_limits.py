@@ -146,9 +146,10 @@ def test_memory_is_limited_and_given_back():
 def test_an_environment_that_wants_too_much_costs_its_own_episode():
     config = Config(reward_memory=256.0)
     environment = make_environment(config, replace(make_task("guess"), step=hungry_step))
-    asked = [({}, encode(text), [(0, len(encode(text)))]) for text in ("1", "99999", "2")]
+    asked = [({}, encode(text), [(0, len(encode(text)))], text) for text in ("1", "99999", "2")]
     first, second, third = environment.respond(asked)
-    assert first is third is None and second.startswith("env_error: MemoryError")
+    assert first.observation is third.observation is None and not first.failure + third.failure
+    assert second.failure.startswith("env_error: MemoryError") and second.reward is None
 
 
 def test_memory_is_not_limited_in_other_threads():
@@ -214,8 +215,8 @@ def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
                 verdict = verify(task, problem, [text], config.reward_seconds)
             assert verdict.error is None and 0 <= verdict.reward < 0.6, (spec, text[:60])
             tokens = encode(text[:20_000])
-            (reply,) = environment.respond([(problem, tokens, [(0, len(tokens))])])
-            assert reply is None or (isinstance(reply, list) and len(reply) <= 1), (spec, reply)
+            (reply,) = environment.respond([(problem, tokens, [(0, len(tokens))], 0)])
+            assert not reply.failure and len(reply.observation or []) <= 1, (spec, reply)
             assert time.perf_counter() - begin < 2, (spec, text[:60])
             assert json.dumps(problem) == before
 

@@ -36,7 +36,7 @@ def batch_of(vocabulary: int, seed: int = 0):
 def gradients(model: GPT, packed, rows, alphabet):
     """Log-probs, entropies and the gradient of a sum that weighs all of them differently."""
     model.flat_grad.zero_()
-    logprobs, entropy = generated_logprobs(model, packed, rows, alphabet, 0.7)
+    logprobs, entropy, _ = generated_logprobs(model, packed, rows, alphabet, 0.7)
     weights = torch.linspace(-1, 1, len(rows))
     (logprobs @ weights + 0.3 * (entropy @ weights.flip(0))).backward()
     return logprobs.detach(), entropy.detach(), model.flat_grad.clone()
@@ -275,7 +275,7 @@ def peak():
     return int(facts.split("VmHWM:")[1].split()[0]) / 1024
 
 before = peak()
-logprobs, entropy = generated_logprobs(model, packed, rows, torch.arange(50_000), 1.0)
+logprobs, entropy, _ = generated_logprobs(model, packed, rows, torch.arange(50_000), 1.0)
 (logprobs.mean() + entropy.mean()).backward()
 print(round(peak() - before), float(model.flat_grad.norm()))
 """

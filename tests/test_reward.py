@@ -109,7 +109,7 @@ def failing_step(problem, answers):
         ("fine", None),
         ("raise", "verifier_error: RuntimeError: several lines xxx"),
         ("recurse", "verifier_error: RecursionError: "),
-        ("nan", "verifier_error: ValueError: the reward nan of turn 1 is not finite"),
+        ("nan", "verifier_error: ValueError: the reward nan is not finite"),
         ("something else", "verifier_error: TypeError: "),
         ("sleep", "verifier_timeout"),
         ("spin", "verifier_timeout"),

@@ -7,8 +7,6 @@ because the CPU library then sums each row of a matrix product in the same order
 """
 
 import dataclasses
-import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +18,8 @@ import rollout
 from cache import decode, make_cache, prefill, reserve
 from learner import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
-from reward import Step, alphabet_of, make_task, verify_group
+from reward import Environment, Reply, Step, alphabet_of, make_task, verify_group
 from rollout import (
-    Environment,
     Generator,
     generate,
     make_generator,
@@ -61,14 +58,48 @@ def environment(respond=None, turns=1, stop=(3,), turn_tokens=20, **more) -> Env
 
     def echo(requests):
         replies = []
-        for _, tokens, spans in requests:
+        for _, tokens, spans, *_ in requests:
             said = tokens[spans[-1][0] :]
             reply = [30 + int(said.sum()) % 7] * (1 + len(said) % 3)
             replies.append(None if len(spans) == turns else reply)
         return replies
 
+    def talk(requests):
+        return [as_reply(found) for found in (respond or echo)(requests)]
+
     prompt, alphabet = (lambda problem: problem["prompt"]), np.arange(LETTERS)
-    return Environment(prompt, respond or echo, alphabet, frozenset(stop), turn_tokens, **more)
+    return Environment(prompt, talk, alphabet, frozenset(stop), turn_tokens, **more)
+
+
+def as_reply(found) -> Reply:
+    """A reply from the observation, None where the episode is over, or a failure (str)."""
+    if isinstance(found, Reply):
+        return found
+    return Reply(None, None, found) if isinstance(found, str) else Reply(found, None)
+
+
+class Outside:
+    """A host with one environment: `late` calls (by prompt) are kept until they are let go."""
+
+    def __init__(self, env: Environment, late=None):
+        self.env, self.late, self.kept, self.answers = env, late, [], []
+
+    def send(self, calls: list):
+        for call in calls:
+            self.kept.append(call)
+
+    def receive(self, seconds: float) -> list:
+        ready = [call for call in self.kept if call[0]["prompt"] != self.late]
+        self.kept = [call for call in self.kept if call[0]["prompt"] == self.late]
+        replies = [self.env.respond([call])[0] for call in ready]
+        return [
+            SimpleNamespace(key=(0, *c[3]), reply=r) for c, r in zip(ready, replies, strict=True)
+        ]
+
+
+def outside(respond=None, **more) -> Environment:
+    """The same, outside the generator."""
+    return environment(respond, outside=True, read=lambda answer: answer.reply, **more)
 
 
 def group_of(i: int, start=0, length: int | None = None) -> Group:
@@ -87,7 +118,7 @@ def generator_of(model=None, env=None, *, slots=8, size=4, **more) -> Generator:
 def play(groups, model=None, env=None, slots=8, size=4, **more) -> dict:
     """Run groups to their end: {(group, sample): trajectory}, and the generator under "by"."""
     by = generator_of(model, env or environment(turns=2), slots=slots, size=size, **more)
-    done = generate(by, groups)
+    done = generate(by, groups, Outside(by.environment) if by.environment.outside else None)
     assert [g.group_id for g in done] == sorted(g.group_id for g in groups)
     assert all([t.sample_index for t in g.trajectories] == list(range(size)) for g in done)
     return {(t.group_id, t.sample_index): t for g in done for t in g.trajectories} | {"by": by}
@@ -103,9 +134,12 @@ def assert_same(a, b) -> None:
 
 def learners(model: GPT, trajectories: list, alphabet, temperature=1.0) -> np.ndarray:
     """The learner's log-probs of the generated tokens of these trajectories."""
-    learner, config = SimpleNamespace(alphabet=alphabet), Config(temperature=temperature)
+    learner, config = (
+        SimpleNamespace(alphabet=alphabet, allowed=None),
+        Config(temperature=temperature),
+    )
     with torch.no_grad():
-        found, _ = token_logprobs(model, [(t, 0.0) for t in trajectories], learner, config)
+        found, *_ = token_logprobs(model, [(t, 0.0) for t in trajectories], learner, config)
     return found.cpu().numpy()
 
 
@@ -582,7 +616,7 @@ def test_after_the_last_turn_nobody_is_asked():
     asked = []
 
     def talk(requests):
-        asked.extend(len(turns) for _, _, turns in requests)
+        asked.extend(len(turns) for _, _, turns, _ in requests)
         return [[35] for _ in requests]
 
     limits = {"turn_tokens": 3, "max_turns": 3, "stop": ()}
@@ -593,18 +627,18 @@ def test_after_the_last_turn_nobody_is_asked():
     assert sorted(asked) == [1] * 12 + [2] * 12
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_failing_environment_marks_its_episode_and_others_go_on(beside):
+@pytest.mark.parametrize("where", [environment, outside])
+def test_a_failing_environment_marks_its_episode_and_others_go_on(where):
     plain = environment(turns=3, turn_tokens=5)
 
     def fragile(requests):
         replies = plain.respond(requests)
-        for i, (problem, _, turns) in enumerate(requests):
+        for i, (problem, _, turns, _) in enumerate(requests):
             if problem["prompt"] == group_of(1).problem["prompt"] and len(turns) == 2:
                 replies[i] = "env_error: KeyError: 'a: b' (mine.py, line 7)"
         return replies
 
-    env = environment(fragile, turn_tokens=5, beside=beside, seconds=1000.0)
+    env = where(fragile, turn_tokens=5)
     found, wanted = (play([group_of(i) for i in range(4)], env=e) for e in (env, plain))
     for key in wanted.keys() - {"by"}:
         if key[0] != 1:
@@ -617,32 +651,26 @@ def test_a_failing_environment_marks_its_episode_and_others_go_on(beside):
 
 
 def test_a_slow_environment_stops_nobody_else():
-    plain, gate = environment(turns=3, turn_tokens=5), threading.Event()
-    slow = group_of(0, length=4).problem["prompt"]
-
-    def respond(requests):
-        assert len(requests) == 1
-        if requests[0][0]["prompt"] == slow:
-            assert gate.wait(20)
-        return plain.respond(requests)
-
-    env = environment(respond, beside=True, turn_tokens=5, seconds=1000.0)
+    plain = environment(turns=3, turn_tokens=5)
+    env = outside(plain.respond, turn_tokens=5)
     groups = [group_of(0, length=4)] + [group_of(i) for i in range(1, 5)]
+    host = Outside(env, late=groups[0].problem["prompt"])
     by = generator_of(env=env)
     for group in groups:
         by.submit(group)
     others: list[Group] = []
     while len(others) < 4:  # 16 episodes pass by the 4 that wait
-        if not by.step():
-            time.sleep(0.0005)
+        by.step()
+        host.send(by.take_calls())
+        for answer in host.receive(0.0):
+            by.hear(answer.key[1:], answer)
         others += by.take_finished()
     assert 0 not in [g.group_id for g in others] and by.counts["steps"] >= 16 * 3 // 4
     waiting = [b for b, episode in enumerate(by.episodes) if episode is not None]
-    assert len(waiting) == 4 and sorted(by.replies) == waiting
-    assert not any(future.done() for future, _ in by.replies.values())
+    assert len(waiting) == 4 and sorted(by.asked.values()) == waiting
     assert not by.step() and by.busy  # nothing to decode
-    gate.set()
-    others += generate(by, [])
+    host.late = None
+    others += generate(by, [], host)
     groups = [group_of(0, length=4)] + [group_of(i) for i in range(1, 5)]
     wanted = play(groups, env=plain)
     for group in others:
@@ -650,42 +678,47 @@ def test_a_slow_environment_stops_nobody_else():
             assert_same(t, wanted[t.group_id, t.sample_index])
 
 
-def test_environments_that_never_answer_time_out_however_many(monkeypatch):
-    """More of them than slots: they would fill up a pool of threads, and good ones would wait."""
-    now, gate, plain = [0.0], threading.Event(), environment(turn_tokens=5)
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
-    monkeypatch.setattr(rollout, "time", clock)
-    before = set(threading.enumerate())
+def test_an_answer_that_nobody_waits_for_changes_nothing():
+    env = outside(turns=2)
+    by, host = generator_of(env=env), Outside(env)
+    by.hear((7, 0), SimpleNamespace(reply=Reply([1], 1.0)))
+    assert not by.busy and not by.step()
+    (group,) = generate(by, [group_of(0)], host)
+    wanted = play([group_of(0)], env=environment(turns=2))
+    for t in group.trajectories:
+        by.hear(t.key, SimpleNamespace(reply=Reply([1], 1.0)))  # a second time
+        assert_same(t, wanted[t.key])
 
-    def respond(requests):
-        if requests[0][0]["prompt"][0] == 39:
-            gate.wait(20)
-        return plain.respond(requests)
 
-    env = environment(respond, turn_tokens=5, beside=True, seconds=3.0)
-    by = generator_of(env=env)
-    bad = [Group(i, 0, {"prompt": [39, i]}) for i in range(3)]
-    for group in bad:  # 12 samples, 8 slots
-        by.submit(group)
+def test_rewards_are_taken_when_the_turn_happens():
+    """The last turn of an environment that is asked only between turns has none yet."""
+    rewards = iter(range(100))
 
-    def finished_at(time_now: float) -> list[int]:
-        now[0] = time_now
-        while by.step():
-            pass
-        return [g.group_id for g in by.take_finished()]
+    def talk(requests):
+        return [Reply([35], float(next(rewards))) for _ in requests]
 
-    assert finished_at(0.0) == finished_at(2.9) == []
-    assert finished_at(3.1) == [0, 1]  # the third group begins, and waits as well
-    assert finished_at(6.0) == [] and finished_at(6.2) == [2] and not by.busy
-    for group in bad:
-        assert [t.finish for t in group.trajectories] == ["env_timeout"] * 4
-        assert all(t.failed and t.turns[0][1] == len(t.tokens) for t in group.trajectories)
-    stuck = set(threading.enumerate()) - before
-    assert len(stuck) == 12 and all(t.daemon for t in stuck), "they would keep Python from exiting"
-    (good,) = generate(by, [group_of(9)])
-    for t in good.trajectories:
-        assert_same(t, play([group_of(9)], env=plain)[9, t.sample_index])
-    gate.set()
+    env = environment(talk, turn_tokens=3, max_turns=3, stop=())
+    found = play([group_of(0)], env=env, size=1)
+    assert found[0, 0].turn_rewards == [0.0, 1.0] and len(found[0, 0].turns) == 3
+    env = environment(talk, turn_tokens=3, max_turns=3, stop=(), judges_all=True)
+    assert play([group_of(0)], env=env, size=1)[0, 0].turn_rewards == [2.0, 3.0, 4.0]
+
+
+def test_an_episode_that_ends_without_the_environments_word_is_closed():
+    over = []
+
+    def close(key):
+        over.append(key)
+        return ["a call"]
+
+    asked = environment(lambda requests: [[35]] * len(requests), turn_tokens=3, stop=(), over=close)
+    found = play([group_of(0)], env=dataclasses.replace(asked, max_turns=3))
+    assert sorted(over) == [(0, i) for i in range(4)] and found["by"].take_calls() == ["a call"] * 4
+    assert found["by"].take_calls() == []
+    over.clear()
+    said = environment(turns=2, over=close)  # this one says when
+    play([group_of(0)], env=said)
+    assert over == []
 
 
 def talking(task, secrets=range(1, 4)):
@@ -737,10 +770,9 @@ def test_an_observation_longer_than_declared_is_a_failure_that_names_both(longer
             assert t.finish in ("stop", "length") and len(t.turns) > 1
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_mistake_in_respond_itself_is_not_hidden(beside):
-    """Failures of a task arrive as strings; an exception is a mistake in the program."""
-    env = environment(lambda requests: 1 // 0, beside=beside, seconds=1000.0)
+def test_a_mistake_in_respond_itself_is_not_hidden():
+    """Failures of a task arrive as replies; an exception is a mistake in the program."""
+    env = environment(lambda requests: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         play([group_of(0)], env=env)
 
@@ -752,8 +784,8 @@ def test_tokens_are_never_made_into_text_and_back():
     requests_seen = []
 
     def respond(requests):
-        requests_seen.extend((tokens, list(turns)) for _, tokens, turns in requests)
-        return [None if len(turns) == 2 else spelt for _, _, turns in requests]
+        requests_seen.extend((tokens, list(turns)) for _, tokens, turns, _ in requests)
+        return [None if len(turns) == 2 else spelt for _, _, turns, _ in requests]
 
     config = ModelConfig(**(SHAPE | {"vocab_size": 512}), context=CONTEXT)
     env = environment(respond, turn_tokens=4)

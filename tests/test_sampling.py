@@ -27,7 +27,7 @@ from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
 from runtime.setup import make_model, task_of
-from tasks.exam import Examiner, evaluate
+from tasks.exam import Host, evaluate
 
 CUTS = [(0, 0.8), (5, 1.0), (5, 0.8), (1, 1.0), (0, 0.01), (40, 0.999)]
 ALPHABET = torch.arange(LETTERS)
@@ -158,7 +158,7 @@ def logprob_gradients(model, episodes, config=None):
     learner, config = SimpleNamespace(alphabet=ALPHABET), config or Config()
     model.flat_grad.zero_()
     batch = [(t, 0.0) for t in episodes]
-    logprobs, entropy = token_logprobs(model, batch, learner, config)
+    logprobs, entropy, _ = token_logprobs(model, batch, learner, config)
     weights = torch.linspace(-1, 1, len(logprobs))
     (weights @ logprobs + 0.3 * entropy.sum()).backward()
     return logprobs.detach(), entropy.detach(), model.flat_grad.clone()
@@ -233,7 +233,7 @@ def test_the_policy_gradient_is_unbiased_with_the_sets_and_biased_without():
     kept = torch.tensor([token for own in flat_sets for token in own])
     errors = []
     for told in ((sizes, kept), ()):
-        logprobs, _ = generated_logprobs(model, packed, rows.flatten(), ALPHABET, 1.0, *told)
+        logprobs, *_ = generated_logprobs(model, packed, rows.flatten(), ALPHABET, 1.0, *told)
         found = gradient_of(weights @ logprobs.view(-1, 2).sum(1))
         errors.append(float((found - wanted).norm() / wanted.norm()))
     print(f"relative error with the sets {errors[0]:.1e}, without {errors[1]:.2f}")
@@ -424,12 +424,12 @@ def test_evaluation_is_greedy_or_the_mean_over_samples(tmp_path):
     config = config_of(eval_samples=5, temperature=0.9)
     task = dataclasses.replace(task_of(config), eval_size=12)
     learner = make_learner(config, task, make_model(config, task))
-    examiner = Examiner(config, tmp_path / "log")
-    found = evaluate(learner, config, task, examiner)
-    assert found == evaluate(learner, config, task, examiner)
-    greedy = evaluate(learner, dataclasses.replace(config, eval_samples=0), task, examiner)
-    assert greedy == evaluate(learner, Config(), task, examiner) and greedy != found
-    examiner.close()
+    host = Host(config, tmp_path / "log")
+    found = evaluate(learner, config, task, host)
+    assert found == evaluate(learner, config, task, host)
+    greedy = evaluate(learner, dataclasses.replace(config, eval_samples=0), task, host)
+    assert greedy == evaluate(learner, Config(), task, host) and greedy != found
+    host.close()
 
     generator = Generator(
         learner.model,
@@ -483,8 +483,8 @@ def test_an_episode_that_ends_the_examiners_child_costs_no_other(tmp_path):
         tokens = np.array([*task.tokenizer.encode("a"), *task.tokenizer.encode(text)], np.int32)
         t = dataclasses.replace(found[0, i], tokens=tokens, turns=[(1, 2)])
         group.trajectories.append(t)
-    examiner = Examiner(config, tmp_path / "log")
-    verdicts = examiner.verify(group)
-    examiner.close()
-    assert [v.reward for v in verdicts] == [1.0, 0.0, 1.0] and examiner.deaths == 1
+    host = Host(config, tmp_path / "log")
+    verdicts = host.verify(group)
+    host.close()
+    assert [v.reward for v in verdicts] == [1.0, 0.0, 1.0] and host.deaths == 1
     assert [bool(v.error) for v in verdicts] == [False, True, False]

@@ -53,7 +53,7 @@ def test_problems_stay_the_same_from_release_to_release(spec, problem):
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_episode_fits_into_the_sizes_that_the_task_states(spec):
     task = make_task(spec)
-    assert task.name == spec and task.eval_size >= 16 and not task.beside
+    assert task.name == spec and task.eval_size >= 16 and not task.outside
     longest = 0
     for index in range(150):
         for split in ("train", "eval"):

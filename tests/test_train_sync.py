@@ -30,7 +30,7 @@ from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
 from runtime.setup import make_model, task_of
 from runtime.tokenizer import own_tokenizer
-from tasks.exam import Examiner, evaluate
+from tasks.exam import Host, evaluate
 
 encode = own_tokenizer().encode
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
@@ -197,11 +197,13 @@ def test_slow_environments_cost_only_their_own_episodes():
     task = dataclasses.replace(base, step=step)
     environment = rollout.make_environment(config_of(reward_seconds=0.05), task)
     tokens = np.array([*encode("guess"), *encode(" 7")])
-    requests = [({"secret": s}, tokens, [(1, 2)]) for s in (1, 3, 9, 3, 7)]
+    requests = [({"secret": s}, tokens, [(1, 2)], i) for i, s in enumerate((1, 3, 9, 3, 7))]
     begin = time.monotonic()
     replies = environment.respond(requests)
-    assert [replies[1], replies[3]] == ["env_timeout"] * 2 and time.monotonic() - begin < 3
-    assert [replies[0], replies[2], replies[4]] == [encode("<"), encode(">"), None]
+    assert [replies[i].failure for i in (1, 3)] == ["env_timeout"] * 2
+    assert time.monotonic() - begin < 3
+    said = [(replies[i].observation, replies[i].reward) for i in (0, 2, 4)]
+    assert said == [(encode("<"), 0.0), (encode(">"), 0.0), (None, 0.9)]
 
 
 def test_one_learner_only():
@@ -224,7 +226,7 @@ def test_same_weights_give_the_same_logprobs():
         learner, groups, _ = batch_of(config)
         for group in groups:
             for t in group.trajectories:
-                found, _ = token_logprobs(learner.model, [(t, 0.0)], learner, config)
+                found, *_ = token_logprobs(learner.model, [(t, 0.0)], learner, config)
                 sampled = torch.from_numpy(t.logprobs[t.loss_mask])
                 assert (found - sampled).abs().max() <= 1e-5, attention
 
@@ -455,10 +457,10 @@ def test_evaluation_changes_nothing(tmp_path):
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
-    examiner = Examiner(config, tmp_path / "log")
-    first = evaluate(learner, config, task, examiner)
-    assert first == evaluate(learner, config, task, examiner)
-    examiner.close()
+    host = Host(config, tmp_path / "log")
+    first = evaluate(learner, config, task, host)
+    assert first == evaluate(learner, config, task, host)
+    host.close()
     assert torch.equal(weights, learner.model.flat) and torch.equal(state, torch.get_rng_state())
     assert 0 <= first["solved"] <= 1 and 1 <= first["turns"] <= 6
 
@@ -553,7 +555,7 @@ def test_a_reward_too_large_for_float32_fails_its_episode_only(tmp_path, capsys)
     train_sync.train(config_of(tmp_path / "run", task=task, steps=2, max_failures=1.0))
     rows = [row for row in rows_of(tmp_path / "run") if "failures" in row]
     assert all(row["failures"].keys() == {"verifier_error"} for row in rows) and len(rows) == 2
-    assert "1e+300 of turn 1 is not finite in float32" in capsys.readouterr().out
+    assert "1e+300 is not finite in float32" in capsys.readouterr().out
 
 
 def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):

@@ -1,12 +1,13 @@
 """What runs in a worker's process, here without one: what it says, and of its own time."""
 
 import dataclasses
+from multiprocessing import Pipe
 
 import pytest
 
 from learner import make_learner, new_groups
 from rollout import generate, make_generator
-from runtime import workers
+from runtime import sessions, workers
 from runtime.config import Config
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
@@ -26,7 +27,7 @@ class Script:
     def receive(self, seconds: float = 0.0):
         if self.groups:
             return [self.groups.pop(0)]
-        if self.sent and seconds:
+        if self.sent:
             raise SystemExit
         return []
 
@@ -86,8 +87,9 @@ def test_a_reward_worker_sends_verdicts_and_no_episodes():
     learner = make_learner(CONFIG, task, make_model(CONFIG, task))
     (group,) = generate(make_generator(CONFIG, task, learner.model), new_groups(learner, task, 1))
     line = Script(group)
-    with pytest.raises(SystemExit):
-        workers.reward_worker(line, CONFIG)
+    line.connection, there = Pipe()
+    with pytest.raises(SystemExit), there:
+        sessions.reward_worker(line, CONFIG)
     (message,) = line.sent
     assert isinstance(message, Answer) and len(message.judgement.verdicts) == 4
     assert message.group_id == group.group_id and message.group is None
