@@ -12,6 +12,7 @@ Policies:  mu = behaviour (it generated the token), pi_p = proximal (recomputed 
            w = pi_p / mu,  r = pi / pi_p,  rho = pi / mu,  A = advantage.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -259,6 +260,60 @@ def group_advantages(
     elif kind == "rloo":
         centred = centred * size / others  # R - mean of others = (R - mean) n / (n - 1)
     return centred.masked_fill(dead[:, None], 0.0), dead
+
+
+def turn_advantages(
+    turn_rewards,  # [G, n, T]
+    present,  # bool [G, n, T]
+    kind: str,
+) -> tuple:
+    """Credit a turn: its reward-to-go relative to the group -> (advantages [G, n, T], dead [G]).
+
+    turn_rewards float [G, n, T] (0: none), `present` bool [G, n, T] (the sample has this turn, and
+    has not failed). `group_advantages` of R_t + R_t+1 + ... (gamma = 1) among the samples that have
+    turn t: one alone there gets 0, so do equal ones; dead is a group in which every turn is.
+    "Turn-level credit" has several meanings. GTPO (arXiv 2511.14846): returns-to-go, normalized;
+    with a discount and shaped rewards, which are left out here. MT-GRPO (arXiv 2505.11821, v1): the
+    turn's own reward, normalized, plus the normalized outcome. GiGPO (arXiv 2505.10978): as here,
+    but among samples in the same state, plus the episode's advantage; here only the turn is the
+    same, so what differs between states stays in as noise. AssertionError: see `group_advantages`.
+    """
+    size, turns = turn_rewards.shape[1:]
+    rewards = turn_rewards.masked_fill(~present, 0.0)
+    # Summed in double: 0.1 + 0.2 and 0.3 + 0.0 are the same return.
+    returns = rewards.double().flip(2).cumsum(2).flip(2).to(rewards)
+    rows = [x.transpose(1, 2).reshape(-1, size) for x in (returns, present)]  # [G T, n]
+    advantages, dead = group_advantages(rows[0], kind, rows[1])
+    return advantages.view(-1, turns, size).transpose(1, 2), dead.view(-1, turns).all(1)
+
+
+def skip_observation_gae(
+    rewards,  # [N]
+    values,  # [N]
+    lengths: list,
+    lam: float,
+    gamma: float = 1.0,
+) -> Tensor:
+    """Generalized advantage estimates [N] of generated tokens, as if nothing stood between them.
+
+    delta_j = r_j + gamma V_j+1 - V_j and A_j = delta_j + gamma lam A_j+1: Schulman et al. 2015
+    (arXiv 1506.02438) equation 16. rewards and values float [N] of S sequences end to end, each as
+    long as `lengths` says; behind a sequence V and A are 0. Observations are not in the list, so
+    behind the last token of a turn comes the first of the next one: the skip-observation GAE of SAO
+    (arXiv 2607.07508). No gradient. AssertionError when lengths, rewards and values do not agree.
+    """
+    assert len(rewards) == len(values) == sum(lengths), (len(rewards), len(values), lengths)
+    ends = set(itertools.accumulate(lengths))
+    earned, worth = rewards.tolist(), values.tolist()
+    found = []
+    following = later = 0.0
+    for j in reversed(range(len(earned))):
+        if j + 1 in ends:
+            following = later = 0.0
+        later = earned[j] + gamma * following - worth[j] + gamma * lam * later
+        following = worth[j]
+        found.append(later)
+    return values.new_tensor(found[::-1])
 
 
 # ---- KL to the reference: x = pi_ref / pi (Schulman, "Approximating KL Divergence", 2020) ----

@@ -25,6 +25,8 @@ from losses import (
     k3,
     observe,
     policy_loss,
+    skip_observation_gae,
+    turn_advantages,
     unbiased_k3,
 )
 
@@ -478,6 +480,176 @@ def test_advantages_refuse_unknown_kinds_and_nan():
         group_advantages(torch.zeros(1, 2), "gae")
     with pytest.raises(AssertionError, match="finite"):
         group_advantages(torch.tensor([[NAN, 1.0]]), "grpo")
+
+
+# ---- credit for turns ----
+
+
+def random_turns(seed, groups=6, size=4, turns=3, dtype=torch.float64):
+    """Rewards of a few values, so that many are equal; a sample has its first turns, or none."""
+    random = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(-2, 3, (groups, size, turns), generator=random).to(dtype) / 4
+    reached = torch.randint(0, turns + 1, (groups, size, 1), generator=random)
+    present = torch.arange(turns) < reached
+    return rewards.masked_fill(~present, NAN), present
+
+
+def oracle_turns(rewards, present, kind):
+    """Turn by turn, by loops: who has it, what comes from there on, and how the others did."""
+    result, dead = torch.zeros_like(rewards), []
+    groups, size, turns = rewards.shape
+    for g in range(groups):
+        teaches = False
+        for t in range(turns):
+            own = [i for i in range(size) if present[g, i, t]]
+            later = [[u for u in range(t, turns) if present[g, i, u]] for i in own]
+            returns = [
+                sum(float(rewards[g, i, u]) for u in every)
+                for i, every in zip(own, later, strict=True)
+            ]
+            if len(set(returns)) < 2:
+                continue
+            teaches = True
+            for k, i in enumerate(own):
+                others = returns[:k] + returns[k + 1 :]
+                base = statistics.mean(others if kind == "rloo" else returns)
+                scale = statistics.stdev(returns) + losses.STD_EPSILON if kind == "grpo" else 1.0
+                result[g, i, t] = (returns[k] - base) / scale
+        dead.append(not teaches)
+    return result, dead
+
+
+@pytest.mark.parametrize("kind", losses.ADVANTAGES)
+@pytest.mark.parametrize("shape", [(6, 4, 3), (5, 2, 4), (3, 1, 3), (4, 5, 1)])
+def test_turn_advantages_against_loops(kind, shape):
+    seen = set()
+    for seed in range(5):
+        rewards, present = random_turns(seed, *shape)
+        advantages, dead = turn_advantages(rewards, present, kind)
+        expected, expected_dead = oracle_turns(rewards, present, kind)
+        torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-12)
+        assert dead.tolist() == expected_dead and dead.shape == shape[:1]
+        assert (advantages[~present] == 0).all() and (advantages[dead] == 0).all()
+        seen |= set(expected_dead)
+    assert seen == ({True} if shape[1] == 1 else {True, False})  # one sample teaches nothing
+
+
+@pytest.mark.parametrize("kind", losses.ADVANTAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_with_one_turn_they_are_the_advantages_of_the_group(kind, dtype):
+    rewards, valid = torch.tensor(REWARDS, dtype=dtype), torch.tensor(VALID)
+    expected, expected_dead = group_advantages(rewards, kind, valid)
+    advantages, dead = turn_advantages(rewards[:, :, None], valid[:, :, None], kind)
+    assert torch.equal(advantages[:, :, 0], expected) and torch.equal(dead, expected_dead)
+    assert advantages.dtype == dtype
+
+
+@pytest.mark.parametrize("kind", losses.ADVANTAGES)
+def test_reward_at_the_end_alone_is_the_credit_of_the_episode(kind):
+    last = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    rewards = torch.stack([torch.zeros_like(last), torch.zeros_like(last), last], 2)
+    advantages, dead = turn_advantages(rewards, torch.ones_like(rewards).bool(), kind)
+    expected, expected_dead = group_advantages(last, kind)
+    assert torch.equal(advantages, expected[:, :, None].expand(-1, -1, 3))
+    assert torch.equal(dead, expected_dead)
+
+
+def test_a_turn_that_one_sample_reached_teaches_nothing_and_the_others_do():
+    rewards = torch.tensor([[[1.0, 5.0], [0.0, NAN], [0.5, NAN]]])
+    present = torch.tensor([[[True, True], [True, False], [True, False]]])
+    advantages, dead = turn_advantages(rewards, present, "mean")
+    assert advantages[0, :, 1].tolist() == [0.0, 0.0, 0.0] and dead.tolist() == [False]
+    first = group_advantages(torch.tensor([[6.0, 0.0, 0.5]]), "mean")[0]
+    assert torch.equal(advantages[:, :, 0], first)  # the lonely turn counts in what led to it
+
+
+def test_what_was_earned_before_is_no_news():
+    rewards = torch.tensor([[[9.0, 1.0], [0.0, 1.0]]])
+    advantages, _ = turn_advantages(rewards, torch.ones_like(rewards).bool(), "rloo")
+    assert advantages.tolist() == [[[9.0, 0.0], [-9.0, 0.0]]]
+
+
+@pytest.mark.parametrize("kind", losses.ADVANTAGES)
+def test_equal_returns_are_equal_however_they_were_earned(kind):
+    rewards = torch.tensor([[[0.1, 0.2], [0.3, 0.0], [0.0, 0.3], [0.2, 0.1]]])  # float32
+    advantages, dead = turn_advantages(rewards, torch.ones_like(rewards).bool(), kind)
+    assert (advantages[:, :, 0] == 0).all() and dead.tolist() == [False]
+    rewards = torch.full((1, 4, 3), 0.1)
+    advantages, dead = turn_advantages(rewards, torch.ones_like(rewards).bool(), kind)
+    assert dead.tolist() == [True] and (advantages == 0).all()
+
+
+def test_turn_advantages_refuse_unknown_kinds_and_rewards_that_are_no_numbers():
+    rewards = torch.tensor([[[0.0, 1.0], [NAN, 1.0]]])
+    present = torch.ones_like(rewards).bool()
+    with pytest.raises(AssertionError, match="'gae'"):
+        turn_advantages(rewards.nan_to_num(), present, "gae")
+    with pytest.raises(AssertionError, match="finite"):
+        turn_advantages(rewards, present, "mean")
+    present[0, 1, 0] = False  # the same NaN, where there is no turn
+    advantages, _ = turn_advantages(rewards, present, "mean")
+    assert advantages.tolist() == [[[0.0, 0.0], [0.0, 0.0]]] and math.isnan(rewards[0, 1, 0])
+
+
+# ---- skip-observation GAE ----
+
+GAE_LENGTHS = [4, 1, 0, 6, 2]
+
+
+def gae_batch(seed=0, dtype=torch.float64):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(2, sum(GAE_LENGTHS), generator=random, dtype=dtype)
+
+
+def sequences_of(*columns):
+    return zip(*(column.split(GAE_LENGTHS) for column in columns), strict=True)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.3, 0.95, 1.0])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gae_is_the_discounted_sum_of_errors(lam, gamma, dtype):
+    rewards, values = gae_batch(dtype=dtype)
+    found = skip_observation_gae(rewards, values, GAE_LENGTHS, lam, gamma)
+    assert found.dtype == dtype and found.shape == rewards.shape
+    expected = []
+    for r, v in sequences_of(rewards.double(), values.double()):
+        v = [*v.tolist(), 0.0]
+        errors = [r[j] + gamma * v[j + 1] - v[j] for j in range(len(r))]
+        for j in range(len(r)):
+            expected.append(sum((gamma * lam) ** k * e for k, e in enumerate(errors[j:])))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    expected = torch.tensor(expected, dtype=dtype)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_at_its_two_ends(seed):
+    rewards, values = gae_batch(seed)
+    whole = skip_observation_gae(rewards, values, GAE_LENGTHS, 1.0)
+    to_go = [r.flip(0).cumsum(0).flip(0) for r in rewards.split(GAE_LENGTHS)]
+    torch.testing.assert_close(whole, torch.cat(to_go) - values)  # return-to-go minus value
+    short = skip_observation_gae(rewards, values, GAE_LENGTHS, 0.0)
+    following = [torch.cat([v[1:], v.new_zeros(min(1, len(v)))]) for v in values.split(GAE_LENGTHS)]
+    torch.testing.assert_close(short, rewards + torch.cat(following) - values)  # TD error
+
+
+def test_gae_knows_no_neighbours():
+    rewards, values = gae_batch()
+    found = skip_observation_gae(rewards, values, GAE_LENGTHS, 0.9)
+    alone = [skip_observation_gae(r, v, [len(r)], 0.9) for r, v in sequences_of(rewards, values)]
+    assert torch.equal(found, torch.cat(alone))
+
+
+def test_gae_has_no_gradient_and_refuses_lengths_that_do_not_fit():
+    rewards, values = gae_batch()
+    assert not skip_observation_gae(
+        rewards, values.requires_grad_(), GAE_LENGTHS, 0.9
+    ).requires_grad
+    assert skip_observation_gae(rewards[:0], values[:0], [], 0.9).shape == (0,)
+    for bad in ((rewards[1:], values, GAE_LENGTHS), (rewards, values, GAE_LENGTHS[1:])):
+        with pytest.raises(AssertionError):
+            skip_observation_gae(*bad, 0.9)
 
 
 # ---- KL estimators: exact expectations over a distribution of five outcomes ----
