@@ -286,8 +286,8 @@ def token_logprobs(
     if learner.allowed is not None:
         kinds = [t.group_id % len(learner.allowed) for t, _ in batch for _ in range(t.generated)]
         limits = learner.allowed, torch.tensor(kinds, device=device)
-    how = learner.alphabet, config.temperature, limits, *kept
-    return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how)
+    how = learner.alphabet, config.temperature, *kept
+    return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how, limits=limits)
 
 
 def generated_logprobs(
@@ -296,9 +296,9 @@ def generated_logprobs(
     rows,  # [M] tokens of the batch
     alphabet,  # [V'] token ids, the generator's
     temperature: float,  # the generator's
-    limits=None,  # of several tasks: what each may emit [K, V'], and the task of each token [M]
     sizes=(),  # [M] from how many tokens each was sampled; []: from all
     kept=(),  # [K] from which ones: token ids, laid end to end
+    limits=None,  # of several tasks: what each may emit [K, V'], and the task of each token [M]
 ) -> tuple:
     """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient, by the distribution
     that they were sampled from: among the tokens that were kept. And the hidden states [M, d].

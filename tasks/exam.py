@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import reward
+from buffer import by_task
 from reward import Task, Verdict
 from runtime.config import Config, TrainingStopped
 from runtime.messages import (
@@ -82,20 +83,21 @@ class Host:
                 self.work[message.group_id] = message
             elif message.answers is not None:
                 self.work[message.key] = message
-        if messages and self.process:
+        if messages and self.process:  # or else `receive` starts one, which gets all of them
             with contextlib.suppress(OSError):  # it is gone: `receive` will see
                 self.pipe.send_bytes(pack_messages(messages))
-        elif self.work and not self.process:
-            self.start()
 
     def receive(self, seconds: float) -> list:
         """What was answered, and what has failed; nothing after `seconds`. TrainingStopped when too
         many children are lost, or the task has not answered for too long."""
         if not self.work:
             return []
+        if not self.process:
+            self.start()
         patience = 2 * self.config.reward_seconds + GRACE_SECONDS if self.ready else START_SECONDS
         try:
-            there, now = self.pipe.poll(seconds), time.monotonic()
+            there = self.pipe.poll(seconds)
+            now = time.monotonic()
             if now - self.answered > self.config.stall:
                 waited = f"{now - self.answered:.0f} s"
                 raise TrainingStopped(f"evaluation: no answer of the task for {waited}")
@@ -110,7 +112,7 @@ class Host:
         for answer in answers:
             del self.work[answer.group_id if isinstance(answer, Answer) else answer.key]
         if answers:
-            self.answered = now
+            self.answered = time.monotonic()
         return answers
 
     def lost(self, error: Exception) -> list:
@@ -156,9 +158,25 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
         cut=config.cut if several else (),
     )
     groups = [Group(i, 0, reward.problem_of(task, i, "eval")) for i in ids]
-    # each sample is verified alone, so that one that ends the child costs no other
+    groups = generate(generator, groups, host)
+    verify_alone(groups, host, K)
+    results = []
+    for part, own in zip(parts, by_task(groups, task.shares), strict=True):
+        results.append(result_of(part, [t for group in own for t in group.trajectories]))
+    if K == 1:
+        return results[0]
+    means = {
+        key: float(np.mean([r[key] for r in results])) for key in ("solved", "reward", "turns")
+    }
+    failures = {kind: words for r in results for kind, words in r["failures"].items()}
+    named = {part.name: result for part, result in zip(parts, results, strict=True)}
+    return means | {"failures": failures, "tasks": named}
+
+
+def verify_alone(groups: list[Group], host: Host, K: int = 1) -> None:
+    """Verify each sample alone, so that one that ends the child costs no other; K: of tasks."""
     single = {}
-    for group in generate(generator, groups, host):
+    for group in groups:
         for t in group.trajectories:
             number = len(single) * K + group.group_id % K
             single[number] = replace(group, group_id=number, trajectories=[t])
@@ -166,16 +184,6 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
     while host.work:
         for answer in host.receive(0.5):
             apply_verdicts(single[answer.group_id], answer.judgement.verdicts)
-    episodes = [[g.trajectories[0] for i, g in single.items() if i % K == k] for k in range(K)]
-    results = [result_of(part, own) for part, own in zip(parts, episodes, strict=True)]
-    if K == 1:
-        return results[0]
-    means = {
-        key: float(np.mean([r[key] for r in results])) for key in ("solved", "reward", "turns")
-    }
-    failures = {kind: words for r in results for kind, words in r["failures"].items()}
-    by_task = {part.name: result for part, result in zip(parts, results, strict=True)}
-    return means | {"failures": failures, "tasks": by_task}
 
 
 def result_of(task: Task, episodes: list) -> dict:

@@ -89,6 +89,11 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
             if newer and (generator.version < 0 or choose.random() < 0.3):
                 generator.set_weights(learner.version, learner.model.flat.clone())
             generator.step()
+            run.host.send(generator.take_calls())
+            for answer in run.host.receive(0.002):
+                by_key = [g for g in pool.generators.values() if answer.key[1:] in g.asked]
+                for asked in by_key:  # none, if its worker has died meanwhile
+                    asked.hear(answer.key[1:], answer)
 
     def judgement_of(group: Group) -> Judgement:
         verdicts = [
@@ -127,6 +132,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
         if batch:
             step(batch)
     run.log.close()
+    run.host.close()
     summary = {"steps": config.steps, "weights_sha256": sha256_of(learner.model.flat)}
     summary["ledger"] = run.ledger.totals()
     (run.folder / "summary.json").write_text(json.dumps(summary))
@@ -189,9 +195,9 @@ def test_other_tasks_and_models_end_at_the_same_weights_again(tmp_path, swap, fl
 
 @pytest.mark.parametrize("swap", ["keep", "recompute"])
 def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, monkeypatch, swap):
-    """Environments that answered in threads, whenever they were ready; verdicts out of time."""
+    """Environments outside that answered when they were ready; verdicts out of time."""
     task = reward.make_task("guess", 7)
-    slow = dataclasses.replace(task, beside=True)
+    slow = dataclasses.replace(task, outside=True)
     monkeypatch.setattr(reward, "make_task", lambda *_: slow)
     wander(tmp_path / "run", 7, 2, swap=swap, out_of_time=0.2)
     scores = scores_of(tmp_path / "run")

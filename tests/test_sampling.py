@@ -27,7 +27,7 @@ from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
 from runtime.setup import make_model, task_of
-from tasks.exam import Host, evaluate
+from tasks.exam import Host, evaluate, verify_alone
 
 CUTS = [(0, 0.8), (5, 1.0), (5, 0.8), (1, 1.0), (0, 0.01), (40, 0.999)]
 ALPHABET = torch.arange(LETTERS)
@@ -155,7 +155,7 @@ def test_episodes_that_end_in_trouble_have_their_sets():
 
 def logprob_gradients(model, episodes, config=None):
     """Log-probs and entropies [M], and the gradient of a mixture of both [P]."""
-    learner, config = SimpleNamespace(alphabet=ALPHABET), config or Config()
+    learner, config = SimpleNamespace(alphabet=ALPHABET, allowed=None), config or Config()
     model.flat_grad.zero_()
     batch = [(t, 0.0) for t in episodes]
     logprobs, entropy, _ = token_logprobs(model, batch, learner, config)
@@ -484,7 +484,7 @@ def test_an_episode_that_ends_the_examiners_child_costs_no_other(tmp_path):
         t = dataclasses.replace(found[0, i], tokens=tokens, turns=[(1, 2)])
         group.trajectories.append(t)
     host = Host(config, tmp_path / "log")
-    verdicts = host.verify(group)
+    verify_alone([group], host)
     host.close()
-    assert [v.reward for v in verdicts] == [1.0, 0.0, 1.0] and host.deaths == 1
-    assert [bool(v.error) for v in verdicts] == [False, True, False]
+    assert [t.reward for t in group.trajectories] == [1.0, 0.0, 1.0] and host.deaths == 1
+    assert [t.finish for t in group.trajectories] == ["stop", "verifier_error", "stop"]

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,7 +117,7 @@ def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
     train_sync.train(resume)
     again = load_checkpoint(run)
     assert torch.equal(whole["weights"], again["weights"]) and again["version"] == 6
-    assert whole["next_group"] == again["next_group"] == 24
+    assert whole["cursors"] == again["cursors"] == [24]
     assert torch.equal(whole["reference"], again["reference"])
     steps = [r["step"] for r in rows_of(run)]
     assert steps == list(range(7))  # three of them were done twice and count once
@@ -314,8 +315,8 @@ def test_a_step_raises_the_probability_of_what_was_good():
     config = config_of(task="reverse", objective="reinforce", entropy=0.0, reference_every=0)
     learner, groups, _ = batch_of(config)
     flat = [t for g in groups for t in g.trajectories]
-    samples, _ = samples_of(groups, config.advantage)
-    advantages = [advantage for _, advantage in samples]
+    samples, _ = samples_of(groups, config)
+    advantages = [advantage for _, (advantage,) in samples]
 
     def gain():  # sum of A log pi: the quantity whose gradient was followed
         with torch.no_grad():
@@ -334,7 +335,8 @@ def test_a_step_raises_the_probability_of_what_was_good():
 def test_metrics_speak_of_all_micro_batches():
     config = config_of(task="reverse", token_budget=30)
     learner, groups, _ = batch_of(config)
-    metrics = learner_step(learner, groups, config) | batch_metrics(groups, 0)
+    run = SimpleNamespace(discarded=[], task=SimpleNamespace(parts=()))
+    metrics = learner_step(learner, groups, config) | batch_metrics(run, groups, 0)
     everything = [t for g in groups for t in g.trajectories]
     assert metrics["tokens"] == sum(int(t.loss_mask.sum()) for t in everything)
     assert metrics["reward"] == pytest.approx(np.mean([t.reward for t in everything]))
@@ -561,16 +563,16 @@ def test_a_reward_too_large_for_float32_fails_its_episode_only(tmp_path, capsys)
 def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):
     run = tmp_path / "run"
 
-    def fail(generator, groups):
+    def fail(generator, groups, host):
         if groups[0].start == 3:
             raise OSError("the disk is full")
-        return generate(generator, groups)
+        return generate(generator, groups, host)
 
     with monkeypatch.context() as patch:
         patch.setattr(train_sync, "generate", fail)
         with pytest.raises(OSError, match="the disk is full"):
             train_sync.train(config_of(run))
-    assert load_checkpoint(run)["next_group"] == 3 * SMALL["groups_per_step"]
+    assert load_checkpoint(run)["cursors"] == [3 * SMALL["groups_per_step"]]
     train_sync.train(config_of(tmp_path / "whole"))
     train_sync.train(dataclasses.replace(Config(), resume=str(run)))
     ends = [load_checkpoint(tmp_path / name)["weights"] for name in ("run", "whole")]
