@@ -272,11 +272,12 @@ def turn_advantages(
     turn_rewards float [G, n, T] (0: none), `present` bool [G, n, T] (the sample has this turn, and
     has not failed). `group_advantages` of R_t + R_t+1 + ... (gamma = 1) among the samples that have
     turn t: one alone there gets 0, so do equal ones; dead is a group in which every turn is.
-    "Turn-level credit" has several meanings. GTPO (arXiv 2511.14846): returns-to-go, normalized;
-    with a discount and shaped rewards, which are left out here. MT-GRPO (arXiv 2505.11821, v1): the
-    turn's own reward, normalized, plus the normalized outcome. GiGPO (arXiv 2505.10978): as here,
-    but among samples in the same state, plus the episode's advantage; here only the turn is the
-    same, so what differs between states stays in as noise. AssertionError: see `group_advantages`.
+    "Turn-level credit" has several meanings. GTPO (arXiv 2511.14846): normalized returns-to-go, as
+    here, but discounted, and of shaped rewards. MT-GRPO (arXiv 2505.11821, v1): the normalized
+    outcome, and in the first turn its own normalized reward, too. GiGPO (arXiv 2505.10978): returns
+    compared among samples in the same state, and the episode's advantage is added; here only the
+    turn is the same, so what differs between states stays in as noise.
+    AssertionError: see `group_advantages`.
     """
     size, turns = turn_rewards.shape[1:]
     rewards = turn_rewards.masked_fill(~present, 0.0)

@@ -11,9 +11,7 @@ A part returns its curves and its claims, as in exact.py.
 """
 
 import copy
-from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,7 +19,6 @@ import torch
 import losses
 from cache import decode, make_cache, prefill, reserve
 from lab.pipeline import Costs, Pipeline, end
-from lab.plots import LOGARITHMIC, column, draw_panels
 from learner import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import Config
@@ -31,8 +28,6 @@ PROMPT, ALPHABET = [5, 6, 7, 5, 6, 4], torch.arange(4)
 MODES = ("recompute", "keep", "drain")
 
 STEPS = range(1, 9)  # optimizer steps between the old weights and the new ones
-
-SHARES = np.geomspace(1, 0.001, 100)  # of answers that are at least as long
 
 
 def learner_logprobs(model, responses):
@@ -101,10 +96,8 @@ def swap_part(task):
             chances = recorded.sum(1).exp()
             to_b = chances @ (recorded - pure[s])  # [T]
             to_a = chances @ (recorded - pure[0])
-            facts = {"whole_response_to_b": float(to_b.sum())}
-            facts["to_b"] = float(to_b[boundary:].sum())
-            facts["to_a"] = float(to_a[boundary:].sum())
-            rows.append(facts)
+            kls = {"whole_response_to_b": to_b, "to_b": to_b[boundary:], "to_a": to_a[boundary:]}
+            rows.append({name: float(kl.sum()) for name, kl in kls.items()})
         if boundary == 2:
             values = losses.k3(recorded[:, 2:], pure[s][:, 2:]).sum(1)
             name = f"KL({mode} || new weights), k3"
@@ -122,56 +115,18 @@ def drop_part(steps=375):
     starts = np.linspace(0, steps, len(lengths))  # the simulation draws them by version
     groups = np.stack([starts, 0 * lengths, lengths], 1).astype(int).tolist()
     costs = Costs(step=1.0, train=100.0, groups=groups)
-    config = Config(
-        steps=steps,
-        slots=64,
-        rollout_workers=1,
-        group_size=1,
-        groups_per_step=8,
-    )
+    sizes = {"steps": steps, "slots": 64, "groups_per_step": 8, "group_size": 1}
     curves, claims = {}, []
     for rule in ("wait", "drop"):
-        events = Pipeline(replace(config, on_stale=rule), costs).run().events
+        config = Config(**sizes, rollout_workers=1, on_stale=rule)
+        events = Pipeline(config, costs).run().events
         length = {e["group"]: float(e["lengths"][0]) for e in events["score"]}
         trained = [length[group] for e in events["train"] for group in e["groups"]]
-        admitted = list(length.values())
-        curves[rule] = {
-            "time": end(events["train"][-1]),
-            "admitted": length_facts(admitted),
-            "trained": length_facts(trained),
-        }
-        values = torch.tensor(trained).double()
-        truth = curves[rule]["admitted"]["mean"]
-        chances = torch.full_like(values, 1 / len(values))
+        facts = curves[rule] = {"time": end(events["train"][-1])}
+        for name, values in {"admitted": [*length.values()], "trained": trained}.items():
+            total = sum(values)
+            facts[name] = {"answers": len(values), "tokens": total, "mean": total / len(values)}
+        chances = torch.full([len(trained)], 1 / len(trained)).double()
+        values, truth = torch.tensor(trained).double(), facts["admitted"]["mean"]
         claims.append((f"length trained, {rule}", values, chances, truth, rule == "wait"))
     return curves, claims
-
-
-def length_facts(lengths: list[float]) -> dict:
-    """How many answers and tokens, their mean length, and the lengths at `SHARES`."""
-    return {
-        "answers": len(lengths),
-        "tokens": sum(lengths),
-        "mean": float(np.mean(lengths)),
-        "at_least": np.quantile(lengths, 1 - SHARES).tolist(),
-    }
-
-
-def draw_pipeline(folder: Path, result: dict) -> None:
-    """lab_swap.png and lab_drop.png, one message each."""
-    curves = {}
-    for mode in MODES:
-        kl = column(result["swap"][f"{mode}, 2"], "to_b")
-        curves[mode] = (None, STEPS, np.maximum(kl, 1e-6))
-    axis = {"xlabel": "optimizer steps between old and new weights", "yscale": "log"}
-    axis |= {"ylabel": "KL(sampled || new weights), last 2 tokens\n(nats; 0 is drawn at 0.000001)"}
-    title = "A kept cache costs a little, draining much more, recomputing nothing"
-    draw_panels(folder / "lab_swap.png", title, [(curves, axis)])
-    curves = {}
-    for rule, name in (("wait", "trained"), ("drop", "trained"), ("drop", "admitted")):
-        facts = result["lengths"][rule][name]
-        label = f"{name} ({rule}): mean {facts['mean']:.0f}"
-        curves[label] = (None, facts["at_least"], SHARES)
-    axis = {"xlabel": "length of an answer (tokens)", "ylabel": "share at least as long"}
-    title = "Dropping stale work removes the long answers; waiting keeps them"
-    draw_panels(folder / "lab_drop.png", title, [(curves, axis | LOGARITHMIC)])

@@ -9,6 +9,7 @@ import torch
 import losses
 from lab import exact as lab
 from lab import exact_pipeline
+from lab import exact_turns as turns
 from lab.plots import RESULTS, load_result
 
 TASKS = {1: lab.TASKS["one token"], 3: lab.TASKS["three tokens"]}
@@ -27,6 +28,12 @@ def mean_gradient(method, length, staleness):
     task, chain = TASKS[length], CHAINS[length]
     gradients, _ = lab.examine(method, task, chain[staleness], chain[0])
     return lab.logprobs_of(chain[0], task).sum(1).exp() @ gradients
+
+
+def advantages_of(length):
+    """Rewards without their mean under the policy that sampled."""
+    task, behaviour = TASKS[length], CHAINS[length][0]
+    return task.rewards - lab.expected_reward(behaviour, task)
 
 
 def wrong(claims):
@@ -71,11 +78,11 @@ def test_every_method_is_unbiased_exactly_where_theory_says(method, length):
 @pytest.mark.parametrize("method", lab.METHODS)
 def test_the_gradient_of_a_sampled_trace_is_the_mean_over_its_responses(method, length):
     task, theta, behaviour = TASKS[length], CHAINS[length][8].clone(), CHAINS[length][0]
-    old, values = lab.logprobs_of(behaviour, task), lab.prefix_values(behaviour, task)
+    old, advantages = lab.logprobs_of(behaviour, task), advantages_of(length)
     draw = torch.Generator().manual_seed(0)
     trace = torch.multinomial(old.sum(1).exp(), 1000, True, generator=draw)
     new = lab.logprobs_of(theta.requires_grad_(), task)[trace]
-    loss, *_ = lab.loss_of(method, new, old[trace], task.rewards[trace], values[trace])
+    loss, _ = lab.loss_of(method, new, old[trace], advantages[trace])
     sampled = -torch.autograd.grad(loss, theta)[0].flatten()
     gradients, _ = lab.examine(method, task, theta.detach(), behaviour)
     assert torch.allclose(sampled, gradients[trace].mean(0), atol=1e-9)
@@ -105,14 +112,14 @@ def test_a_ratio_per_token_corrects_one_token_at_a_time():
     assert biases == sorted(biases) and biases[8] > 0.3
     # it is the gradient of the surrogate in which only one token changes hands (CPI, TRPO)
     task, theta, behaviour = TASKS[3], CHAINS[3][8].clone().requires_grad_(), CHAINS[3][0]
-    old, values = lab.logprobs_of(behaviour, task), lab.prefix_values(behaviour, task)
+    old = lab.logprobs_of(behaviour, task)
     ratio = (lab.logprobs_of(theta, task) - old).exp()
-    gain = old.sum(1).exp() @ (ratio * (task.rewards - values[:, 0])[:, None]).sum(1)
+    gain = old.sum(1).exp() @ (ratio * advantages_of(3)[:, None]).sum(1)
     surrogate = torch.autograd.grad(gain, theta)[0].flatten()
     assert torch.allclose(surrogate, mean_gradient("decoupled_ppo", 3, 8), atol=1e-10)
 
 
-@pytest.mark.parametrize("method", ["tis", "icepop", "double_sided", "ppo", "gspo", "vtrace"])
+@pytest.mark.parametrize("method", ["tis", "icepop", "double_sided", "ppo", "gspo"])
 def test_caps_and_clips_lose_part_of_the_gradient(method):
     facts = examine(method, 1, 8)
     assert facts["touched"] > 0 and facts["bias"] > 0.05 and facts["share"] < 1
@@ -121,37 +128,6 @@ def test_caps_and_clips_lose_part_of_the_gradient(method):
 def test_truncation_buys_variance_and_effective_samples():
     tis, plain = examine("tis", 1, 8), examine("decoupled_ppo", 1, 8)
     assert tis["spread"] < plain["spread"] and tis["ess"] > plain["ess"]
-
-
-@pytest.mark.parametrize("critic", [0, 3])
-def test_vtrace_without_caps_is_plain_importance_weighting(critic):
-    task, theta = TASKS[3], CHAINS[3][8]
-    new, old = lab.logprobs_of(theta, task), lab.logprobs_of(CHAINS[3][0], task)
-    values = torch.zeros_like(new)
-    targets, rho, advantages = lab.vtrace(new - old, values, task.rewards, math.inf)
-    ratio = (new - old).exp()
-    suffix = ratio.flip(1).cumprod(1).flip(1)  # [R, T] product of this and all later ratios
-    assert torch.allclose(targets, suffix * task.rewards[:, None], atol=1e-12)
-    assert torch.allclose(rho * advantages, targets, atol=1e-12)
-    # whatever the critic says, the first target estimates the value of the new policy
-    values = lab.prefix_values(CHAINS[3][critic], task)
-    targets, *_ = lab.vtrace(new - old, values, task.rewards, math.inf)
-    value = lab.expected_reward(theta, task)
-    assert math.isclose(float(old.sum(1).exp() @ targets[:, 0]), value, abs_tol=1e-10)
-
-
-def test_vtrace_against_the_recursion_of_the_paper():
-    """v_s = V(s) + delta_s + c_s (v_{s+1} - V(s+1)), delta_s = rho_s (r_s + V(s+1) - V(s))."""
-    ratio, values, reward = [2.0, 0.5, 0.7], [0.3, 0.4, -0.2], 1.0
-    tensors = [torch.tensor([x], dtype=torch.float64) for x in (ratio, values)]
-    targets, rho, advantages = lab.vtrace(tensors[0].log(), tensors[1], torch.tensor([reward]))
-    V, v, earned = [*values, 0.0], [0.0] * 4, [0.0, 0.0, reward]  # worth nothing behind the end
-    for s in (2, 1, 0):
-        cut = min(1.0, ratio[s])
-        v[s] = V[s] + cut * (earned[s] + V[s + 1] - V[s]) + cut * (v[s + 1] - V[s + 1])
-        assert math.isclose(float(targets[0, s]), v[s])
-        assert math.isclose(float(rho[0, s]), cut)
-        assert math.isclose(float(advantages[0, s]), earned[s] + v[s + 1] - V[s])
 
 
 def test_effective_sample_size_agrees_with_the_diagnostic():
@@ -165,12 +141,115 @@ def test_effective_sample_size_agrees_with_the_diagnostic():
     assert math.isclose(sampled, examine("decoupled_ppo", 1, 8)["ess"], rel_tol=0.03)
 
 
-def test_group_advantages():
-    curves, claims = lab.advantages_part(TASKS[3])
-    assert math.isclose(curves["rloo"]["share"], 1.0, abs_tol=1e-10)
-    assert math.isclose(curves["mean"]["share"], 2 / 3, abs_tol=1e-10)  # (n - 1) / n
-    assert curves["grpo"]["cosine"] < 0.9999  # dividing by the spread changes the direction
-    assert wrong(claims) == []
+# ---- credit for turns ----
+
+THETA = lab.policies(turns.enumerate_turns())[2]
+
+
+def words_and_chances(may_end):
+    """Every episode of the task once more, by loops: words and answer, chance, rewards."""
+    for first, good, second in itertools.product(range(3), range(2), range(3)):
+        prefix = 1 + 2 * first + good
+        chance = THETA.softmax(1)[0, first] * (0.1 + 0.4 * first if good else 0.9 - 0.4 * first)
+        now = 0.5 if first == 2 else 0.0
+        if may_end and first == 1:
+            if (good, second) == (0, 0):  # nothing follows
+                yield [(0, first)], float(THETA.softmax(1)[0, first]), [now]
+            continue
+        later = 1.0 if good and second == (first + 1) % 3 else 0.0
+        chance = float(chance * THETA.softmax(1)[prefix, second])
+        yield [(0, first), (prefix, second)], chance, [now, later]
+
+
+def slope(row, word):
+    """d log pi(word) / d logits, in the row of its prefix."""
+    found = torch.zeros(7, 3).double()
+    found[row] -= THETA[row].softmax(0)
+    found[row, word] += 1
+    return found.flatten()
+
+
+def test_true_gradient_with_turns_by_loops():
+    for may_end in (False, True):
+        episodes = list(words_and_chances(may_end))
+        assert math.isclose(sum(chance for _, chance, _ in episodes), 1.0)
+        expected = sum(
+            chance * sum(rewards) * slope(*word)
+            for words, chance, rewards in episodes
+            for word in words
+        )
+        found = lab.true_gradient(THETA, turns.enumerate_turns(may_end=may_end))
+        assert torch.allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("may_end", [False, True])
+@pytest.mark.parametrize("credit", turns.CREDITS)
+def test_expected_gradient_of_groups_by_loops(may_end, credit):
+    """`rloo`: every return minus the mean of the others that have the turn."""
+    episodes = list(words_and_chances(may_end))
+    expected = torch.zeros(21).double()
+    for group in itertools.product(episodes, repeat=3):
+        chance = math.prod(chance for _, chance, _ in group)
+        words, _, rewards = group[0]  # all members are alike
+        for t, word in enumerate(words):
+            start, others = (t if credit == "turn" else 0), group[1:]
+            if credit == "turn":
+                others = [other for other in others if len(other[2]) > t]
+            if others:
+                base = sum(sum(other[2][start:]) for other in others) / len(others)
+                expected += chance * (sum(rewards[start:]) - base) * slope(*word)
+    task = turns.enumerate_turns(may_end=may_end)
+    gradients, chances, _ = turns.group_gradients(THETA, task, credit, "rloo")
+    assert torch.allclose(chances @ gradients, expected, atol=1e-12)
+
+
+def test_what_an_end_costs_is_the_groups_in_which_nobody_else_went_on():
+    task = turns.enumerate_turns(may_end=True)
+    gradients, chances, truth = turns.group_gradients(THETA, task, "turn", "rloo")
+    ends = float(THETA[0].softmax(0)[1])
+    expected = truth.view(7, 3).clone()
+    expected[1:] *= 1 - ends**2  # of two others
+    assert torch.allclose((chances @ gradients).view(7, 3), expected, atol=1e-12)
+
+
+def test_credit_for_turns_and_for_the_episode():
+    curves, claims = turns.credit_part()
+    assert wrong(claims) == [] and len(claims) == 12
+    unpaid, paid = turns.PAYS.index(0), turns.PAYS.index(0.5)
+    for case, credit in itertools.product(turns.CASES, turns.CREDITS):
+        mean, rloo, grpo = (curves[f"{case}, {credit}, {k}"] for k in ("mean", "rloo", "grpo"))
+        if (case, credit) == ("may end in turn 1", "turn"):
+            assert all(facts["bias"] > 0.01 for facts in rloo)
+        else:
+            assert all(facts["bias"] < 1e-9 for facts in rloo)
+            assert all(math.isclose(facts["share"], 2 / 3) for facts in mean)  # (n - 1) / n
+            assert all(math.isclose(facts["cosine"], 1) for facts in mean)
+        assert grpo[paid]["bias"] > 0.1 and grpo[paid]["cosine"] < 0.9999
+    for kind in losses.ADVANTAGES:
+        turn, episode = (curves[f"two turns, {credit}, {kind}"] for credit in turns.CREDITS)
+        assert turn[unpaid] == pytest.approx(episode[unpaid])  # nothing was earned before
+        assert turn[paid]["spread"] < 0.95 * episode[paid]["spread"]
+    turn, episode = (curves[f"may end in turn 1, {credit}, rloo"] for credit in turns.CREDITS)
+    assert turn[unpaid]["spread"] > episode[unpaid]["spread"]  # fewer to compare with
+
+
+def test_critics():
+    curves, claims = turns.critic_part()
+    assert wrong(claims) == [] and len(claims) == 4 * len(turns.LAMBDAS)
+    for way in ("skipped", "inside"):
+        assert all(facts["bias"] < 1e-9 for facts in curves[f"true, {way}"])
+        blind = [facts["bias"] for facts in curves[f"blind, {way}"]]
+        steps = 1 if way == "skipped" else 1 + turns.OBSERVED
+        for lam, bias in zip(turns.LAMBDAS, blind, strict=True):
+            assert math.isclose(bias, (1 - lam**steps) * blind[0], abs_tol=1e-12)
+        spreads = [facts["spread"] for facts in curves[f"true, {way}"]]
+        assert spreads == sorted(spreads) and spreads[0] < 0.9 * spreads[-1]
+        assert spreads[-1] < curves[f"blind, {way}"][-1]["spread"]
+    # whoever is told what the environment's luck is worth pays for it
+    assert curves["true, inside"][0]["spread"] < curves["true, skipped"][0]["spread"]
+
+
+# ---- divergence, and what the pipeline does ----
 
 
 def test_kl_estimators():
@@ -254,6 +333,21 @@ def test_results_are_those_that_the_page_quotes():
         two, eight = (result["three tokens"][name][s] for s in (2, 8))
         numbers = f"| {two['bias']:.2f} | {eight['bias']:.2f} | {eight['spread']:.1f} "
         assert f"{numbers}| {eight['ess']:.2f} |" in page, name
+    at = turns.PAYS.index(0.5)
+    for case, kind in itertools.product(turns.CASES, losses.ADVANTAGES):
+        turn, episode = (
+            result["credit"][f"{case}, {credit}, {kind}"][at] for credit in turns.CREDITS
+        )
+        numbers = f"{episode['bias']:.3f}, {turn['bias']:.3f} | "
+        numbers += f"{episode['cosine']:.3f}, {turn['cosine']:.3f} | "
+        numbers += f"{(turn['spread'] / episode['spread']) ** 2:.2f} |"
+        assert f"| {case}, `{kind}` | {numbers}" in page, (case, kind)
+    right, blind, inside = (
+        result["critic"][name] for name in ("true, skipped", "blind, skipped", "blind, inside")
+    )
+    quoted = [right[-1]["spread"], right[0]["spread"], blind[-1]["spread"] / 3**0.5]
+    quoted += [blind[-2]["bias"], blind[0]["bias"], inside[-2]["bias"]]
+    assert [f"{x:.2f}" for x in quoted] == ["1.49", "1.21", "0.87", "0.02", "0.36", "0.13"]
 
 
 def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path, capsys):
@@ -264,9 +358,9 @@ def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path, capsys):
     for name in found.keys() - {"machine"}:
         assert_close(found[name], recorded[name], name)
     pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {f"lab_{name}.png" for name in ("objectives", "kl", "swap", "drop")}
+    assert pictures == {f"lab_{name}.png" for name in ("objectives", "kl", "credit")}
     table = capsys.readouterr().out
-    assert "decoupled_ppo, T = 3, staleness 8" in table and "90 of 90 as theory says" in table
+    assert "decoupled_ppo, T = 3, staleness 8" in table and "117 of 117 as theory says" in table
 
 
 def assert_close(ours, theirs, where):
