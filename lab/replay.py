@@ -130,8 +130,8 @@ def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> li
     """Play everything as far as the learner's version fed it; returns the finished groups."""
     version = learner.version
     generator.set_weights(version, learner.model.flat)
-    decoded = True
-    while decoded or generator.asked:
+    moved = True
+    while moved:
         for b, episode in enumerate(generator.episodes):
             if episode and episode.key not in generator.asked:
                 swaps = scores[episode.group_id]["swaps"][episode.sample_index]
@@ -140,6 +140,7 @@ def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> li
                 end = min(newer, default=generator.capacity)
                 generator.running[b] = generator.cached[b] < end
         decoded = generator.step()
+        moved = decoded or bool(generator.asked)
         host.send(generator.take_calls())
         for result in host.receive(0.0 if decoded else 0.5):
             generator.hear(result.key[1:], result)

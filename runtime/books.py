@@ -39,6 +39,7 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
         checkpoint(learner, run.folder, log, in_flight, completed)
     check_step(run, groups, metrics)
     run.discarded.clear()
+    run.verified.clear()
 
 
 DEAD_SHARES = 3  # so many times the prompts of a step may be replaced because they teach nothing
@@ -60,8 +61,9 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
             run.discarded.append((group, reason))
         else:
             kept.append(group)
-    if len(run.discarded) >= config.groups_per_step:
-        check_failures(run, [group for group, _ in run.discarded])
+    run.verified += groups
+    if len(run.verified) >= config.groups_per_step:  # there may never be another step
+        check_failures(run, run.verified)
     return kept
 
 

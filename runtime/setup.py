@@ -43,7 +43,8 @@ class Run:
     host: Host  # of evaluations, and of what train_sync.py has outside
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
-    discarded: list[tuple[Group, str]]  # since the last step, and why
+    verified: list[Group]  # since the last step
+    discarded: list[tuple[Group, str]]  # those that were not to be trained, and why
 
 
 def open_training(config: Config, mode: str) -> Run:
@@ -87,7 +88,7 @@ def open_training(config: Config, mode: str) -> Run:
             check_export(Path(config.export), model.config)  # it is not --out, either
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
-        run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [])
+        run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [], [])
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run

@@ -110,7 +110,7 @@ class Host:
         except (EOFError, OSError) as error:  # TimeoutError is an OSError, too
             answers = self.lost(error)
         for answer in answers:
-            del self.work[answer.group_id if isinstance(answer, Answer) else answer.key]
+            self.work.pop(answer.group_id if isinstance(answer, Answer) else answer.key, None)
         if answers:
             self.answered = time.monotonic()
         return answers

@@ -36,7 +36,7 @@ import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
-from runtime import checkpoint, workers  # noqa: E402
+from runtime import checkpoint, sessions, workers  # noqa: E402
 from runtime import folder as run_folder  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
 from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
@@ -169,7 +169,8 @@ def broken(folder: str, role: str, line: Line, *arguments) -> None:
     plan = Plan(folder, role)
     fault = plan.due("start", 10**9)
     hurt(fault["kind"] if fault else "")
-    getattr(workers, f"{role}_worker")(Breaking(line, plan), *arguments)
+    room = sessions if role == "reward" else workers
+    getattr(room, f"{role}_worker")(Breaking(line, plan), *arguments)
 
 
 def die(*_, **__) -> None:

@@ -8,6 +8,7 @@ adopts which version at which token, who dies. tests/test_train_async.py replays
 import copy
 import dataclasses
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.flow import AsyncRun, log_discards, settle
 from runtime.folder import Log, read_lines
-from runtime.messages import Answer, Group, Judgement, pack_messages, unpack_messages
+from runtime.messages import Answer, Call, Group, Judgement, pack_messages, unpack_messages
 from runtime.processes import Lost
 from runtime.setup import make_model, open_training
 
@@ -90,10 +91,13 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
                 generator.set_weights(learner.version, learner.model.flat.clone())
             generator.step()
             run.host.send(generator.take_calls())
-            for answer in run.host.receive(0.002):
-                by_key = [g for g in pool.generators.values() if answer.key[1:] in g.asked]
-                for asked in by_key:  # none, if its worker has died meanwhile
-                    asked.hear(answer.key[1:], answer)
+            deliver(0.002)
+
+    def deliver(seconds: float) -> None:
+        """What environments outside have answered goes to the generators that wait for it."""
+        for answer in run.host.receive(seconds):
+            for generator in pool.generators.values():
+                generator.hear(answer.key[1:], answer)
 
     def judgement_of(group: Group) -> Judgement:
         verdicts = [
@@ -123,6 +127,9 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
                 train_async.handle(run, worker, message)
             if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:
                 lives -= 1
+                while run.host.work:  # else its successor, in the same process, would hear that
+                    deliver(0.1)
+                run.host.send([Call((os.getpid(), g), {}, None) for g in worker.work])
                 pool.spawn(worker.number)
                 lost = Lost("died", list(worker.work.values()))
                 train_async.handle(run, worker, lost)
