@@ -1,26 +1,29 @@
 """debug.py: write a program for a tiny stack machine, and mend it when an example fails.
 
-    3>7 5>1 8>7? d1+ 3>4? d+1+
+    2>6 5>2 8>8? id+ 5>2? ...
 
-The prompt shows three examples of what the program must make of its input; the answer is the
-program, up to four instructions on a stack that begins with the input alone:
+The prompt shows three examples, "2>6": from 2 the program must make 6. The answer is a program of
+three instructions. Its stack begins with the input alone, and what lies on top at the end is the
+output; all numbers are digits:
 
-    1  push 1                     +  -  *  take two numbers from the top, push the
-    d  push the top once more              sum, difference, product modulo 10
+    d  push what is on top once more     +  take two from the top, push their sum modulo 10
+    i  add 1 to what is on top           *  take two from the top, push their product modulo 10
 
-What lies on top at the end is the output. The environment runs the program on the examples, and
-tells the first that fails with what the program gave: "3>4", or "3>!" when the stack was too short.
-Then the policy tries again, up to four times.
+The environment runs the program on all examples. Of the first one that fails it tells the input and
+what the program gave: "5>3", or "5>!" when the stack was too short. Then the policy writes another
+program, up to four in all.
 
 The rules:
-  * The target is one of all different things that a program can do, leaving out constants and the
-    program that does nothing, each as often as the others. Nothing is run but these instructions,
-    and there are no jumps, so a run has at most four steps.
-  * Held out is one in ten of the prompts, three examples in their order. All targets occur in
-    training: what generalises is to tell from new examples which of them it is.
+  * Ten different things can be done with three instructions, as x + 1, 2 x + 2 or (x + 1) x, those
+    apart that leave the input as it is. Each is asked for as often as the others; any program that
+    meets the examples is right.
+  * Nothing is run but these four instructions, and there are no jumps: a run has three steps.
+  * Held out is one in ten of the prompts, which are three examples in the order of their inputs.
+    The ten things and all single examples occur in training: what generalises is to tell from three
+    examples that were never together what is to be done, and to learn from what is told.
 
-reward = weight of the try * (0.4 * share of examples met that were never met before
-                              + 0.6 when all are met), the weights are 1, 0.9, 0.8, 0.7
+reward = (1, 3/4, 1/2, 1/4 for the first to fourth try) * (0.8 if all examples are met
+         + 0.2 * the share of examples met, as far as it is more than in any earlier try)
 """
 
 from functools import cache, lru_cache, partial
@@ -29,48 +32,46 @@ from itertools import product
 from reward import Step, Task, TaskError
 from tasks.problems import draw_problem, random_of
 
-SIGNS, LONGEST, EXAMPLES, TRIES = "d1+-*", 4, 3, 4
-SHARE, ALL = 0.4, 0.6
+SIGNS, SIZE, EXAMPLES, TRIES = "di+*", 3, 3, 4
+ALL, SHARE = 0.8, 0.2
 DIGITS = range(10)
 
 
 def run(program, number):
-    """The output for an input; None when the stack was too short or a sign is no instruction."""
+    """The output of a program; None when the stack was too short, or a sign is no instruction."""
     stack = [number]
     for sign in program:
-        if sign == "1":
-            stack.append(1)
-        elif sign == "d":
-            stack.append(stack[-1])
-        elif sign in "+-*" and len(stack) > 1:
-            right, left = stack.pop(), stack.pop()
-            found = {"+": left + right, "-": left - right, "*": left * right}[sign]
-            stack.append(found % 10)
+        top = stack.pop()
+        if sign == "d":
+            stack += top, top
+        elif sign == "i":
+            stack.append((top + 1) % 10)
+        elif sign in "+*" and stack:
+            other = stack.pop()
+            stack.append((other + top if sign == "+" else other * top) % 10)
         else:
             return None
     return stack[-1]
 
 
-@lru_cache(4096)  # all programs
+@lru_cache(1024)  # all programs; what is no program is not kept for long
 def outputs(program):
-    """What a program makes of each digit."""
-    return tuple(run(program, number) for number in DIGITS)
+    """What a program makes of each digit; nothing, if it has not the right size."""
+    return [run(program, n) if len(program) == SIZE else None for n in DIGITS]
 
 
 @cache
 def targets():
-    """The shortest program for each different thing that programs do."""
-    found = {tuple(DIGITS): ""}
-    for size in range(LONGEST + 1):
-        for signs in product(SIGNS, repeat=size):
-            found.setdefault(outputs("".join(signs)), "".join(signs))
-    return [p for made, p in found.items() if None not in made and len({*made}) > 1 and p]
+    """A program for each of the different things that programs do."""
+    programs = map("".join, product(SIGNS, repeat=SIZE))
+    found = {tuple(outputs(program)): program for program in programs}
+    return [program for made, program in found.items() if None not in made and made != (*DIGITS,)]
 
 
 def propose(random):
     """(prompt, problem): examples of one of the targets."""
     program = targets()[random.integers(len(targets()))]
-    asked = random.choice(len(DIGITS), size=EXAMPLES, replace=False).tolist()
+    asked = sorted(random.choice(len(DIGITS), size=EXAMPLES, replace=False).tolist())
     examples = [[number, outputs(program)[number]] for number in asked]
     prompt = " ".join(f"{number}>{output}" for number, output in examples) + "? "
     return prompt, {"prompt": prompt, "examples": examples, "program": program}
@@ -81,18 +82,18 @@ def reset(seed, index, split):
     return draw_problem(propose, random_of("debug", seed, index, split), split)["answer"]
 
 
-def failures(problem, program):
-    """(input, what the program gave) of the examples that it does not meet."""
-    made = outputs(program) if len(program) <= LONGEST else (None,) * len(DIGITS)
+def failing(problem, program):
+    """The examples that a program does not meet: (input, what it gave) of each."""
+    made = outputs(program)
     return [(asked, made[asked]) for asked, output in problem["examples"] if made[asked] != output]
 
 
 def step(problem, answers):
     """Runs the newest program; what an earlier one has met is not paid again."""
-    attempt, failed = len(answers), failures(problem, answers[-1])
-    before = min((len(failures(problem, said)) for said in answers[:-1]), default=EXAMPLES)
-    gain = max(0, before - len(failed)) / EXAMPLES
-    reward = (1.1 - attempt / 10) * (SHARE * gain + ALL * (not failed))
+    attempt, failed = len(answers), failing(problem, answers[-1])
+    fewest = min((len(failing(problem, said)) for said in answers[:-1]), default=EXAMPLES)
+    more = max(0, fewest - len(failed)) / EXAMPLES
+    reward = (1 + TRIES - attempt) / TRIES * (ALL * (not failed) + SHARE * more)
     if not failed or attempt >= TRIES:
         return Step(None, reward, True)
     asked, made = failed[0]
@@ -100,26 +101,29 @@ def step(problem, answers):
 
 
 def solve(problem):
-    """The program that the examples were made with."""
+    """A program that does what the examples show."""
     return [problem["program"]]
 
 
 def make(argument: str, seed: int, tokenizer) -> Task:
-    """The task; it has no argument."""
+    """The task; `argument` is what follows the colon in --task, and there is none here."""
     if argument:
         raise TaskError("debug has no argument")
-    signs = [token for sign in SIGNS for token in tokenizer.encode(sign)]
-    prompt = len(tokenizer.encode(" ".join(["3>7"] * EXAMPLES) + "? "))
+    signs = [tokenizer.encode(sign) for sign in SIGNS]
+    if max(map(len, signs)) > 1:
+        raise TaskError(f"needs a vocabulary that has each of {SIGNS} as one token")
+    examples = " ".join(["3>7"] * EXAMPLES)
     return Task(
         reset=partial(reset, seed),
         step=step,
-        alphabet=(*signs, tokenizer.end),
-        max_prompt_tokens=prompt,
-        turn_tokens=LONGEST + 1,
+        alphabet=tuple(sign[0] for sign in signs),
+        max_prompt_tokens=len(tokenizer.encode(f"{examples}? ")),
+        turn_tokens=SIZE,
         max_turns=TRIES,
-        observation_tokens=max(len(tokenizer.encode(said)) for said in (" 3>4? ", " 3>!? ")),
+        stop=frozenset(),  # a turn is three tokens, and needs no end
+        observation_tokens=max(len(tokenizer.encode(f" 3>{made}? ")) for made in "7!"),
         eval_size=128,
-        solved=0.5,
-        steps=600,
+        solved=0.2,  # at the fourth try 0.25; two of three examples at the first are worth 0.13
+        steps=700,
         solve=solve,
     )
