@@ -1,13 +1,13 @@
 """debug.py: write a program for a tiny stack machine, and mend it when an example fails.
 
-    2>6 5>2 8>8? id+ 5>2? ...
+    2>6 5>2 8>8? nd+ 5>2? ...
 
 The prompt shows three examples, "2>6": from 2 the program must make 6. The answer is a program of
 three instructions. Its stack begins with the input alone, and what lies on top at the end is the
 output; all numbers are digits:
 
     d  push what is on top once more     +  take two from the top, push their sum modulo 10
-    i  add 1 to what is on top           *  take two from the top, push their product modulo 10
+    n  add 1 to what is on top           *  take two from the top, push their product modulo 10
 
 The environment runs the program on all examples. Of the first one that fails it tells the input and
 what the program gave: "5>3", or "5>!" when the stack was too short. Then the policy writes another
@@ -26,38 +26,38 @@ reward = (1, 3/4, 1/2, 1/4 for the first to fourth try) * (0.8 if all examples a
          + 0.2 * the share of examples met, as far as it is more than in any earlier try)
 """
 
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import product
 
 from reward import Step, Task, TaskError
 from tasks.problems import draw_problem, random_of
 
-SIGNS, SIZE, EXAMPLES, TRIES = "di+*", 3, 3, 4
+SIGNS, SIZE, EXAMPLES, TRIES = "dn+*", 3, 3, 4
 ALL, SHARE = 0.8, 0.2
 DIGITS = range(10)
 
 
 def run(program, number):
-    """The output of a program; None when the stack was too short, or a sign is no instruction."""
+    """The output of a program; None when the stack was too short."""
     stack = [number]
     for sign in program:
         top = stack.pop()
         if sign == "d":
             stack += top, top
-        elif sign == "i":
+        elif sign == "n":
             stack.append((top + 1) % 10)
-        elif sign in "+*" and stack:
-            other = stack.pop()
-            stack.append((other + top if sign == "+" else other * top) % 10)
-        else:
+        elif not stack:
             return None
+        else:
+            below = stack.pop()
+            stack.append((below + top if sign == "+" else below * top) % 10)
     return stack[-1]
 
 
-@lru_cache(1024)  # all programs; what is no program is not kept for long
+@cache  # there are few programs
 def outputs(program):
-    """What a program makes of each digit; nothing, if it has not the right size."""
-    return [run(program, n) if len(program) == SIZE else None for n in DIGITS]
+    """What a program makes of each digit."""
+    return [run(program, number) for number in DIGITS]
 
 
 @cache
@@ -82,9 +82,14 @@ def reset(seed, index, split):
     return draw_problem(propose, random_of("debug", seed, index, split), split)["answer"]
 
 
+def is_program(text):
+    """Whether a text has the right size and signs."""
+    return len(text) == SIZE and all(sign in SIGNS for sign in text)
+
+
 def failing(problem, program):
     """The examples that a program does not meet: (input, what it gave) of each."""
-    made = outputs(program)
+    made = outputs(program) if is_program(program) else [None] * len(DIGITS)
     return [(asked, made[asked]) for asked, output in problem["examples"] if made[asked] != output]
 
 
@@ -97,7 +102,8 @@ def step(problem, answers):
     if not failed or attempt >= TRIES:
         return Step(None, reward, True)
     asked, made = failed[0]
-    return Step(f" {asked}>{'!' if made is None else made}? ", reward, False)
+    told = "!" if made is None else made
+    return Step(f" {asked}>{told}? ", reward, False)
 
 
 def solve(problem):
@@ -113,6 +119,7 @@ def make(argument: str, seed: int, tokenizer) -> Task:
     if max(map(len, signs)) > 1:
         raise TaskError(f"needs a vocabulary that has each of {SIGNS} as one token")
     examples = " ".join(["3>7"] * EXAMPLES)
+    told = [tokenizer.encode(text) for text in (" 3>7? ", " 3>!? ")]
     return Task(
         reset=partial(reset, seed),
         step=step,
@@ -121,7 +128,7 @@ def make(argument: str, seed: int, tokenizer) -> Task:
         turn_tokens=SIZE,
         max_turns=TRIES,
         stop=frozenset(),  # a turn is three tokens, and needs no end
-        observation_tokens=max(len(tokenizer.encode(f" 3>{made}? ")) for made in "7!"),
+        observation_tokens=max(map(len, told)),
         eval_size=128,
         solved=0.2,  # at the fourth try 0.25; two of three examples at the first are worth 0.13
         steps=700,
