@@ -103,11 +103,14 @@ TASKS = {  # the name in a spec -> its file in tasks/
     "sort": "digits",
     "sum": "digits",
     "recall": "recall",
+    "hops": "hops",
+    "debug": "debug",
     "jsonl": "jsonl",
 }
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \
+hops[:1..8[:0..0.5]], debug, \
 jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384], path/to/file.py[:ARGUMENT]"""
 
 
