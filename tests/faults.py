@@ -495,7 +495,8 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
 
 def main(folder: str, *flags: str) -> None:
     for role in ("rollout", "reward"):
-        setattr(workers, f"{role}_worker", functools.partial(broken, folder, role))
+        room = sessions if role == "reward" else workers
+        setattr(room, f"{role}_worker", functools.partial(broken, folder, role))
     break_learner(folder)
     note_losses(folder)
     sys.argv = ["train_async.py", *flags]
