@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import losses
 from buffer import pack, repaired
+from critic import Critic, criticise, make_critic, teach
 from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
@@ -59,60 +60,6 @@ def naive_step(
     loss.backward()
     optimizer.step()
     return loss.detach()
-
-
-# -------------------------------------------------------------------------------------- the critic
-
-
-@dataclass
-class Critic:
-    """What the policy's hidden states promise: two layers, with an optimizer of their own."""
-
-    net: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
-def make_critic(config: Config, model: GPT) -> Critic:
-    """A value head; it says 0 at first."""
-    d, device = model.config.width, model.flat.device
-    with torch.random.fork_rng():
-        torch.manual_seed(config.seed)
-        net = nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, 1)).to(device)
-    nn.init.zeros_(net[2].weight)
-    return Critic(net, torch.optim.AdamW(net.parameters(), config.critic_lr, weight_decay=0.0))
-
-
-def criticise(critic: Critic, batch: list, hidden: Tensor, config: Config) -> tuple:
-    """Advantages [M] of the generated tokens by skip-observation GAE; and what the critic learns
-    from: hidden states and what followed.
-
-    A turn's reward comes with its last token. hidden [M, d], without gradient: the policy is not
-    taught what pleases its critic.
-    """
-    rewards, lengths = [], [t.generated for t, _ in batch]
-    for t, _ in batch:
-        for (start, stop), reward in zip(t.turns, t.turn_rewards, strict=True):
-            rewards += [0.0] * (stop - start)
-            if stop > start:
-                rewards[-1] = reward
-    with torch.no_grad():
-        values = critic.net(hidden.float())[:, 0].cpu()  # [M]
-    rewards = torch.tensor(rewards)
-    advantages = losses.skip_observation_gae(rewards, values, lengths, config.gae_lambda)
-    return advantages, (hidden.float(), (advantages + values).to(hidden.device))
-
-
-def teach(critic: Critic, lessons: list, config: Config) -> float:
-    """A few steps of the critic towards what it has seen; returns its loss before them."""
-    hidden, targets = (torch.cat(part) for part in zip(*lessons, strict=True))
-    first = 0.0
-    for update in range(config.critic_updates):
-        loss = (critic.net(hidden)[:, 0] - targets).square().mean()
-        critic.optimizer.zero_grad()
-        loss.backward()
-        critic.optimizer.step()
-        first = first if update else float(loss.detach())
-    return first
 
 
 @dataclass
@@ -173,12 +120,7 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
     )
 
 
-def new_groups(
-    learner: Learner,
-    task: Task,
-    count: int,
-    kind: int = 0,
-) -> list:
+def new_groups(learner: Learner, task: Task, count: int, kind: int = 0) -> list:
     """The next prompts of a task; its cursor moves, so none is used twice."""
     K, first = len(learner.cursors), learner.cursors[kind]
     learner.cursors[kind] += count
@@ -269,12 +211,7 @@ def samples_of(groups: list, config: Config) -> tuple:
     return [pair for pair in zip(trajectories, credit, strict=True) if pair[0].generated], dead
 
 
-def token_logprobs(
-    model: GPT,
-    batch: list,
-    learner: Learner,
-    config: Config,
-):
+def token_logprobs(model: GPT, batch: list, learner: Learner, config: Config) -> tuple:
     """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories, and
     the hidden states [M, d] that predict them."""
     device = model.flat.device

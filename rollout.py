@@ -17,7 +17,6 @@ Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d m
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,9 +25,11 @@ from torch import Tensor
 
 from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
 from model import GPT, allowed_of, merged, pack_tokens
-from reward import Environment, Reply, Task, capacity_of, make_environment
+from reward import Task, capacity_of
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
+from runtime.noise import noise_keys, uniforms
+from tasks.environment import Environment, Reply, make_environment
 
 # What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
 # tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
@@ -52,34 +53,6 @@ def naive_generate(model: GPT, prompt: list, environment, noise_key: int, temper
         if tokens[-1] in environment.stop:
             break
     return tokens, logprobs
-
-
-# ------------------------------------------------------------------------------ sampling noise
-
-
-def mix(x):
-    """A 32-bit integer hash of values in [0, 2^32), ints or int64 arrays ("lowbias32", found by
-    C. Wellons' hash search). int64 products wrap around, which leaves their low 32 bits right."""
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * factor & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-@lru_cache(1024)
-def noise_keys(seed: int, group_id: int, group_size: int) -> list:
-    """The 62-bit keys of the sampling noise of a group's trajectories, one for each sample."""
-    low, high = 0x9E3779B9, 0x85EBCA6B
-    for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
-        low = mix((low ^ part) & 0xFFFFFFFF)
-        high = mix((high + part * 0xC2B2AE35 + low) & 0xFFFFFFFF)
-    return ((high & 0x3FFFFFFF) << 32 | low).tolist()
-
-
-def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in (0, 1), float32 [B], for each key and position, int64 [B] each. It has 23 bits
-    and a half: neither 0 nor 1 can come out."""
-    bits = mix((keys & 0xFFFFFFFF) ^ mix((keys >> 32) ^ (positions * 0x9E3779B9 & 0xFFFFFFFF)))
-    return ((bits >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
 
 
 @torch.no_grad()
@@ -153,9 +126,8 @@ class Generator:
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
         # idle slots feed position 0
-        self.known, self.cached, self.keys, self.turn_end, self.kinds = np.zeros(
-            (5, slots), np.int64
-        )
+        numbers = np.zeros((5, slots), np.int64)  # the last: which of several tasks
+        self.known, self.cached, self.keys, self.turn_end, self.kinds = numbers
         self.running = np.zeros(slots, np.bool_)  # busy, and not waiting for its environment
         self.episodes = [None] * slots  # Trajectory of a busy slot, without arrays until the end
         self.groups = {}  # group id -> Group, those that are not finished
@@ -164,8 +136,8 @@ class Generator:
         self.kept = [[] for _ in range(slots)]  # token ids that sampling kept, token after token
         self.asked = {}  # (group id, sample index) -> slot: environments outside
         self.calls = []  # to them; whoever owns the generator sends them
-        self.version = 0
-        self.new_weights = None  # (version, flat) that were offered and not adopted yet
+        # new_weights: (version, flat) that were offered and not adopted yet
+        self.version, self.new_weights = 0, None
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter(busy=0.0)
@@ -222,8 +194,7 @@ class Generator:
 
     def hear(self, key: tuple, answer):
         """The answer of an environment outside: `key` is (group id, sample index)."""
-        if key in self.asked:
-            b = self.asked.pop(key)
+        if (b := self.asked.pop(key, None)) is not None:
             self._go_on(b, self.rules[self.kinds[b]].read(answer))
 
     def _event(self, kind: str, group_id: int, size: int):
@@ -275,8 +246,7 @@ class Generator:
             if self.episodes[b]:
                 continue
             group, sample_index = self.waiting.popleft()
-            prompt = self.environment.encode_prompt(group.problem)
-            n = len(prompt)
+            n = len(prompt := self.environment.encode_prompt(group.problem))
             assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
             first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
             if first:
@@ -333,8 +303,8 @@ class Generator:
         # noise belongs to the position of the token that is sampled
         arrays = tokens, self.cached, uniforms(self.keys, self.cached + 1), self.kinds
         inputs = [torch.from_numpy(x).to(self.alphabet.device) for x in arrays]
-        step = self._next_tokens
         with torch.inference_mode(not self.graphs):
+            step = self._next_tokens
             results = captured(step, inputs, self.captures) if self.graphs else step(inputs)
         chosen, logprobs = (x.cpu().numpy() for x in results[:2])
 
@@ -365,10 +335,10 @@ class Generator:
             if len(episode.turns) == own.max_turns and not own.judges_all:
                 self._go_on(b, Reply([], None))
                 continue
-            problem, key = self.groups[episode.group_id].problem, episode.key
-            request = problem, self.tokens[b, :known].copy(), list(episode.turns), key
+            problem, tokens = self.groups[episode.group_id].problem, self.tokens[b, :known].copy()
+            request = problem, tokens, list(episode.turns), episode.key
             if own.outside:
-                self.running[b], self.asked[key] = False, b
+                self.running[b], self.asked[episode.key] = False, b
                 self.calls.append(own.call(request))
             else:
                 requests[b] = request

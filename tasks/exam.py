@@ -32,6 +32,7 @@ from runtime.messages import (
     pack_messages,
     unpack_messages,
 )
+from tasks.environment import make_environment
 
 START_SECONDS = 60.0  # a child imports, and makes the task
 GRACE_SECONDS = 2.0  # beyond the task's own limits; it says that it lives every 1.5 s
@@ -149,7 +150,7 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
     ids = [i * K + kind for kind, part in enumerate(parts) for i in range(part.eval_size)]
     generator = Generator(
         learner.model,
-        reward.make_environment(config, task, outside=True),
+        make_environment(config, task, outside=True),
         slots=min(config.slots, len(ids)),
         capacity=reward.capacity_of(config, task),
         group_size=several or 1,

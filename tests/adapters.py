@@ -164,16 +164,20 @@ def resume(in_flight, completed, next_group, version, groups_per_step, max_stale
         buffer.admit(waiting.pop(0), version)
     run = SimpleNamespace(
         config=Config(groups_per_step=groups_per_step, steps=version + 10**6),
-        learner=SimpleNamespace(version=version, next_group=next_group),
+        learner=SimpleNamespace(version=version, cursors=[next_group]),
         buffer=buffer,
         task=SimpleNamespace(
-            reset=lambda *_: {"prompt": "1"}, max_prompt_tokens=1, tokenizer=own_tokenizer()
+            reset=lambda *_: {"prompt": "1"},
+            max_prompt_tokens=1,
+            tokenizer=own_tokenizer(),
+            parts=(),
+            shares=(groups_per_step,),
         ),
         pool=SimpleNamespace(issue=lambda role, groups: ["a worker" for _ in groups]),
         log=SimpleNamespace(event=lambda *args, **details: None),
     )
     train_async.admit(run)
-    return buffer.outstanding, waiting, run.learner.next_group
+    return buffer.outstanding, waiting, run.learner.cursors[0]
 
 
 def swap_weights(model, cache, flat, tokens, cached, running):

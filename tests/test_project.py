@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STORY = "reward model cache dsa rollout losses learner train_sync buffer train_async".split()
+STORY = "reward model cache dsa rollout losses critic learner train_sync buffer train_async"
+STORY = STORY.split()
 FAST = ["dsa_triton", "pretrain", "bench"]
 # room -> code lines, tokens, tokens a line (dense code is tiring, and long lines hide it)
 CEILINGS = {
-    "story": (2050, 20500, 10.0),
-    "fast and measured": (900, 13500, None),
-    "tasks": (500, 5000, None),
-    "runtime": (1920, 18700, 10.0),  # Hugging Face folders and tokenizers have taken 3,300
-    "lab": (2000, 21000, None),
+    # agents (sessions, credit, a critic, several tasks) have taken 2,400, 1,600, 3,100 and 800
+    "story": (2240, 23050, 10.4),
+    "fast and measured": (930, 13500, None),
+    "tasks": (740, 6700, None),
+    "runtime": (2260, 22050, 10.0),  # Hugging Face folders and tokenizers have taken 3,300
+    "lab": (2020, 21850, None),
 }
 FILE, README = 300, 200  # lines of any file but dsa_triton.py; lines of the README
 LEAVES = "config devices folder ledger mailbox messages processes runlog"

@@ -18,21 +18,20 @@ import rollout
 from cache import decode, make_cache, prefill, reserve
 from learner import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
-from reward import Environment, Reply, Step, alphabet_of, make_task, verify_group
+from reward import Step, alphabet_of, make_task, verify_group
 from rollout import (
     Generator,
     generate,
     make_generator,
-    mix,
     naive_generate,
-    noise_keys,
     sample,
-    uniforms,
 )
 from runtime.config import Config
 from runtime.messages import Group
+from runtime.noise import mix, noise_keys, uniforms
 from runtime.setup import make_model, task_of
 from runtime.tokenizer import own_tokenizer
+from tasks.environment import Environment, Reply
 
 encode = own_tokenizer().encode
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others

@@ -19,7 +19,7 @@ import train_async
 import train_sync
 from learner import generated_logprobs, make_learner, token_logprobs
 from model import pack_tokens
-from reward import capacity_of, make_environment, make_task, verify_group
+from reward import capacity_of, make_task, verify_group
 from rollout import Generator, generate, noise_keys, sample
 from runtime import setup as setup_room
 from runtime.checkpoint import completed_groups, load_tensors, to_tensors
@@ -27,6 +27,7 @@ from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
 from runtime.setup import make_model, task_of
+from tasks.environment import make_environment
 from tasks.exam import Host, evaluate, verify_alone
 
 CUTS = [(0, 0.8), (5, 1.0), (5, 0.8), (1, 1.0), (0, 0.01), (40, 0.999)]
