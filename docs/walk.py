@@ -30,15 +30,17 @@ from buffer import pack, staleness
 from learner import learner_step, micro_batch_loss, naive_step, token_logprobs
 from model import naive_forward
 from reward import split_answers
-from rollout import make_environment, make_generator, naive_generate, uniforms
+from rollout import make_generator, naive_generate
 from runtime import flow
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
 from runtime.messages import Answer, group_to_parts, pack_messages, unpack_messages
+from runtime.noise import uniforms
+from runtime.sessions import judge
 from runtime.setup import make_model
 from runtime.tokenizer import own_tokenizer
-from runtime.workers import judge
+from tasks.environment import make_environment
 
 FLAGS = dict(groups_per_step=4, group_size=4, slots=24, steps=6, max_staleness=2, seed=0)
 FLAGS |= dict(eval_every=1000, reference_every=2, lr=0.003, entropy=0.0, kl_threshold=0.15)
@@ -321,7 +323,9 @@ def advantages(seen) -> list[str]:
 def loss_of(seen, model, samples, count: int) -> torch.Tensor:
     """What these samples of the group add to the loss of a step with `count` generated tokens."""
     learner, advantages = dataclasses.replace(seen.run.learner, model=model), advantages_of(seen)[1]
-    batch = [(seen.group.trajectories[i], float(advantages[i])) for i in samples]
+    episodes = [seen.group.trajectories[i] for i in samples]
+    credit = [[float(advantages[i])] * len(seen.group.trajectories[i].turns) for i in samples]
+    batch = list(zip(episodes, credit, strict=True))
     return micro_batch_loss(learner, batch, False, count, seen.config)[0]
 
 

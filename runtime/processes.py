@@ -358,10 +358,10 @@ class Pool:
                 return self._put(worker, TrainingStopped(f"{worker.name} {reason}; {used}"))
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             self.workers[worker.name] = successor
-            groups, calls = worker.groups, [x for x in worker.work.values() if isinstance(x, Call)]
-            worker.work = {}
+            groups = list(worker.groups.values())
+            calls, worker.work = [x for x in worker.work.values() if isinstance(x, Call)], {}
             for call in calls:  # sessions are made again
                 self._ask(call)
             if worker.role == "rollout":
                 self._ask(Call((worker.process.pid,), {}, None))
-            self._put(worker, Lost(reason, list(groups.values())))
+            self._put(worker, Lost(reason, groups))
