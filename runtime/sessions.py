@@ -99,8 +99,7 @@ class Sessions:
         self.ending: list[Session] = []  # over, and closing their states
         self.failed: list[Result] = []
         self.counts = Counter(opened=0, closed=0, killed=0)
-        self.folder = Path(tempfile.mkdtemp(prefix="nanoglm-"))
-        self.lifeline = None  # started with the first session
+        self.folder = self.lifeline = None  # made with the first session
 
     def take(self, call: Call) -> None:
         """Ask an episode's session; or, without answers, end those whose keys begin like this."""
@@ -151,7 +150,6 @@ class Sessions:
             self._end(key)
         while self.ending:
             self._bury({*wait([session.pipe for session in self.ending], 0.1)})
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _fail(self, call: Call, reason: str) -> None:
         self.failed.append(Result(call.key, len(call.answers), failure=reason))
@@ -159,6 +157,7 @@ class Sessions:
     def _start(self, key: tuple) -> Session:
         """Fork an episode's process."""
         if self.lifeline is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="nanoglm-"))
             self.lifeline = start_caretaker(self.folder)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         here, there = Pipe()
@@ -260,11 +259,11 @@ def start_caretaker(folder: Path) -> int:
     with contextlib.suppress(PermissionError):  # it leads one already
         os.setsid()
     leader, (read, write) = os.getpid(), os.pipe()
-    if os.fork():
+    if caretaker := os.fork():
+        os.setpgid(caretaker, caretaker)  # at once: who kills this process may kill its group
         os.close(read)
         return write
     try:
-        os.setpgid(0, 0)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.closerange(3, read)
         os.closerange(read + 1, 4096)
@@ -275,7 +274,8 @@ def start_caretaker(folder: Path) -> int:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.02)
-        shutil.rmtree(folder, ignore_errors=True)
+        while folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os._exit(0)
 

@@ -1,0 +1,167 @@
+"""Environments outside: a process for every episode; what goes wrong costs one attempt."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import train_async
+import train_sync
+from lab.plots import load_result
+from runtime.checkpoint import sha256_of
+from runtime.config import Config, UserError
+from runtime.messages import Call
+from tasks.exam import Host
+
+SLOW = Path(__file__).parent / "slow.py"
+SMALL = {"slots": 16, "group_size": 4, "groups_per_step": 4, "steps": 3, "eval_every": 100}
+
+
+def config_of(task: str, **flags) -> Config:
+    return dataclasses.replace(Config(), task=task, **{"reward_seconds": 0.5, **flags})
+
+
+def left_by(tag: str) -> list[int]:
+    """Processes that have this in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            state = path.with_name("stat").read_text().rpartition(")")[2].split()[0]
+            if tag.encode() in path.read_bytes() and state != "Z":
+                found.append(int(path.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def soon(condition, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def host_of(tmp_path, monkeypatch):
+    """A host of the slow task; afterwards nothing is left of it."""
+    tag, hosts = f"SESSIONS_TEST={os.getpid()}-{time.monotonic_ns()}", []
+    monkeypatch.setenv(*tag.split("="))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "states").mkdir()
+
+    def make(faults: str) -> Host:
+        config = config_of(f"{SLOW}:0,{faults},{tmp_path}/states")
+        hosts.append(Host(config, tmp_path / "log"))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.close()
+    assert soon(lambda: not left_by(tag)), (tmp_path / "log").read_text()
+    assert soon(lambda: not list((tmp_path / "tmp").iterdir()))
+
+
+def ask(host: Host, *answers: str, key=(1, 2, 3), secret=5) -> object:
+    host.send([Call(key, {"prompt": "guess", "secret": secret}, answers)])
+    while not (found := host.receive(0.5)):
+        pass
+    return found[0]
+
+
+def test_a_session_keeps_its_state_and_closes_it(host_of, tmp_path):
+    host = host_of("no")
+    first, second = ask(host, " 7"), ask(host, " 7", " 3")
+    assert (first.turn, first.observation, first.done) == (1, "<", False)
+    assert (second.turn, second.observation) == (2, ">")
+    assert len(list((tmp_path / "states").glob("*.open"))) == 1
+    last = ask(host, " 7", " 3", " 5")
+    assert last.done and last.reward == pytest.approx(0.7) and not last.failure
+    assert soon(lambda: not list((tmp_path / "states").glob("*.open")))
+
+
+def test_a_state_that_is_lost_is_made_again_from_the_answers(host_of):
+    host = host_of("no")
+    assert ask(host, " 7").observation == "<"
+    os.kill(host.process.pid, signal.SIGKILL)
+    assert ask(host, " 7", " 3").observation == ">"
+    assert host.deaths == 1
+
+
+def test_the_end_of_an_episode_closes_its_state(host_of, tmp_path):
+    host = host_of("no")
+    ask(host, " 7"), ask(host, " 7", key=(1, 2, 4)), ask(host, " 7", key=(9, 2, 4))
+    host.send([Call((1, 2, 3), {}, None)])
+    assert soon(lambda: len(list((tmp_path / "states").glob("*.open"))) == 2)
+    host.send([Call((1,), {}, None)])  # all of a generator
+    assert soon(lambda: len(list((tmp_path / "states").glob("*.open"))) == 1)
+
+
+@pytest.mark.parametrize(
+    "fault, failure",
+    [
+        ("hang", "env_timeout: it hung in a call that no alarm interrupts"),
+        ("raise", "env_error: ValueError: broken (slow.py, line "),
+        ("exit", "env_error: it ended its process (exit code 7)"),
+        ("fork", ""),
+    ],
+)
+def test_a_fault_costs_one_attempt(host_of, fault, failure):
+    host = host_of(fault)
+    bad = ask(host, " 7")
+    assert bad.failure.startswith(failure) and bool(bad.failure) == bool(failure)
+    again = ask(host, " 7", key=(1, 2, 9))  # the worker is the same one
+    assert again.failure.startswith(failure) and host.deaths == 0
+
+
+def test_what_a_killed_worker_leaves_is_cleaned_up(host_of, tmp_path):
+    host = host_of("hang")
+    host.send([Call((1, 2, 3), {"prompt": "guess", "secret": 5}, (" 7",))])
+    host.receive(0.1)
+    assert soon(lambda: (tmp_path / "states" / "faults").exists())
+    os.kill(host.process.pid, signal.SIGKILL)  # the rest is checked by the fixture
+
+
+def test_staleness_zero_with_sessions_is_bitwise_synchronous(tmp_path):
+    found = []
+    trainers = [(train_sync, f"{SLOW}:0,no"), (train_async, f"{SLOW}:0,no"), (train_sync, "guess")]
+    for i, (trainer, task) in enumerate(trainers):
+        flags = SMALL | {"max_staleness": 0, "out": str(tmp_path / f"run{i}")}
+        trainer.train(config_of(task, **flags))
+        found.append(load_result("summary", tmp_path / f"run{i}")["weights_sha256"])
+    assert len(set(found)) == 1 and sha256_of
+
+
+def test_a_run_with_faults_ends_and_replays(tmp_path):
+    tag = f"SESSIONS_RUN={os.getpid()}-{time.monotonic_ns()}"
+    states, run = tmp_path / "states", tmp_path / "run"
+    states.mkdir()
+    task = f"{SLOW}:0.01,yes,{states}"
+    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items()]
+    flags += ["--reward-seconds=0.5", "--max-failures=1", "--silence=5", f"--task={task}"]
+    name, value = tag.split("=")
+    command = [sys.executable, "train_async.py", *flags, f"--out={run}"]
+    done = subprocess.run(
+        command, env={**os.environ, name: value}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert soon(lambda: not left_by(tag))
+    ledger = load_result("summary", run)["ledger"]
+    discarded = sum(ledger["discarded"].values())
+    assert ledger["trained"] == 12 and ledger["in_flight"] == 0
+    assert ledger["admitted"] == 12 + discarded and ledger["lost"] == 0
+    faults = (states / "faults").read_text().split()
+    assert len(faults) > 5 and "raise" in faults
+    train_async.train(dataclasses.replace(Config(), replay=str(run), task=task))
+
+
+def test_without_reward_workers_there_is_no_outside():
+    with pytest.raises(UserError, match="--reward-workers 0: must be at least 1 for .*slow.py"):
+        train_async.train(config_of(f"{SLOW}:0,no", reward_workers=0, steps=1))
