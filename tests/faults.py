@@ -42,7 +42,7 @@ from runtime import mailbox as weight_mailbox  # noqa: E402
 from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
 from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import Answer, pack_messages  # noqa: E402
+from runtime.messages import Answer, Group, pack_messages  # noqa: E402
 from runtime.processes import Line, Lost, Silent  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
@@ -111,6 +111,8 @@ class Breaking(Line):
 
     def send(self, *messages):
         for message in messages:
+            if not isinstance(message, Answer):
+                continue  # between a generator and an environment outside
             if fault := self.plan.due("send", message.group_id):
                 self.strike(fault["kind"], message)
         super().send(*messages)
@@ -132,6 +134,8 @@ class Breaking(Line):
     def receive(self, seconds=0.0):
         groups = super().receive(seconds)
         for group in groups:
+            if not isinstance(group, Group):
+                continue
             if fault := self.plan.due("receive", group.group_id):
                 hurt(fault["kind"])
         return groups
