@@ -62,7 +62,7 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
         else:
             kept.append(group)
     run.verified += groups
-    if len(run.verified) >= config.groups_per_step:  # there may never be another step
+    if len(run.verified) >= 4 * config.groups_per_step:  # there may never be another step
         check_failures(run, run.verified)
     return kept
 

@@ -206,7 +206,7 @@ def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, monkeypatch, swa
     task = reward.make_task("guess", 7)
     slow = dataclasses.replace(task, outside=True)
     monkeypatch.setattr(reward, "make_task", lambda *_: slow)
-    wander(tmp_path / "run", 7, 2, swap=swap, out_of_time=0.2)
+    wander(tmp_path / "run", 7, 2, swap=swap, out_of_time=0.2, max_failures=1.0)
     scores = scores_of(tmp_path / "run")
     assert 5 < sum(len(event.get("failed", {})) for event in scores) < 60
     replay(tmp_path / "run")
