@@ -32,7 +32,7 @@ def train(config: Config) -> None:
 
     try:
         while learner.version < config.steps and not run.stop.asked:
-            version, batch, missing = learner.version, [], list(task.shares)
+            version, batch, missing = learner.version, [], task.shares
             generator.set_weights(version, learner.model.flat)  # its own, or to be merged
             while any(missing):  # more than once only where groups are discarded
                 log.alive()
@@ -45,8 +45,8 @@ def train(config: Config) -> None:
                     for group in groups:
                         apply_verdicts(group, verify_group(group, task, config))
                 batch += keep(run, groups)
-                done = map(len, by_task(batch, task.shares))
-                missing = [n - m for n, m in zip(task.shares, done, strict=True)]
+                done = by_task(batch, task.shares)
+                missing = [n - len(own) for n, own in zip(task.shares, done, strict=True)]
             with log.timed("learner", "train", version=version):
                 metrics = learner_step(learner, sorted(batch, key=lambda g: g.group_id), config)
             close_step(run, batch, metrics)

@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -120,10 +121,9 @@ class Sessions:
 
     def results(self, seconds: float) -> list[Result]:
         """What the sessions have said; waits for that, or for a delivery to the worker."""
-        deadlines = [session.deadline for session in (*self.open.values(), *self.ending)]
-        seconds = min([seconds, *[deadline - time.monotonic() for deadline in deadlines]])
-        pipes = [self.line, *[session.pipe for session in (*self.open.values(), *self.ending)]]
-        ready = {*wait(pipes, max(0.0, seconds))}
+        sessions, now = [*self.open.values(), *self.ending], time.monotonic()
+        seconds = min([seconds, *[session.deadline - now for session in sessions]])
+        ready = {*wait([self.line, *[s.pipe for s in sessions]], max(0.0, seconds))}
         found = []
         for key, session in list(self.open.items()):
             if session.pipe in ready:
@@ -244,7 +244,7 @@ def serve_episode(pipe: Connection, task: Task, config: Config, key: tuple, fold
                 os._exit(0)
             said = step or (None, 0.0, True)
             pipe.send(Result(key, len(call.answers), *said, failure or ""))
-    ask("env", lambda key: forget(task, states, key), [key], config)
+    ask("env", partial(forget, task, states), [key], config)
     with contextlib.suppress(OSError):
         if os.getpid() == here:
             pipe.send("closed")

@@ -45,7 +45,6 @@ class Host:
         self.config, self.log = config, log
         self.deaths = 0  # of children, in this evaluation
         self.work: dict = {}  # what the child has not answered yet, the oldest first
-        self.status: dict = {}
         self.process = None
         self.answered = self.heard = 0.0  # when
         self.ready = False
@@ -106,7 +105,7 @@ class Host:
                 if now > self.heard + patience:
                     raise TimeoutError
                 return []
-            self.status, answers = unpack_messages(self.pipe.recv_bytes())
+            _, answers = unpack_messages(self.pipe.recv_bytes())
             self.heard, self.ready = now, True
         except (EOFError, OSError) as error:  # TimeoutError is an OSError, too
             answers = self.lost(error)

@@ -14,8 +14,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
@@ -107,18 +105,3 @@ def describe(error: BaseException) -> str:
         if name.startswith("tasks.") and name != __name__:
             place = f" ({Path(frame.f_code.co_filename).name}, line {line})"
     return f"{type(error).__name__}: {message}{place}"
-
-
-def in_thread(function: Callable, *args) -> Future:
-    """Call a function in a thread of its own. Not in a pool: calls that never return would fill it
-    up, and Python waits for a pool's threads at its exit."""
-    future: Future = Future()
-
-    def call():
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:  # raised where the result is asked for
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
