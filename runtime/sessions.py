@@ -5,7 +5,7 @@ A reward worker verifies groups. For an environment that is `outside` it forks a
 episode, a session: it has the state, a folder for temporary files, and a group of processes of its
 own. A session that hangs (even in C), ends its process or forks costs one attempt. All are slow at
 the same time. A state is a memory of the answers so far, so a session that is gone is made again
-from the next call.
+from the next call. Evaluations ask quick tasks here, too: they share one session.
 Nothing stays behind: a session that is over closes its state, its forks are killed, its folder is
 removed. When a reward worker is gone itself, in whatever way, its caretaker does that.
 Left out: who is asked (processes.py, tasks/exam.py). macOS has no /proc: a session that hangs in C
@@ -23,8 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -81,67 +80,70 @@ def serve() -> None:
 
 @dataclass
 class Session:
-    """One episode's process."""
+    """The process of one episode, or of all episodes of quick tasks."""
 
     process: int
     pipe: Connection
     folder: Path
-    call: Call | None = None  # what it is asked now
-    deadline: float = math.inf  # of that, or of its end
+    calls: list = field(default_factory=list)  # what it is asked now, one after the other,
+    said: list = field(default_factory=list)  # and has answered of that
+    waiting: list = field(default_factory=list)  # what it will be asked then
+    deadline: float = math.inf  # of the next answer, or of its end
 
 
 class Sessions:
-    """The sessions of a reward worker, by key of the episode."""
+    """The sessions of a reward worker, by key of the episode; for quick tasks: who asks."""
 
     def __init__(self, task: Task, config: Config, line: Connection):
         self.task, self.config, self.line = task, config, line
         self.patience = config.reward_seconds + GRACE_SECONDS
         self.open: dict[tuple, Session] = {}
         self.ending: list[Session] = []  # over, and closing their states
-        self.failed: list[Result] = []
+        self.found: list[Result] = []
         self.counts = Counter(opened=0, closed=0, killed=0)
         self.folder = self.lifeline = None  # made with the first session
 
     def take(self, call: Call) -> None:
-        """Ask an episode's session; or, without answers, end those whose keys begin like this."""
-        if call.answers is None:
+        """Ask an episode's session; without answers, the episodes whose keys begin like this are
+        over."""
+        key = self._place(call.key)
+        if call.answers is not None:
+            try:
+                session = self.open.get(key) or self._start(key)
+            except OSError as error:  # no more processes, pipes or folders
+                return self._fail(call, f"env_error: {error}")
+            session.waiting.append(call)
+        elif key == call.key:
             for key in [key for key in self.open if key[: len(call.key)] == call.key]:
                 self._end(key)
-            return
-        try:
-            session = self.open.get(call.key) or self._start(call.key)
-            session.pipe.send(call)
-        except BrokenPipeError:  # it died between two turns
-            self._drop(self.open.pop(call.key))
-            self.take(call)
-        except OSError as error:  # no more processes, pipes or folders
-            self._fail(call, f"env_error: {error}")
-        else:
-            session.call, session.deadline = call, time.monotonic() + self.patience
+        elif key in self.open:  # one of several in a session
+            self.open[key].waiting.append(call)
 
     def results(self, seconds: float) -> list[Result]:
         """What the sessions have said; waits for that, or for a delivery to the worker."""
+        for key in list(self.open):
+            self._ask(key)
         sessions, now = [*self.open.values(), *self.ending], time.monotonic()
         seconds = min([seconds, *[session.deadline - now for session in sessions]])
         ready = {*wait([self.line, *[s.pipe for s in sessions]], max(0.0, seconds))}
-        found = []
         for key, session in list(self.open.items()):
             if session.pipe in ready:
                 try:
-                    result, session.call, session.deadline = session.pipe.recv(), None, math.inf
-                    found.append(result)
-                    if result.done or result.failure:
-                        self._end(key)
+                    while session.pipe.poll():
+                        session.said.append(session.pipe.recv())
+                        session.deadline = time.monotonic() + self.patience
                 except (EOFError, OSError):
-                    code = self._drop(self.open.pop(key))
-                    if session.call:
-                        said = f"env_error: it ended its process (exit code {code})"
-                        self._fail(session.call, said)
+                    self._lost(key, "env_error: it ended its process (exit code {})")
             elif time.monotonic() > session.deadline:
-                self._drop(self.open.pop(key))
-                self._fail(session.call, "env_timeout: it hung in a call that no alarm interrupts")
+                self._lost(key, "env_timeout: it hung in a call that no alarm interrupts")
+            if session.said and len(session.said) == len(session.calls):
+                said, session.calls, session.said = session.said, [], []
+                session.deadline = math.inf
+                self.found += filter(None, said)
+                if said[-1] and said[-1].key == key and (said[-1].done or said[-1].failure):
+                    self._end(key)
         self._bury(ready)
-        found, self.failed = found + self.failed, []
+        found, self.found = self.found, []
         return found
 
     def close(self) -> None:
@@ -151,8 +153,36 @@ class Sessions:
         while self.ending:
             self._bury({*wait([session.pipe for session in self.ending], 0.1)})
 
+    def _place(self, key: tuple) -> tuple:
+        """The key of an episode's session."""
+        own = len(key) == 1 or part_of(self.task, key[1]).outside
+        return key if own else key[:1]
+
+    def _ask(self, key: tuple) -> None:
+        """Send a session what waits for it, if it has nothing to do."""
+        session = self.open[key]
+        if session.waiting and not session.calls:
+            session.calls, session.waiting = session.waiting, []
+            session.deadline = time.monotonic() + self.patience
+            try:
+                session.pipe.send(session.calls)
+            except OSError:  # it died between two turns, which its pipe will tell
+                session.calls, session.waiting = [], session.calls
+
+    def _lost(self, key: tuple, reason: str) -> None:
+        """A session is gone, or has to go: what it was at has failed, what waits goes on."""
+        session = self.open.pop(key)
+        code = self._drop(session)
+        self.found += filter(None, session.said)
+        left = session.calls[len(session.said) :]
+        for call in [call for call in left[:1] if call.answers is not None]:
+            self._fail(call, reason.format(code))
+        for call in left[1:] + session.waiting:
+            self.take(call)
+        session.said = []
+
     def _fail(self, call: Call, reason: str) -> None:
-        self.failed.append(Result(call.key, len(call.answers), failure=reason))
+        self.found.append(Result(call.key, len(call.answers), failure=reason))
 
     def _start(self, key: tuple) -> Session:
         """Fork an episode's process."""
@@ -171,7 +201,7 @@ class Sessions:
                     other.pipe.close()
                 here.close()
                 self.line.close()
-                serve_episode(there, part_of(self.task, key[1]), self.config, key, folder)
+                serve_episodes(there, self.task, self.config, folder)
             finally:
                 os._exit(0)
         there.close()
@@ -222,29 +252,39 @@ class Sessions:
 # ------------------------------------------------------------------------------- in a session
 
 
-def serve_episode(pipe: Connection, task: Task, config: Config, key: tuple, folder: Path) -> None:
+def serve_episodes(pipe: Connection, task: Task, config: Config, folder: Path) -> None:
     """What runs in a session: answer every call, until the episode or the worker is over."""
     here, states = os.getpid(), {}
-    # temporary files go into its folder; its random numbers depend on the episode alone
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    random.seed(repr(key[1:]))
-    np.random.seed(key[1:])
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # temporary files go into its folder
 
     def end(*_):
         raise SystemExit
 
     def talk(call):
-        return advance(task, states, key, call.problem, call.answers)
+        turn = len(call.answers)
+        random.seed(f"{call.key[1:]} {turn}")  # its random numbers depend on the turn alone
+        np.random.seed((*call.key[1:], turn))
+        return advance(part_of(task, call.key[1]), states, call.key, call.problem, call.answers)
+
+    def close(key):
+        return forget(part_of(task, key[1]), states, key)
 
     signal.signal(signal.SIGTERM, end)
     with contextlib.suppress(EOFError, OSError, SystemExit):
-        while call := pipe.recv():
-            ((step, failure),) = ask("env", talk, [call], config)
-            if os.getpid() != here:  # the task has forked, and this is the copy
-                os._exit(0)
-            said = step or (None, 0.0, True)
-            pipe.send(Result(key, len(call.answers), *said, failure or ""))
-    ask("env", partial(forget, task, states), [key], config)
+        while calls := pipe.recv():
+            for call in calls:
+                result = None
+                if call.answers is not None:
+                    ((step, failure),) = ask("env", talk, [call], config)
+                    said = step or (None, 0.0, True)
+                    result = Result(call.key, len(call.answers), *said, failure or "")
+                if os.getpid() != here:  # the task has forked, and this is the copy
+                    os._exit(0)
+                pipe.send(result)
+                if result is None or result.done:
+                    ask("env", close, [call.key], config)
+    for key in list(states):
+        ask("env", close, [key], config)
     with contextlib.suppress(OSError):
         if os.getpid() == here:
             pipe.send("closed")

@@ -112,6 +112,55 @@ def test_a_fault_costs_one_attempt(host_of, fault, failure):
     assert again.failure.startswith(failure) and host.deaths == 0
 
 
+QUICK = """
+import os, signal, time
+from dataclasses import replace
+from reward import Step
+from tasks.guess import make as guess
+
+def step(state, answer):
+    state.append(answer)
+    if answer == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        time.sleep(10**6)
+    if answer == "exit":
+        os._exit(7)
+    return Step(f"{os.getpid()} {len(state)}", 0.0, answer == "last")
+
+def closed(state):
+    with open("PLACE", "a") as file:
+        file.write("closed")
+
+def make(argument, seed, tokenizer):
+    task = guess("", seed, tokenizer)
+    return replace(task, step=step, open=lambda problem: [], close=closed)
+"""
+
+
+def test_quick_tasks_share_a_session_and_a_fault_costs_one_episode(tmp_path):
+    place = tmp_path / "closed"
+    (tmp_path / "quick.py").write_text(QUICK.replace("PLACE", str(place)))
+    host = Host(config_of(str(tmp_path / "quick.py")), tmp_path / "log")
+    try:
+        answers = ["a", "hang", "b", "exit", "c"]
+        host.send([Call((1, i, 0), {}, (said,)) for i, said in enumerate(answers)])
+        found = {}
+        while len(found) < len(answers):
+            found |= {result.key[1]: result for result in host.receive(0.5)}
+        assert "hung" in found[1].failure and "exit code 7" in found[3].failure
+        assert not any(found[i].failure for i in (0, 2, 4)) and host.deaths == 0
+        process = found[4].observation.split()[0]
+        again = ask(host, "c", "d", key=(1, 4, 0)), ask(host, "a", "b", key=(1, 0, 0))
+        # the state of the first was lost with its session, and is made again
+        assert [result.observation for result in again] == [f"{process} 2"] * 2
+        assert ask(host, "c", "d", "last", key=(1, 4, 0)).done
+        wait_for(lambda: place.exists() and place.read_text() == "closed", 5.0)
+        host.send([Call((1, 0, 0), {}, None)])  # cut off: its state is closed, too
+        wait_for(lambda: place.read_text() == "closed" * 2, 5.0)
+    finally:
+        host.close()
+
+
 def test_what_a_killed_worker_leaves_is_cleaned_up(host_of, tmp_path):
     host = host_of("hang")
     host.send([Call((1, 2, 3), {"prompt": "guess", "secret": 5}, (" 7",))])

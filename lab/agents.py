@@ -1,0 +1,131 @@
+"""agents.py: tasks with turns: are they learned, and what do credit by turn, a critic, failures of
+the environment and several tasks in one run change?
+
+    python bench.py agents             # every arm, from a plan that is fixed before the runs
+
+An arm is a set of flags with several seeds. Left out: what the estimators are biased by
+(exact_turns.py).
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from lab.plots import between, column, markdown, save_result
+from lab.races import ROOT, crossing, run_each
+from runtime.devices import describe_machine
+from runtime.folder import read_lines
+
+GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
+SUMMARY = ("steps", "samples", "staleness", "ledger", "failures", "discarded", "eval", "tasks")
+SUMMARY += ("sessions", "utilization", "command_s")
+CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as many episodes a step
+SHARES = {"guess": 2, "reverse:6": 1, "hops:3": 1}
+PART = 16  # groups a step of one share
+MIXED = {
+    "task": ",".join(SHARES),
+    "ratio": ",".join(map(str, SHARES.values())),
+    "groups_per_step": PART * sum(SHARES.values()),
+    "steps": 500,
+}
+SLOW = {"steps": 6, "groups_per_step": 4, "max_failures": 1}  # most groups lose a sample
+READING = """\
+Solved: held out, greedy. Medians over the seeds, and from lowest to highest; inf: a run that ended
+below the goal."""
+
+
+def agent_plan(folder: Path) -> dict[str, dict]:
+    """{name: flags}: seed after seed, so that slow minutes hit all arms alike."""
+    plan = {}
+    for seed in range(5):
+        arms = {}
+        for task in ("hops:3", "debug"):
+            arms[task] = {"task": task}
+            arms[f"{task}, credit by turn"] = {"task": task, "credit": "turn"}
+        arms["hops:3:0.05"] = {"task": "hops:3:0.05"}
+        if seed < 3:
+            arms["guess"] = {"task": "guess"}
+            arms["guess, critic"] = {"task": "guess"} | CRITIC
+            arms["hops:3, critic"] = {"task": "hops:3"} | CRITIC
+            arms["mixture"] = MIXED
+            for task, share in SHARES.items():  # its own run: as many groups, and as many steps
+                alone = {"task": task, "groups_per_step": PART * share, "steps": MIXED["steps"]}
+                arms[f"{task}, alone"] = alone
+        if seed < 1:
+            for faults in ("no", "yes"):
+                place = folder / f"slow-{faults}"
+                place.mkdir(parents=True)
+                spec = f"{ROOT}/tests/slow.py:0.2,{faults},{place.resolve()}"
+                arms[f"slow, faults: {faults}"] = {"task": spec} | SLOW
+        for arm, flags in arms.items():
+            plan[f"{arm}, seed {seed}"] = flags | {"seed": seed}
+    return plan
+
+
+def bench_agents(folder: Path) -> None:
+    """Every arm: solved before and after, seconds, and episodes to the goal of the task."""
+    result = {"machine": describe_machine(), "runs": []}
+    for name, run, summary in run_each(agent_plan(folder), folder):
+        arm, _, seed = name.rpartition(", seed ")
+        row = {"arm": arm, "seed": int(seed)} | {key: summary.get(key) for key in SUMMARY}
+        row["held"] = held_out(run)
+        if goal := GOALS.get(arm.partition(",")[0]):
+            row["goal_s"], row["goal_samples"] = crossing(row["held"], goal)
+        if arm == "slow, faults: yes":
+            row["faults"] = Counter((folder / "slow-yes" / "faults").read_text().split())
+        result["runs"].append(row)
+        save_result(folder, "agents", result)
+    print(*agent_lines(result), sep="\n")
+
+
+def held_out(run: Path) -> list:
+    """Seconds, episodes and share solved of each evaluation."""
+    found, samples = [], 0
+    for row in read_lines(run / "metrics.jsonl"):
+        samples += row.get("samples", 0)
+        if "eval" in row:
+            found.append([row["t"], samples, row["eval"]["solved"]])
+    return found
+
+
+# ---- for docs/measured.md ----
+
+
+def agent_lines(result: dict) -> list[str]:
+    """Three tables: what is learned, several tasks in one run, a slow environment."""
+    arms: dict[str, list] = {}
+    for row in result["runs"]:
+        arms.setdefault(row["arm"], []).append(row)
+    head = ["`train_async.py --task`", "seeds", "solved", "goal", "episodes to it", "seconds to it"]
+    rows = []
+    for arm, runs in arms.items():
+        if "goal_s" in runs[0]:
+            cells = [
+                arm,
+                len(runs),
+                between(solved(runs), ".0%"),
+                f"{GOALS[arm.split(',')[0]]:.0%}",
+            ]
+            cells += [to_goal(runs, "goal_samples", ",.0f"), to_goal(runs, "goal_s", ".0f")]
+            rows.append([*cells, between(column(runs, "command_s"), ".0f")])
+    lines = [READING, "", *markdown([*head, "seconds in all"], rows)]
+    rows = []
+    for task in SHARES:
+        mixed = [row["tasks"][task] for row in arms.get("mixture", ())]
+        cells = [f"`{task}`", between(solved(mixed), ".1%")]
+        rows.append([*cells, between(solved(arms[f"{task}, alone"]), ".1%")])
+    title = f"{MIXED['ratio'].replace(',', ':')} in one run of {MIXED['steps']} steps"
+    lines += ["", *markdown([title, "solved", "alone, as many groups and steps"], rows)]
+    return lines
+
+
+def solved(runs: list[dict]) -> list[float]:
+    """The share that was solved at the end."""
+    return [run["eval"]["after"]["solved"] for run in runs]
+
+
+def to_goal(runs: list[dict], key: str, form: str) -> str:
+    """Median, lowest and highest."""
+    values = [np.inf if value is None else value for value in column(runs, key)]
+    return f"{np.median(values):{form}} ({between(values, form)})"
