@@ -10,34 +10,31 @@ precision, with 6 operations a parameter and token.
 Left out: the published weights, and sparse attention (speed.py).
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import cache as caches
 from lab.plots import save_result
 from lab.races import run_command
+from lab.speed import full_cache, in_turn
 from learner import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import flag
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
 from runtime.huggingface import load_weights
-from runtime.mailbox import Mailbox
 
 SIZES = {  # layers, width, heads, key heads, head width, hidden, vocabulary
     "1M": (4, 128, 4, 2, 32, 384, 2_000),
     "0.6B": (28, 1024, 16, 8, 128, 3072, 151_936),
     "1.7B": (28, 2048, 16, 8, 128, 6144, 151_936),
 }
-ROUNDS = 5  # how often each figure is measured
 FIELDS = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab_size")
 
 
@@ -56,7 +53,7 @@ def bench_folder(folder: Path) -> None:
 
 
 def bench_qwen(folder: Path, config: QwenConfig) -> None:
-    """Decode step, learner, publication and whole loop of a random model of one size."""
+    """Decode step, learner and whole loop of a random model of one size."""
     from folder_run import write_large
 
     large = torch.cuda.is_available()
@@ -70,31 +67,20 @@ def bench_qwen(folder: Path, config: QwenConfig) -> None:
     model.on("cuda" if large else "cpu")
     result = {"machine": describe_machine(), "size": config.size, "dtype": dtype}
     copied, product_s = limits_of(model)
-    result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12}
-    result["decode"] = list(tqdm(decode_rows(model, copied), "decode"))
+    result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12, "decode": []}
+    for slots, context in product((16, 64, 256), (512, 4096) if large else (512,)):
+        result["decode"].append(decode_row(model, slots, context, copied))
     tokens_per_s = learner_speed(model)
     share = 6 * len(model.flat) * tokens_per_s / product_s
     result["learner"] = {"tokens_per_s": tokens_per_s, "of_product": share}
-    mailbox, versions = Mailbox(model.flat), count()
-    ways = {"publish_ms": lambda: mailbox.publish(next(versions), model.flat)}
-    ways["adopt_ms"] = lambda: model.flat.copy_(mailbox.read()[1])
-    result |= {name: 1e3 * seconds_of(way) for name, way in ways.items()}
-    mailbox.close()
     result["loop_tokens_per_s"] = loop_speeds(folder, path, dtype)
     print(result)
     save_result(folder, "qwen", result)
 
 
-def seconds_of(way: Callable) -> float:
+def median_of(way: Callable) -> float:
     """Median seconds of a call, after one that warms up."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        begin = time.perf_counter()
-        way()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
+    return float(np.median(in_turn({"way": way}, rounds=5)["way"]))
 
 
 def limits_of(model: GPT) -> tuple[float, float]:
@@ -102,30 +88,25 @@ def limits_of(model: GPT) -> tuple[float, float]:
     a matrix product."""
     here = torch.empty(1 << 27, device=model.flat.device)
     there = torch.empty_like(here)
-    copied = 2 * here.nbytes / seconds_of(lambda: there.copy_(here))
+    copied = 2 * here.nbytes / median_of(lambda: there.copy_(here))
     side = 8192 if here.is_cuda else 1024
     matrix = model.flat.new_ones(side, side)
-    return copied, 2 * side**3 / seconds_of(lambda: matrix @ matrix)
+    return copied, 2 * side**3 / median_of(lambda: matrix @ matrix)
 
 
-def decode_rows(model: GPT, copied: float):
+@torch.no_grad()
+def decode_row(model: GPT, slots: int, context: int, copied: float) -> dict:
     """Milliseconds of a decode step, and which share of the memory bound that is."""
-    large = model.flat.is_cuda
-    for slots, context in product((16, 64, 256), (512, 4096) if large else (512,)):
-        cache = caches.make_cache(model, slots, context)
-        caches.reserve(cache, np.full(slots, context))
-        tokens = torch.arange(slots, device=model.flat.device)
-        inputs = [tokens, torch.full_like(tokens, context - 1)]
+    cache, *inputs = full_cache(model, slots, context)
 
-        def step(given, cache=cache):
-            return model.logits(caches.decode(model, cache, *given))
+    def step(given):
+        return model.logits(caches.decode(model, cache, *given))
 
-        way = partial(caches.captured, step, inputs, []) if large else partial(step, inputs)
-        with torch.no_grad():
-            seconds = seconds_of(way)
-        read = model.flat.nbytes + cache.racks[-1].kv[:, :, :slots].nbytes
-        share = read / copied / seconds
-        yield {"slots": slots, "context": context, "ms": 1e3 * seconds, "of_memory_bound": share}
+    captured = partial(caches.captured, step, inputs, [])
+    seconds = median_of(captured if model.flat.is_cuda else partial(step, inputs))
+    read = model.flat.nbytes + cache.racks[-1].kv[:, :, :slots].nbytes
+    share = read / copied / seconds
+    return {"slots": slots, "context": context, "ms": 1e3 * seconds, "of_memory_bound": share}
 
 
 def learner_speed(model: GPT) -> float:
@@ -141,7 +122,7 @@ def learner_speed(model: GPT) -> float:
         logprobs, *_ = generated_logprobs(model, packed, rows, alphabet, 1.0)
         logprobs.mean().backward()
 
-    return tokens.size / seconds_of(learn)
+    return tokens.size / median_of(learn)
 
 
 def loop_speeds(folder: Path, model: Path, dtype: str) -> dict:

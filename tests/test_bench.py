@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -281,13 +282,15 @@ def test_the_table_compares_with_the_best_synchronous_mode():
 @pytest.mark.parametrize("how", [{}, {"attention": "dsa", "chunk_size": 4, "top_k": 2}])
 def test_the_speed_of_a_decoded_token(how):
     model = GPT(ModelConfig(**PRESETS["tiny"], context=32, positions="rope", **how))
-    assert speed.token_seconds(*speed.full_cache(model, 4), repeat=1) > 0
+    step = partial(speed.decode_steps, model, *speed.full_cache(model, 4, 32))
+    assert speed.seconds_of(step) > 0
 
 
-def test_ways_are_timed_in_turn_and_the_first_round_warms_up():
+def test_ways_are_timed_in_turn_and_the_first_round_warms_up(monkeypatch):
     said = []
-    ways = {name: lambda name=name: said.append(name) or len(said) for name in "ab"}
-    assert speed.in_turn(ways, 2) == {"a": [3, 5], "b": [4, 6]}
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: len(said) ** 2)
+    ways = {name: lambda name=name: said.append(name) for name in "ab"}
+    assert speed.in_turn(ways, 2) == {"a": [5, 9], "b": [7, 11]}
     assert said == list("ababab")
 
 
