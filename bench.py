@@ -36,7 +36,7 @@ from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
-    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--modes full: 60)"),
+    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),

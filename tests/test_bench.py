@@ -183,13 +183,7 @@ def test_who_races_and_how_often():
         "guess, async, η = 2, seed 0",
         "guess, sync, one core, seed 0",
     ]
-    count = {}
-    for task, mode, _ in races.race_plan(races.RaceConfig(modes="full")).values():
-        count[task, mode] = count.get((task, mode), 0) + 1
-    assert len(count) == 2 * len(races.MODES)
-    for task, mode in races.JUDGED.items():
-        assert count[task, mode] == count[task, races.BASELINE] == races.SEEDS[task]
-        assert count[task, "async, η = 8"] == 3
+    assert {mode for _, mode, _ in plan.values()} | set(races.GPU_MODES) == set(races.MODES)
     assert len(races.race_plan(races.RaceConfig(modes="gpu", seeds=30))) == 2 * 2 * 30
 
 
