@@ -195,8 +195,7 @@ def by_name(steps: list[dict], before: dict, after: dict) -> dict:
     found = {}
     for name in after.get("tasks", ()):
         own = [row["tasks"][name] for row in steps]
-        sizes = ("samples", "failed", "sequence_tokens")
-        found[name] = {size: total(own, size) for size in sizes}
+        found[name] = {key: total(own, key) for key in ("samples", "failed", "sequence_tokens")}
         found[name] |= {"eval": {"before": before["tasks"][name], "after": after["tasks"][name]}}
     return found
 
@@ -239,8 +238,7 @@ def show_group(group: Group, task: Task) -> str:
         text = f"{text[:60]} ... {text[-40:]}"
     versions = t.versions[t.loss_mask]
     span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    said = f"reward {t.reward:.2f}  versions {span}  {t.finish}"
-    return f"  group {t.group_id}  [{text!r}]  {said}"
+    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
 
 
 def show_episode(task: Task) -> None:
@@ -259,11 +257,6 @@ def describe() -> str:
     for name, (_, minutes, files, what) in MEASUREMENTS.items():
         lines.append(f"{name:11}  {minutes:7}  {what}: {files}")
     return "\n".join(lines)
-
-
-def new_folder(name: str) -> Path:
-    """Where a measurement writes."""
-    return Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
 
 
 def measure(name: str, arguments: list[str], folder: Path) -> None:
@@ -298,7 +291,8 @@ def main(arguments: list[str]) -> None:
         if name in ("-h", "--help"):
             print(describe())
         elif name in MEASUREMENTS:
-            measure(name, rest, new_folder(name if arguments else "bench"))
+            folder = f"{name if arguments else 'bench'}-{time.strftime('%m%d-%H%M%S')}"
+            measure(name, rest, Path("runs") / folder)
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
