@@ -98,51 +98,44 @@ def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dic
             shutil.rmtree(run / "checkpoints")
 
 
-def race_plan(config: RaceConfig) -> dict[str, tuple]:
-    """{name: (task, mode, seed)}, seed after seed, so that slow minutes hit all modes alike."""
+def race_plan(seed: int, modes: str) -> dict[str, tuple]:
+    """{name: (task, mode)} of the runs with one seed."""
     plan = {}
-    for seed in range(config.seeds):
-        for task in TARGETS:
-            best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
-            for mode in best if config.modes == "best" else GPU_MODES:
-                plan[f"{task}, {mode}, seed {seed}"] = (task, mode, seed)
+    for task in TARGETS:
+        best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
+        for mode in best if modes == "best" else GPU_MODES:
+            plan[f"{task}, {mode}, seed {seed}"] = (task, mode)
     return plan
 
 
 def bench_race(folder: Path, config: RaceConfig) -> None:
-    """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`."""
-    machine = describe_machine()
-    if config.modes == "gpu" and not machine["gpus"]:
+    """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`; seed after seed,
+    so that slow minutes hit all modes alike."""
+    machine, gpu = describe_machine(), config.modes == "gpu"
+    if gpu and not machine["gpus"]:
         raise UserError("--modes gpu: must be run on a machine with a CUDA device")
-    plan = race_plan(config)
-    flags = {}
-    for name, (task, mode, seed) in plan.items():
-        flags[name] = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
-        if config.modes == "gpu":
-            flags[name] |= GPU_FLAGS
-    file = "async-cuda" if config.modes == "gpu" else "race"
+    file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
     rows = []
     first = []  # the two runs of a task that the timeline shows
-    for name, run, summary in run_each(flags, folder):
-        task, mode, seed = plan[name]
-        rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
-        if seed == 0 and mode in (BASELINE, JUDGED[task]):
-            first.append(run)
-        save_result(folder, file, {"machine": machine, "runs": rows})
-        if config == RaceConfig() and too_late(plan, len(rows), time.monotonic() - begin):
+    for seed in range(config.seeds):
+        if config == RaceConfig() and time.monotonic() - begin >= SECONDS:
             break
+        plan, flags = race_plan(seed, config.modes), {}
+        for name, (task, mode) in plan.items():
+            flags[name] = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
+            flags[name] |= GPU_FLAGS if gpu else {}
+        for name, run, summary in run_each(flags, folder):
+            task, mode = plan[name]
+            rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
+            save_result(folder, file, {"machine": machine, "runs": rows})
+            if seed == 0 and mode in (BASELINE, JUDGED[task]):
+                first.append(run)
     draw_race(rows, SHOWN, TARGETS, folder / f"{file}.png")
     print(*race_table(rows), "", READING, sep="\n")
-    if config.modes == "best":
+    if not gpu:
         draw_timeline(first, folder / "timeline.png")
         print("Few seeds give a first look: `--seeds 5` is what was recorded.")
-
-
-def too_late(plan: dict[str, tuple], done: int, seconds: float) -> bool:
-    """Whether a further seed would begin now, after SECONDS."""
-    seeds = [seed for _, _, seed in plan.values()]
-    return seconds >= SECONDS and len(set(seeds[done - 1 : done + 1])) == 2
 
 
 def speed_of(run: Path, summary: dict, task: str) -> dict:

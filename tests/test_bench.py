@@ -177,14 +177,15 @@ def test_a_run_that_never_trained_draws_nothing(tmp_path):
 
 
 def test_who_races_and_how_often():
-    plan = races.race_plan(races.RaceConfig())
-    assert len(plan) == 14 and list(plan)[:3] == [
+    first, later = (races.race_plan(seed, "best") for seed in (0, 1))
+    assert len(first) == 6 and list(first)[:3] == [
         "guess, sync, two threads, seed 0",
         "guess, async, η = 2, seed 0",
         "guess, sync, one core, seed 0",
     ]
-    assert {mode for _, mode, _ in plan.values()} | set(races.GPU_MODES) == set(races.MODES)
-    assert len(races.race_plan(races.RaceConfig(modes="gpu", seeds=30))) == 2 * 2 * 30
+    assert len(later) == 4 and all(name.endswith("seed 1") for name in later)
+    assert {mode for _, mode in first.values()} | set(races.GPU_MODES) == set(races.MODES)
+    assert len(races.race_plan(7, "gpu")) == 2 * 2
 
 
 @pytest.mark.parametrize("seconds, runs", [(15.0, 14), (20.0, 10), (30.0, 6)])
