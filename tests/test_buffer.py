@@ -866,7 +866,7 @@ def test_a_poisoned_group_is_named(change, words):
     "lengths, words",
     [
         ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
-        ([11, -3], "a turn from 2 to 3 in an episode of 0 tokens"),
+        ([11, -3], "a loss mask that is not the policy's turns"),
         ([4, 3], "a turn from 2 to 5 in an episode of 4 tokens"),
         ([5], "samples [0], must be 0 to 1 in order"),
     ],
