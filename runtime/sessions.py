@@ -8,8 +8,7 @@ the same time. A state is a memory of the answers so far, so a session that is g
 from the next call.
 Nothing stays behind: a session that is over closes its state, its forks are killed, its folder is
 removed. When a reward worker is gone itself, in whatever way, its caretaker does that.
-Left out: who is asked (processes.py, tasks/exam.py). macOS has no /proc: a session that hangs in C
-outlives a worker that was killed.
+Left out: who is asked (processes.py, tasks/exam.py).
 """
 
 import contextlib
@@ -21,7 +20,6 @@ import shutil
 import signal
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +51,6 @@ def reward_worker(line: Line, config: Config):
     sessions = Sessions(task, config, line.connection)
     try:
         while True:
-            line.status = dict(sessions.counts)
             line.beat()
             if results := sessions.results(0.5):
                 line.send(*results)
@@ -79,10 +76,11 @@ def serve() -> None:
 # ------------------------------------------------------------------------------- in the worker
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """One episode's process."""
 
+    key: tuple  # of the episode; () when it is over, and the session is closing its state
     process: int
     pipe: Connection
     folder: Path
@@ -91,28 +89,29 @@ class Session:
 
 
 class Sessions:
-    """The sessions of a reward worker, by key of the episode."""
+    """The sessions of a reward worker."""
 
     def __init__(self, task: Task, config: Config, line: Connection):
-        self.task, self.config, self.line = task, config, line
+        self.task, self.config = task, config
+        self.lines = [line]  # `results` waits for a delivery, too
         self.patience = config.reward_seconds + GRACE_SECONDS
-        self.open: dict[tuple, Session] = {}
-        self.ending: list[Session] = []  # over, and closing their states
-        self.failed: list[Result] = []
-        self.counts = Counter(opened=0, closed=0, killed=0)
+        self.all: list[Session] = []
+        self.found: list[Result] = []
         self.folder = self.lifeline = None  # made with the first session
 
     def take(self, call: Call) -> None:
         """Ask an episode's session; or, without answers, end those whose keys begin like this."""
         if call.answers is None:
-            for key in [key for key in self.open if key[: len(call.key)] == call.key]:
-                self._end(key)
+            for session in self.all:
+                if session.key[: len(call.key)] == call.key:
+                    self._end(session)
             return
+        session = next((session for session in self.all if session.key == call.key), None)
         try:
-            session = self.open.get(call.key) or self._start(call.key)
+            session = session or self._start(call.key)
             session.pipe.send(call)
         except BrokenPipeError:  # it died between two turns
-            self._drop(self.open.pop(call.key))
+            self._drop(session)
             self.take(call)
         except OSError as error:  # no more processes, pipes or folders
             self._fail(call, f"env_error: {error}")
@@ -121,38 +120,42 @@ class Sessions:
 
     def results(self, seconds: float) -> list[Result]:
         """What the sessions have said; waits for that, or for a delivery to the worker."""
-        sessions, now = [*self.open.values(), *self.ending], time.monotonic()
-        seconds = min([seconds, *[session.deadline - now for session in sessions]])
-        ready = {*wait([self.line, *[s.pipe for s in sessions]], max(0.0, seconds))}
-        found = []
-        for key, session in list(self.open.items()):
-            if session.pipe in ready:
-                try:
-                    result, session.call, session.deadline = session.pipe.recv(), None, math.inf
-                    found.append(result)
-                    if result.done or result.failure:
-                        self._end(key)
-                except (EOFError, OSError):
-                    code = self._drop(self.open.pop(key))
-                    if session.call:
-                        said = f"env_error: it ended its process (exit code {code})"
-                        self._fail(session.call, said)
-            elif time.monotonic() > session.deadline:
-                self._drop(self.open.pop(key))
-                self._fail(session.call, "env_timeout: it hung in a call that no alarm interrupts")
-        self._bury(ready)
-        found, self.failed = found + self.failed, []
+        now, pipes = time.monotonic(), [session.pipe for session in self.all]
+        seconds = min([seconds, *[session.deadline - now for session in self.all]])
+        ready = wait([*self.lines, *pipes], max(0.0, seconds))
+        for session in list(self.all):
+            try:
+                if session.pipe in ready:
+                    self._hear(session, session.pipe.recv())
+                elif time.monotonic() > session.deadline:
+                    os.kill(session.process, signal.SIGKILL)
+                    hung = "env_timeout: it hung in a call that no alarm interrupts"
+                    self._drop(session, hung)
+            except (EOFError, OSError):
+                self._drop(session)
+        found, self.found = self.found, []
         return found
 
     def close(self) -> None:
         """End all of them."""
-        for key in list(self.open):
-            self._end(key)
-        while self.ending:
-            self._bury({*wait([session.pipe for session in self.ending], 0.1)})
+        self.lines = []
+        for session in self.all:
+            self._end(session)
+        while self.all:
+            self.results(0.1)
+
+    def _hear(self, session: Session, said: Result | None) -> None:
+        """What a session says: to a call, or (None) that it has closed its state."""
+        if said is None:
+            self._drop(session)
+        elif session.call:
+            session.call, session.deadline = None, math.inf
+            self.found.append(said)
+            if said.done or said.failure:
+                self._end(session)
 
     def _fail(self, call: Call, reason: str) -> None:
-        self.failed.append(Result(call.key, len(call.answers), failure=reason))
+        self.found.append(Result(call.key, len(call.answers), failure=reason))
 
     def _start(self, key: tuple) -> Session:
         """Fork an episode's process."""
@@ -167,56 +170,40 @@ class Sessions:
                 die_with(worker, signal.SIGTERM)
                 os.setpgid(0, 0)
                 os.close(self.lifeline)  # or else nobody would see the end of the worker
-                for other in (*self.open.values(), *self.ending):
-                    other.pipe.close()
-                here.close()
-                self.line.close()
+                for pipe in (here, *self.lines, *[session.pipe for session in self.all]):
+                    pipe.close()
                 serve_episode(there, part_of(self.task, key[1]), self.config, key, folder)
             finally:
                 os._exit(0)
         there.close()
         with contextlib.suppress(OSError):  # here, too: it may not have come so far yet
             os.setpgid(process, process)
-        self.counts["opened"] += 1
-        self.open[key] = Session(process, here, folder)
-        return self.open[key]
+        self.all.append(Session(key, process, here, folder))
+        return self.all[-1]
 
-    def _end(self, key: tuple) -> None:
+    def _end(self, session: Session) -> None:
         """Let it close its state; it has a moment for that."""
-        session = self.open.pop(key)
+        session.key, session.call = (), None
         with contextlib.suppress(OSError):
             session.pipe.send(None)
         session.deadline = time.monotonic() + self.patience
-        self.ending.append(session)
 
-    def _bury(self, ready: set) -> None:
-        """Drop the sessions that have closed their states, or are late with it."""
-        for session in list(self.ending):
-            closed, gone = False, time.monotonic() > session.deadline
-            if session.pipe in ready:
-                try:
-                    closed = session.pipe.recv() == "closed"
-                except (EOFError, OSError):
-                    gone = True
-            if closed or gone:
-                self.ending.remove(session)
-                self._drop(session, closed)
-
-    def _drop(self, session: Session, closed: bool = False) -> int:
-        """A session is gone, or has to go, with its forks and its folder; returns its exit code."""
-        self.counts["closed" if closed else "killed"] += 1
+    def _drop(self, session: Session, reason: str = "") -> None:
+        """A session is gone, or has to go, with its forks and its folder. What it was asked has
+        failed for this reason, or because its process has ended."""
+        self.all.remove(session)
         session.pipe.close()
-        patience = min(session.deadline, time.monotonic() + 0.1)
-        done, status = os.waitpid(session.process, os.WNOHANG)
-        while not done and time.monotonic() < patience:  # it exits by itself, with a code
-            time.sleep(0.001)
-            done, status = os.waitpid(session.process, os.WNOHANG)
+        patience, ended = time.monotonic() + 0.1, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while time.monotonic() < patience and not os.waitid(os.P_PID, session.process, ended):
+            time.sleep(0.001)  # it exits by itself, with a code
         with contextlib.suppress(ProcessLookupError):
             os.killpg(session.process, signal.SIGKILL)
-        if not done:
-            _, status = os.waitpid(session.process, 0)
+        _, status = os.waitpid(session.process, 0)
         shutil.rmtree(session.folder, ignore_errors=True)
-        return os.waitstatus_to_exitcode(status)
+        if session.call:
+            code = os.waitstatus_to_exitcode(status)
+            died = f"env_error: it ended its process (exit code {code})"
+            self._fail(session.call, reason or died)
 
 
 # ------------------------------------------------------------------------------- in a session
@@ -247,7 +234,7 @@ def serve_episode(pipe: Connection, task: Task, config: Config, key: tuple, fold
     ask("env", partial(forget, task, states), [key], config)
     with contextlib.suppress(OSError):
         if os.getpid() == here:
-            pipe.send("closed")
+            pipe.send(None)  # it is closed
 
 
 # ------------------------------------------------------------------------------ the caretaker
@@ -281,9 +268,9 @@ def start_caretaker(folder: Path) -> int:
 
 
 def processes_of(leader: int) -> set[int]:
-    """All processes of a session (in the sense of POSIX) but zombies; nothing without /proc."""
+    """All processes of a session (in the sense of POSIX) but zombies."""
     found = set()
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
             if os.getsid(int(name)) == leader:
                 state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
