@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -35,11 +34,10 @@ NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are tol
 
 
 def die_with(parent: int, how=signal.SIGKILL) -> None:
-    """Get this signal when the process that has started this one ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG: with the spawning thread
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(0)
+    """Get this signal when the process that has started this one ends."""
+    ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG: with the spawning thread
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
 
 
 def next_delivery(connection: Connection) -> bytes:
