@@ -69,8 +69,6 @@ def open_training(config: Config, mode: str) -> Run:
     task = task_of(config)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
     model = make_model(config, task, state)
-    if config.export:
-        check_export(Path(config.export), model.config)
     learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
         places = rollouts if mode == "async" else learners
@@ -78,14 +76,15 @@ def open_training(config: Config, mode: str) -> Run:
         config = dataclasses.replace(config, slots=slots)
     if state:
         restore(learner, state, config, ledger)
-        drop_what_follows(folder, state)
-        write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
         if config.export:
+            check_export(Path(config.export), model.config)  # it is not --out, either
             with blame(f"--export {config.export}: must be writable", OSError):
                 Path(config.export).mkdir(parents=True, exist_ok=True)
-            check_export(Path(config.export), model.config)  # it is not --out, either
+        if state:
+            drop_what_follows(folder, state)
+            write_config(folder, record | {"steps": config.steps, "export": config.export})
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [], [])
