@@ -7,7 +7,6 @@ What it relies on is on disk before it is: first the logs, then the file, then i
 on with the newest one that is whole and whose logs are, too.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -20,7 +19,7 @@ import torch
 
 from learner import Learner, round_weights
 from runtime.config import Config, UserError, blame, printable, require
-from runtime.folder import check_log, open_plain, scan, write_file
+from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
 from runtime.runlog import LOGS, RunLog
@@ -86,19 +85,6 @@ def drop_what_follows(folder: Path, state: dict) -> None:
         if path.name > f"step{state['version']:07d}.pt":
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)
-    state["marks"]["metrics"] = behind_evaluations(folder / "metrics.jsonl", state)
-
-
-def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
-    """The mark of the metrics, moved behind late evaluations of steps that the checkpoint has."""
-    mark = state["marks"]["metrics"]
-    with contextlib.suppress(UserError, KeyError, TypeError):  # a torn end, or a stranger's
-        for row, found in scan(path):
-            if found[0] > mark[0]:
-                if row["step"] > state["version"]:
-                    break
-                mark = found
-    return mark
 
 
 def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:

@@ -22,8 +22,6 @@ from runtime.folder import read_json, refuse_links
 VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
-# The pattern of GPT-2, which tokenizer.json does not write out.
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LARGEST = 1 << 27  # bytes of tokenizer.json
 CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
@@ -38,6 +36,7 @@ ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their on
     "byte_fallback": False,
     "type": "BPE",
     "add_prefix_space": False,
+    "use_regex": False,
     "behavior": "Isolated",
     "invert": False,
 }
@@ -126,14 +125,11 @@ def converted(found: dict, facts: dict) -> Tokenizer:
 
     tiktoken merges whatever pair makes the token of the lowest id; the merges must say the same.
     """
-    steps, parts = found["pre_tokenizer"], dict(found)
-    steps = steps.get("pretokenizers", [steps])
-    for part in (*steps, found["model"]):
-        parts |= part
+    cut, level = found["pre_tokenizer"]["pretokenizers"]
+    kinds = [cut["type"], level["type"]]
+    require(kinds == ["Split", "ByteLevel"], f"pre_tokenizer is {kinds}")
+    parts = {"use_regex": True} | found | cut | level | found["model"]
     require_only(parts, ONLY)
-    gpt2 = parts.get("use_regex", True)
-    kinds = [step["type"] for step in steps]
-    require(kinds == ["Split", "ByteLevel"][gpt2:], f"pre_tokenizer is {kinds}")
 
     special = {token["content"]: token["id"] for token in parts["added_tokens"]}
     plain = [token["id"] for token in parts["added_tokens"] if not token["special"]]
@@ -154,7 +150,7 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     fit = len(ids) == len({*ids}) and 0 <= min(ids) <= max(ids) < size
     require(fit, f"ids must differ and be below vocab_size {size}, the largest is {max(ids)}")
     require(stop and {*stop} <= {*ids}, f"eos_token_id {stop} is no token")
-    pattern = GPT2 if gpt2 else parts["pattern"]["Regex"]
+    pattern = cut["pattern"]["Regex"]
     pattern = rf"{pattern}|(?:(?!{pattern})[\s\S])+"  # tiktoken drops what is not matched
     how = {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special}
     form = "NFC" if parts["normalizer"] else None
