@@ -103,11 +103,11 @@ def start_workers(run: AsyncRun) -> Pool:
     }
 
     def examine(answer: Answer, work: dict) -> str | None:
-        allowed = {"vocabulary": shape.vocab_size, "cut": config.cut}
-        return flaw(answer, work, config.group_size, newest=run.mailbox.version, **allowed)
+        allowed = run.mailbox.version, shape.vocab_size, config.cut
+        return flaw(answer, work, config.group_size, *allowed)
 
-    budget = {"restarts": config.restarts, "silence": config.silence}
-    return Pool(roles, logs=run.folder / "logs", flaw=examine, **budget)
+    logs, restarts, silence = run.folder / "logs", config.restarts, config.silence
+    return Pool(roles, logs=logs, restarts=restarts, silence=silence, flaw=examine)
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:

@@ -209,7 +209,7 @@ def unpack_messages(delivery: bytes) -> Sequence:
 # -------------------------------------------------------------------------------- the validator
 
 
-def flaw(answer, work: dict, group_size: int, **allowed) -> str | None:
+def flaw(answer, work: dict, *allowed) -> str | None:
     """What is wrong with a worker's answer, in words; None if it is sound.
 
     A worker that has gone wrong must not poison what is trained. `work`: the groups that it was
@@ -224,7 +224,7 @@ def flaw(answer, work: dict, group_size: int, **allowed) -> str | None:
         sound = abs(answer.reward) <= LARGEST_REWARD and isinstance(answer.failure, str)
         return None if sound else f"{answer}: must have a finite reward and a text"
     if answer.group:
-        found = group_flaw(answer.group, group_size, **allowed)
+        found = group_flaw(answer.group, *allowed)
         if found or answer.judgement is None:
             return found
     judged = answer.group or work[answer.group_id]

@@ -123,7 +123,8 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 def converted(found: dict, facts: dict) -> Tokenizer:
     """tokenizer.json for tiktoken; facts: of the model. Almost any error for what is odd.
 
-    tiktoken merges whatever pair makes the token of the lowest id; the merges must say the same.
+    tiktoken merges whatever pair makes the token of the lowest id. That is what the merges say if
+    they are those of training, in the order of their ids.
     """
     cut, level = found["pre_tokenizer"]["pretokenizers"]
     kinds = [cut["type"], level["type"]]
@@ -135,14 +136,11 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     plain = [token["id"] for token in parts["added_tokens"] if not token["special"]]
     others = {*special.values()}  # they may stand among the text, too
     ranks = {spelled(token): i for token, i in parts["vocab"].items() if i not in others}
-    made = {bytes([value]): () for value in range(256)}  # token -> the two that make it
+    made = [bytes([value]) for value in range(256)]
     for pair in parts["merges"]:
-        left, right = map(spelled, pair.split(" ") if isinstance(pair, str) else pair)
-        fits = left in made and right in made and stay_apart(left, right, ranks, made)
-        require(fits, f"merging never joins {pair}")
-        made[left + right] = left, right
-    require(made.keys() == ranks.keys(), "vocab must be all bytes and what is merged of them")
-    order = [ranks[token] for token in made][256:]
+        made.append(spelled(pair.replace(" ", "") if isinstance(pair, str) else "".join(pair)))
+    require({*made} == ranks.keys(), "vocab must be all bytes and what is merged of them")
+    order = [ranks[token] for token in made[256:]]
     require(order == sorted(order), "merges must be in the order of their ids")
 
     ids, stop = [*ranks.values(), *special.values()], facts["eos_token_id"]
@@ -160,22 +158,6 @@ def converted(found: dict, facts: dict) -> Tokenizer:
 def spelled(token: str) -> bytes:
     """The bytes of a token that is written in visible characters."""
     return token.translate(BYTE_OF).encode("latin-1")
-
-
-def stay_apart(left: bytes, right: bytes, ranks: dict, made: dict) -> bool:
-    """Whether, until both tokens are whole, nothing is merged across the border between them.
-
-    It goes back in time: whichever was made last falls into its pair again.
-    """
-    limit = ranks[left + right]
-    while ranks.get(left + right, limit) >= limit:
-        if made[left] and (not made[right] or ranks[left] > ranks[right]):
-            limit, left = ranks[left], made[left][1]
-        elif made[right]:  # the same token is made further left first
-            limit, right = ranks[right] + 1, made[right][0]
-        else:
-            return True
-    return False
 
 
 def in_chat(tokenizer: Tokenizer, chat: str) -> Tokenizer:

@@ -279,17 +279,6 @@ def swap_merges(facts):
     merges[10], merges[11] = merges[11], merges[10]
 
 
-def merge_otherwise(facts):
-    """A token of three letters or more that is joined at another place."""
-    vocabulary = facts["model"]["vocab"]
-    for pair in facts["model"]["merges"]:
-        whole = "".join(pair)
-        for cut in range(1, len(whole)):
-            if cut != len(pair[0]) and {whole[:cut], whole[cut:]} <= vocabulary.keys():
-                pair[:] = [whole[:cut], whole[cut:]]
-                return
-
-
 def lose_a_byte(facts):
     del facts["model"]["vocab"]["\u0100"]
 
@@ -314,7 +303,6 @@ OTHERS = {
     "suffix": (in_model(end_of_word_suffix="</w>"), "end_of_word_suffix is"),
     "fallback": (in_model(byte_fallback=True), "byte_fallback is True"),
     "order": (swap_merges, "merges must be in the order of their ids"),
-    "other merges": (merge_otherwise, "merging never joins"),
     "missing byte": (lose_a_byte, "vocab must be all bytes"),
     "unmade": (unmade, "vocab must be all bytes"),
     "no model": (changed(model=None), "must be a byte-level BPE"),
