@@ -12,7 +12,7 @@ from buffer import Buffer
 from reward import problem_of
 from runtime import sessions, workers
 from runtime.checkpoint import checkpoint, completed_groups
-from runtime.config import Config, TrainingStopped, UserError, require
+from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
@@ -90,10 +90,7 @@ def open_async(config: Config):
 
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
-    config, shape, task = run.config, run.learner.model.config, run.task
-    outside = [part.name for part in task.parts or (task,) if part.outside]
-    said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
-    require(config.reward_workers or not outside, said)
+    config, shape = run.config, run.learner.model.config
     _, rollouts = pick_devices(config)
     workers.meeting_point(run.folder).unlink(missing_ok=True)  # of a run that is resumed
     roles = {
