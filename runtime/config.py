@@ -277,6 +277,7 @@ def fail(error: Exception | str) -> None:
 
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
     """Parse, train, and turn the user's mistakes into one line and exit code 2, trouble into 1."""
+    open_streams()
     config = parse(description, sys.argv[1:], kind)
     try:
         require(sys.platform == "linux", f"{sys.platform}: must be linux, to train")
@@ -286,3 +287,14 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
     except (TrainingStopped, OSError) as error:
         sys.stderr.write(f"\nstopped: {printable(str(error))}\n")
         raise SystemExit(1) from error
+
+
+def open_streams() -> None:
+    """A closed stdout or stderr swallows what is written; one that cannot print a character prints
+    its number."""
+    while os.open(os.devnull, os.O_RDWR) < 3:
+        pass  # 1 or 2 was free: the next file would have been written to
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, stream)

@@ -17,7 +17,7 @@ CEILINGS = {
     "story": (2240, 23050, 10.4),
     "fast and measured": (930, 13500, None),
     "tasks": (740, 6700, None),
-    "runtime": (2140, 20650, 10.0),  # Hugging Face folders and tokenizers have taken 2,800
+    "runtime": (2145, 20720, 10.0),  # Hugging Face folders and tokenizers have taken 2,800
     "lab": (2020, 21850, None),
 }
 FILE, README = 300, 200  # lines of any file but dsa_triton.py; lines of the README
