@@ -104,6 +104,7 @@ def asynchronous_facts(run) -> dict:
         "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
         "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
+        "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),
     }
 
 
@@ -123,6 +124,7 @@ def finish(run: Run, facts: dict) -> None:
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
     run.host.close()
+    facts["sessions"] = facts.get("sessions", Counter()) + run.host.sessions  # of environments
     print(printable(summarise(run.folder, facts)))
     if config.export and not facts["stopped_early"]:
         print(printable(export(learner.model, config, Path(config.export))))
