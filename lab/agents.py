@@ -102,8 +102,8 @@ def agent_lines(result: dict) -> list[str]:
         parts = [row["tasks"][task] for row in arms["mixture"]]
         cells = [f"`{task}`", between(solved(parts), ".1%")]
         rows.append([*cells, between(solved(arms[f"{task}, alone"]), ".1%")])
-    head = f"`--ratio {MIXED['ratio']}`"
-    lines += ["", *markdown([head, "solved", "alone, as many groups and steps"], rows)]
+    head = ["`--ratio 2,1,1`", "solved", "alone, as many groups and steps"]
+    lines += ["", *markdown(head, rows)]
     rows = []
     for faults in ("no", "yes"):
         (run,) = arms[f"slow, faults: {faults}"]
