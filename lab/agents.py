@@ -100,8 +100,8 @@ def agent_lines(result: dict) -> list[str]:
     rows = []
     for task in SHARES:
         parts = [row["tasks"][task] for row in arms["mixture"]]
-        cells = [f"`{task}`", between(solved(parts), ".1%")]
-        rows.append([*cells, between(solved(arms[f"{task}, alone"]), ".1%")])
+        both = [between(solved(runs), ".1%") for runs in (parts, arms[f"{task}, alone"])]
+        rows.append([f"`{task}`", *both])
     head = ["`--ratio 2,1,1`", "solved", "alone, as many groups and steps"]
     lines += ["", *markdown(head, rows)]
     rows = []
