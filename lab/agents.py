@@ -60,7 +60,7 @@ def bench_agents(folder: Path) -> None:
     result = {"machine": describe_machine(), "runs": []}
     for name, run, summary in run_each(agent_plan(folder), folder):
         arm, _, seed = name.rpartition(", seed ")
-        row = {"arm": arm, "seed": int(seed)} | {key: summary.get(key) for key in SUMMARY}
+        row = {"arm": arm, "seed": seed} | {key: summary.get(key) for key in SUMMARY}
         row["held"] = held_out(run)
         if goal := GOALS.get(arm.partition(",")[0]):
             row["goal_s"], row["goal_samples"] = crossing(row["held"], goal)
