@@ -3,8 +3,6 @@
     python bench.py                    # sync against async on two tasks, in 5 minutes
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
-    python bench.py plot RUN ...       # draw the pictures of run folders again
-    python bench.py timeline RUN ...   # who did what, these runs in one picture
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
     python bench.py tables             # write docs/measured.md from results/*.json
 
@@ -32,13 +30,13 @@ from reward import TASKS, Task, make_task, own_files
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, UserError, fail, parse, printable
 from runtime.devices import describe_machine
-from runtime.folder import read_json, read_lines, refuse_links, write_file
+from runtime.folder import read_json, read_lines, write_file
 from runtime.huggingface import export
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
-    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--modes full: 60)"),
+    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "agents": ("agents", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
@@ -106,6 +104,7 @@ def asynchronous_facts(run) -> dict:
         "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
         "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
+        "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),
     }
 
 
@@ -126,6 +125,7 @@ def finish(run: Run, facts: dict) -> None:
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
     run.host.close()
+    facts["sessions"] = facts.get("sessions", Counter()) + run.host.sessions  # of environments
     print(printable(summarise(run.folder, facts)))
     if config.export and not facts["stopped_early"]:
         print(printable(export(learner.model, config, Path(config.export))))
@@ -151,13 +151,10 @@ def summarise(run: Path, facts: dict) -> str:
     evaluations = [row["eval"] for row in rows if "eval" in row]
     before, after = evaluations[0], evaluations[-1]
     tokens, seconds = total(steps, "tokens"), total(steps, "seconds")
-    ages = [row["staleness_max"] for row in steps]
-    failures, discarded = Counter(), Counter()
-    for row in steps:
-        failures.update(row["failures"])
-        discarded.update(row["discarded"])
-    age = {"max": max(ages, default=0), "bound": facts.pop("staleness_bound")}
-    age["mean"] = total(steps, "staleness_mean") / max(1, len(steps))
+    discarded = counted(steps, "discarded")
+    age = {"max": max((row["staleness_max"] for row in steps), default=0)}
+    age |= {"mean": total(steps, "staleness_mean") / max(1, len(steps))}
+    age |= {"bound": facts.pop("staleness_bound")}
     summary = {
         **facts,
         "eval_before": before["solved"],
@@ -168,27 +165,33 @@ def summarise(run: Path, facts: dict) -> str:
         "learner_tokens_per_s": round(tokens / max(seconds, 1e-9)),
         "staleness": age,
         "mismatch": steps[0].get("mismatch") if steps else None,
-        "failures": dict(failures),
-        "discarded": dict(discarded),
+        "failures": counted(steps, "failures"),
+        "discarded": discarded,
         "tasks": by_name(steps, before, after),
         "machine": describe_machine(),
     }
-    by_task = "".join(
-        f"\n  {name}: solved {own['eval']['before']['solved']:.0%} -> "
-        f"{own['eval']['after']['solved']:.0%}, {own['samples']:,} episodes, {own['failed']} failed"
-        for name, own in summary["tasks"].items()
-    )
-    replaced = f"\ngroups discarded and replaced: {dict(discarded)}" if discarded else ""
     write_file(run / "summary.json", json.dumps(summary, indent=1).encode())
     draw_run(run)
-    return (
+    return "\n".join([*verdict(run, summary), *advice(run, summary, steps)])
+
+
+def verdict(run: Path, summary: dict) -> list[str]:
+    """Lines that say what a run has reached, what it took, and where its files are."""
+    before, after, age = *summary["eval"].values(), summary["staleness"]
+    lines = [
         f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
-        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns\n"
+        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns",
         f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
-        f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})\n"
-        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl"
-        f"{by_task}{replaced}"
-    ) + advice(run, summary, steps)
+        f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})",
+        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl",
+    ]
+    for name, own in summary["tasks"].items():
+        gain = " -> ".join(f"{evaluated['solved']:.0%}" for evaluated in own["eval"].values())
+        said = f"{own['samples']:,} episodes, {own['failed']} failed"
+        lines.append(f"  {name}: solved {gain}, {said}")
+    if summary["discarded"]:
+        lines.append(f"groups discarded and replaced: {summary['discarded']}")
+    return lines
 
 
 def by_name(steps: list[dict], before: dict, after: dict) -> dict:
@@ -196,8 +199,7 @@ def by_name(steps: list[dict], before: dict, after: dict) -> dict:
     found = {}
     for name in after.get("tasks", ()):
         own = [row["tasks"][name] for row in steps]
-        sizes = ("samples", "failed", "sequence_tokens")
-        found[name] = {size: total(own, size) for size in sizes}
+        found[name] = {key: total(own, key) for key in ("samples", "failed", "sequence_tokens")}
         found[name] |= {"eval": {"before": before["tasks"][name], "after": after["tasks"][name]}}
     return found
 
@@ -207,24 +209,29 @@ def total(steps: list[dict], name: str) -> float:
     return sum([row[name] for row in steps])
 
 
-def advice(run: Path, summary: dict, steps: list[dict]) -> str:
+def counted(steps: list[dict], name: str) -> dict:
+    """{reason: how often} of one metric that counts, over all steps."""
+    return dict(sum((Counter(row[name]) for row in steps), Counter()))
+
+
+def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
     """Further lines: how a run that was stopped goes on, what to try when it has not learned."""
-    config, text, last = read_json(run / "config.json"), "", steps[-10:]
+    config, lines, last = read_json(run / "config.json"), [], steps[-10:]
     if summary["stopped_early"]:
-        text += (
-            f"\nstopped at step {summary['steps']} of {config['steps']}; go on with: "
-            f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
-        )
+        command = f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
         if own_files(config["task"]):
-            text += f" --task {shlex.quote(config['task'])}"
+            command += f" --task {shlex.quote(config['task'])}"
+        stopped = f"stopped at step {summary['steps']} of {config['steps']}"
+        lines.append(f"{stopped}; go on with: {command}")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if last and dead > 0.85 * groups and summary["eval_after"] <= 0.5:
-        text += (
-            f"\nlittle to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
-            "steps all answers got the same reward.\ntry partial credit (jsonl: the verifier "
-            "`similar`), fewer or shorter answers, --group-size, --temperature or --entropy larger"
-        )
-    return text
+        lines += [
+            f"little to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
+            "steps all answers got the same reward.",
+            "try partial credit (jsonl: the verifier `similar`), fewer or shorter answers, "
+            "--group-size, --temperature or --entropy larger",
+        ]
+    return lines
 
 
 def show_group(group: Group, task: Task) -> str:
@@ -235,8 +242,7 @@ def show_group(group: Group, task: Task) -> str:
         text = f"{text[:60]} ... {text[-40:]}"
     versions = t.versions[t.loss_mask]
     span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    said = f"reward {t.reward:.2f}  versions {span}  {t.finish}"
-    return f"  group {t.group_id}  [{text!r}]  {said}"
+    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
 
 
 def show_episode(task: Task) -> None:
@@ -255,11 +261,6 @@ def describe() -> str:
     for name, (_, minutes, files, what) in MEASUREMENTS.items():
         lines.append(f"{name:11}  {minutes:7}  {what}: {files}")
     return "\n".join(lines)
-
-
-def new_folder(name: str) -> Path:
-    """Where a measurement writes."""
-    return Path("runs") / f"{name}-{time.strftime('%m%d-%H%M%S')}"
 
 
 def measure(name: str, arguments: list[str], folder: Path) -> None:
@@ -287,25 +288,6 @@ def replay(config: Config) -> None:
     replay(config)
 
 
-def draw(command: str, runs: list[Path]) -> None:
-    """Draw run folders again, each beside its run, or (timeline) all in one picture."""
-    from lab.plots import draw_run, draw_timeline
-
-    for run in runs:
-        refuse_links(run)
-        trained = any("reward" in row for row in read_lines(run / "metrics.jsonl"))
-        if not trained or not (run / "config.json").is_file():
-            raise UserError(f"{run}: must be the folder of a run that trained at least one step")
-    if command == "timeline":
-        picture = new_folder(command) / "timeline.png"
-        draw_timeline(runs, picture)
-        print(f"written: {picture}")
-        return
-    for run in runs:
-        draw_run(run)
-        print(f"written: {run}/reward.png, {run}/timeline.png")
-
-
 def main(arguments: list[str]) -> None:
     """The command line; a mistake costs one line and exit code 2."""
     name, *rest = arguments or ["race"]
@@ -313,9 +295,8 @@ def main(arguments: list[str]) -> None:
         if name in ("-h", "--help"):
             print(describe())
         elif name in MEASUREMENTS:
-            measure(name, rest, new_folder(name if arguments else "bench"))
-        elif name in ("plot", "timeline") and rest:
-            draw(name, [Path(run) for run in rest])
+            folder = f"{name if arguments else 'bench'}-{time.strftime('%m%d-%H%M%S')}"
+            measure(name, rest, Path("runs") / folder)
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
@@ -325,8 +306,7 @@ def main(arguments: list[str]) -> None:
             print(f"written: {write_tables()}")
         else:
             print(describe())
-            others = "episode, plot RUN, timeline RUN or tables"
-            raise UserError(f"{name!r}: must be {', '.join(MEASUREMENTS)}, {others}")
+            raise UserError(f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode or tables")
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

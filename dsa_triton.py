@@ -39,26 +39,12 @@ import dsa
 from dsa import Tables
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
 LOWEST = tl.constexpr(-(1 << 63))  # below every packed score
-
-
 WIDTHS = (16, 32, 64, 128)  # head widths; others would pad the tiles
-
-
 STREAMED = 64  # longest list `_select` keeps in registers (at D = 128, above 32, it spills a bit)
-
-
 ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ kernel
-
-
 SCORE_ROWS = 64  # blocks that are scored together
-
-
 PIECE_LANES = 8192  # most lanes in a piece of an inverse list
-
-
 PROGRAMS = 264  # decode splits its lists to have so many: two for each multiprocessor of an H200
 
 
@@ -70,21 +56,13 @@ def _dot(a, b):  # never TF32: float32 means float32
 @triton.jit
 def _scores(keys, queries, KEY: tl.constexpr):
     """All products of keys [BN, D] and queries [BM, D]; KEY is the axis of the keys."""
-    if KEY == 0:
-        product = _dot(keys, tl.trans(queries))
-    else:
-        product = _dot(queries, tl.trans(keys))
-    return product
+    return _dot(keys, tl.trans(queries)) if KEY == 0 else _dot(queries, tl.trans(keys))
 
 
 @triton.jit
 def _sums(weights, keys, KEY: tl.constexpr):
     """Keys [BN, D] summed with weights: [D, BM], queries last, for KEY = 0, else [BM, D]."""
-    if KEY == 0:
-        total = _dot(tl.trans(keys), weights)
-    else:
-        total = _dot(weights, keys)
-    return total
+    return _dot(tl.trans(keys), weights) if KEY == 0 else _dot(weights, keys)
 
 
 @triton.jit
@@ -155,8 +133,7 @@ def _forward(
         top = new
     safe = tl.where(total == 0, 1.0, total)
     acc = acc / tl.expand_dims(safe, KEY)
-    if KEY == 0:
-        acc = tl.trans(acc)
+    acc = tl.trans(acc) if KEY == 0 else acc
     lse += split.to(tl.int64) * ALL
     out += split.to(tl.int64) * ALL * D
     tl.store(lse + at, top + tl.log2(safe), mask=live)  # -inf: saw nothing, and out is 0
@@ -226,8 +203,7 @@ def _backward_q(
                 slide, chance = tl.trans(slide), tl.trans(chance)
             tl.atomic_add(dk + place, _dot(slide, query) * scale, mask=seen)
             tl.atomic_add(dv + place, _dot(chance, slope), mask=seen)
-    if KEY == 0:
-        acc = tl.trans(acc)
+    acc = tl.trans(acc) if KEY == 0 else acc
     tl.store(dq + line, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None])
 
 

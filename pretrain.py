@@ -61,7 +61,6 @@ from runtime.setup import make_model
 from runtime.tokenizer import Tokenizer, tokenizer_of
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys
-INDEX_SHAPE = ("chunk_size", "top_k", "index_heads", "index_width")
 TASK_TOKENS = 1 << 17  # so much text is made of a task's problems, and of those it holds out
 
 
@@ -72,6 +71,8 @@ class Stages:
     seed: int = flag(0, "of weights and text", 0, 2**31 - 1)
     chunk_size: int = flag(1, "keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(16, "chunks that a query attends to", 1)
+    index_heads: int = flag(4, "heads of the indexer (DeepSeek-V3.2: 64)", 1)
+    index_width: int = flag(16, "width of its heads (128)", 4)
     dense_steps: int = flag(400, "steps of the dense stage (on all lengths)", 1)
     warmup_steps: int = flag(100, "steps of the indexer's warm-up", 1)
     sparse_steps: int = flag(300, "steps of the sparse stage", 1)
@@ -89,8 +90,6 @@ class SparseConfig(Stages):
     dense_steps: int = flag(0, "steps of the dense stage, for a model of random weights")
     sparse_lr: float = flag(1e-3, "share of lr and matrix-lr in the sparse stage")
     model: str = flag("tiny", "the dense model, as in train_sync.py")
-    index_heads: int = flag(4, "heads of the indexer (DeepSeek-V3.2: 64)", 1)
-    index_width: int = flag(16, "width of its heads (128)", 4)
     text: str = flag("", "text file to learn from, in UTF-8; or")
     task: str = flag("", "task, whose prompts with their best answers are the text")
     length: int = flag(512, "tokens in a row of text", 2, LONGEST_CONTEXT)
@@ -202,20 +201,16 @@ def row_batches(tokens: list, config: SparseConfig) -> Iterator:
 def make_recipe_model(config: RecipeConfig, seed: int) -> GPT:
     """Two layers are the least for recall: one finds the key of a value, the next compares keys."""
     shape = {"layers": 2, "width": 64, "heads": 8, "kv_heads": 4, "head_width": 16, "hidden": 128}
-    model = ModelConfig(
-        **shape,
-        context=2 * config.lengths[-1],
-        positions="rope",
-        rope_base=1000.0,
-        qk_norm=True,
-        attention="dsa",
-        scoring="indexer",
-        index_heads=4,
-        index_width=16,
-        chunk_size=config.chunk_size,
-        top_k=config.top_k,
-    )
-    return GPT(model, seed)
+    rope = {"positions": "rope", "rope_base": 1000.0, "qk_norm": True}
+    context = 2 * config.lengths[-1]
+    return GPT(ModelConfig(**shape, **rope, **with_indexer(config), context=context), seed)
+
+
+def with_indexer(config: Stages) -> dict:
+    """What the shape of a sparse model has beside that of a dense one."""
+    knobs = ("chunk_size", "top_k", "index_heads", "index_width")
+    shape = {name: getattr(config, name) for name in knobs}
+    return shape | {"attention": "dsa", "scoring": "indexer"}
 
 
 def sparse_model(config: SparseConfig) -> tuple:
@@ -224,8 +219,7 @@ def sparse_model(config: SparseConfig) -> tuple:
     tokenizer = tokenizer_of(how)
     # to make a model, a row of text is a task's prompt with one token to answer
     dense = make_model(how, Task(None, None, None, config.length - 1, 1, tokenizer=tokenizer))
-    shape = {name: getattr(config, name) for name in INDEX_SHAPE}
-    model = GPT(replace(dense.config, attention="dsa", scoring="indexer", **shape), config.seed)
+    model = GPT(replace(dense.config, **with_indexer(config)), config.seed)
     model.load_state_dict(dense.state_dict(), strict=False)
     return model, tokenizer
 

@@ -133,6 +133,7 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
             run.log.event(worker.name, "exit", reason=reason)
             log_spawn(run, run.pool.workers[worker.name])
             run.lost.append(f"{worker.name} {reason}")
+            run.sessions.update(worker.status if worker.role == "reward" else {})
             if worker.role == "learner":
                 raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
             if worker.role == "rollout":

@@ -5,6 +5,7 @@
 The run is `train_async.train` itself, for six steps, with one thing replaced: the workers. They are
 one generator and one verifier in this process, which move by a count and not by a clock, so every
 walk is the same. While "the learner computes a step" the generator makes four tokens a slot.
+The last two stations have a small run of their own: agents, and a tool that breaks off.
 Left out: real processes (runtime/processes.py); the page and its experiments (tour.py).
 """
 
@@ -12,30 +13,48 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import sys
 import tempfile
+from itertools import count, islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import dsa
 import losses
 import train_async
-from buffer import pack, staleness
-from learner import learner_step, micro_batch_loss, naive_step, token_logprobs
-from model import naive_forward
-from reward import split_answers
-from rollout import make_generator, naive_generate
+from buffer import pack, repaired, staleness, unfit
+from learner import (
+    learner_step,
+    make_learner,
+    micro_batch_loss,
+    naive_step,
+    new_groups,
+    samples_of,
+    token_logprobs,
+)
+from model import naive_forward, pack_tokens
+from pretrain import episodes
+from reward import split_answers, task_of, verify_group
+from rollout import generate, make_generator, naive_generate
 from runtime import flow
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
-from runtime.messages import Answer, group_to_parts, pack_messages, unpack_messages
+from runtime.messages import (
+    Answer,
+    apply_verdicts,
+    group_to_parts,
+    pack_messages,
+    unpack_messages,
+)
 from runtime.noise import uniforms
 from runtime.sessions import judge
 from runtime.setup import make_model
@@ -48,6 +67,11 @@ FLAGS |= dict(token_budget=160)  # two micro-batches a step
 GROUP, SAMPLE = 18, 2  # whom the page follows
 MEANWHILE = 4  # tokens that a slot generates while the learner computes one step
 PATIENCE = 200  # tokens after which a batch should be there
+
+AGENTS = dict(task="hops:2", credit="turn", seed=1)
+AGENTS |= dict(groups_per_step=4, group_size=5, slots=20)
+LESSONS = 40  # steps of imitation, of 32 good episodes each
+BREAKS = 5  # of so many calls of the tool one breaks off
 
 # ------------------------------------------------------------------------------------- the run
 
@@ -133,6 +157,33 @@ def follow(seen: SimpleNamespace) -> SimpleNamespace:
     seen.group = seen.batch[batches[seen.step].index(GROUP)]
     seen.t = seen.group.trajectories[SAMPLE]
     return seen
+
+
+def play_agents(config: Config) -> SimpleNamespace:
+    """Play four groups of agents; returns the first one, and the learner that gets it. Their policy
+    has imitated for a moment: with random weights hardly anybody makes a hop."""
+    task, calls = task_of(config), count(1)
+    model = make_model(config, task)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.003)
+    stream = islice(episodes(task, "train"), 100 * 19, None)  # 19 tokens each; not those played
+    for _ in range(LESSONS):
+        rows = torch.tensor(list(islice(stream, 32 * 19))).view(32, 19)
+        logits = model.logits(model(pack_tokens(list(rows)))).view(32, 19, -1)
+        optimizer.zero_grad()
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
+        optimizer.step()
+
+    def step(problem, answers):
+        if answers[-1] in problem["facts"] and next(calls) % BREAKS == 0:
+            raise ConnectionError("the tool has hung up")
+        return task.step(problem, answers)
+
+    broken = dataclasses.replace(task, step=step)
+    learner = make_learner(config, broken, model)
+    groups = new_groups(learner, broken, config.groups_per_step)
+    group = generate(make_generator(config, broken, model), groups)[0]
+    apply_verdicts(group, verify_group(group, broken, config))
+    return SimpleNamespace(config=config, task=task, learner=learner, group=group)
 
 
 # -------------------------------------------------------------------------- helpers of the stations
@@ -410,8 +461,59 @@ def replay(seen) -> list[str]:
     return told.getvalue().replace("weights ", "weights 0x").splitlines()
 
 
+def agent(seen) -> list[str]:
+    seen.agents = agents = play_agents(dataclasses.replace(Config(), **AGENTS))
+    task, group = agents.task, agents.group
+    lines = [f"{group.problem['prompt']!r}, the way is {' '.join(group.problem['way'])}"]
+    for t in group.trajectories:
+        told = [t.tokens[stop:start] for (_, stop), (start, _) in pairwise([*t.turns, (None, 0)])]
+        told = [task.tokenizer.decode_bytes(tokens.tolist()).decode() for tokens in told]
+        said = split_answers(task, t.tokens, t.turns)
+        talk = "  ".join(f"{a} {o.strip()}".strip() for a, o in zip(said, told, strict=True))
+        failure = f"{t.finish}: {t.failure.partition(' (')[0]}"  # without file and line
+        end = failure if t.failed else f"rewards {numbers(t.turn_rewards, 2)}"
+        lines.append(f"sample {t.sample_index}  {talk:32} {end}")
+    trained = [t.sample_index for t in repaired(group)]
+    return [*lines, f"a reason to discard the group: {unfit(group)}; trained are {trained}"]
+
+
+def credit(seen) -> list[str]:
+    group, config, learner = seen.agents.group, seen.agents.config, seen.agents.learner
+    by_episode = samples_of([group], dataclasses.replace(config, credit="episode"))[0]
+    by_turn = samples_of([group], config)[0]
+    rows = {"by episode": [turns[0] for _, turns in by_episode]}
+    for turn in range(max(len(turns) for _, turns in by_turn)):
+        rows[f"turn {turn + 1}"] = [(turns + [math.nan] * 9)[turn] for _, turns in by_turn]
+    t, turns = by_turn[1]
+    given = in_the_loss(learner, t, turns, config)
+    at = range(t.turns[0][0], len(t.tokens))
+    said = "".join(f"{say(t.tokens[i : i + 1]):>8}" for i in at)
+    heard = [f"{next(given):.3f}" if t.loss_mask[i] else "." for i in at]
+    return [
+        f"trained      {' '.join(f'{t.sample_index:7}' for t, _ in by_turn)}",
+        f"reward       {numbers(t.reward for t, _ in by_turn)}",
+        *[f"{name:12} {numbers(row)}".replace("nan", "  .") for name, row in rows.items()],
+        f"sample {t.sample_index}    {said}",
+        f"in the loss {''.join(f'{x:>8}' for x in heard)}",
+    ]
+
+
+def in_the_loss(learner, t, turns: list, config: Config):
+    """The advantages that the objective is given for an episode, one for each of its tokens."""
+    found, policy_loss = [], losses.policy_loss
+
+    def noted(objective, tokens, *rest):
+        found.extend(tokens.advantages.tolist())
+        return policy_loss(objective, tokens, *rest)
+
+    with mock.patch.object(losses, "policy_loss", noted):
+        micro_batch_loss(learner, [(t, turns)], False, t.generated, config)
+    assert len(found) == t.generated, "an observation is in the loss"
+    return iter(found)
+
+
 BEFORE = (problem, admission, slot, choice, sparse, swap, record, verdict, batch)
-STATIONS = (*BEFORE, advantages, loss, gradient, steps, log, ledger, replay)
+STATIONS = (*BEFORE, advantages, loss, gradient, steps, log, ledger, replay, agent, credit)
 
 
 def walk() -> dict[str, list[str]]:

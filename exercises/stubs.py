@@ -287,3 +287,48 @@ def sparse_tile(
     At least one of them is selected. Scores may be in the hundreds: nothing may overflow.
     """
     raise NotImplementedError("ex18: one tile of sparse attention")
+
+
+def turn_advantages(turn_rewards: Tensor, present: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """How much better an answer went on from a turn on than the others of its group did.
+
+    turn_rewards float32 [G, n, T], what each turn of n answers to each of G prompts has earned;
+    present bool [G, n, T], False where an answer has no such turn (it ended before, or failed);
+    there the reward may be NaN -> (advantages float32 [G, n, T], dead bool [G]).
+    The return of a turn is its reward and those of the later turns of its answer, added up in
+    float64 and then rounded to float32: 0.1 + 0.2 and 0.3 + 0.0 are equal returns. For each prompt
+    and each turn t, the answers that have turn t are a group of their own: their returns get the
+    advantages that `group_advantages` gives rewards (the same three kinds; the others are not
+    valid). A turn that an answer does not have gets 0. A prompt is dead if every turn is.
+    `losses.group_advantages`, in the project, is finished: `import losses` and use it.
+    """
+    raise NotImplementedError("ex19: turn-level advantages")
+
+
+def repair(failures: list[str | None]) -> list[int] | str:
+    """What a group of answers is trained with when some environments have failed.
+
+    failures[i]: why the environment of answer i failed, such as "env_timeout"; None: it is sound.
+    The list is not empty. If more than half of the answers are sound: a list, as long as
+    `failures`, of the answers to train, by number: all sound ones in order, then the same again,
+    from the first on, until the list is full. Otherwise the group is discarded, and the result is
+    the reason: the failure that most of them had, of equally many the one that comes first.
+    """
+    raise NotImplementedError("ex20: group repair")
+
+
+def skip_observation_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: list[int], gamma: float, lam: float
+) -> Tensor:
+    """Advantages of the generated tokens, as if no observation stood between them.
+
+    rewards and values float32 [N], mask bool [N] (True: the policy generated the token), of whole
+    sequences laid end to end: prompts, turns and observations; lengths: tokens of each sequence,
+    N = sum(lengths). values[n] is what a critic expects from token n on, rewards[n] what token n
+    has earned; outside the mask both may be NaN -> float32 [N], without gradient.
+    With j+1 the next GENERATED token of the same sequence, however many observations lie between:
+        delta_j = r_j + gamma * V_j+1 - V_j
+        A_j     = delta_j + gamma * lam * A_j+1
+    Behind the last generated token of a sequence V and A are 0. Outside the mask the result is 0.
+    """
+    raise NotImplementedError("ex21: skip-observation GAE")

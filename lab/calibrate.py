@@ -46,10 +46,10 @@ def read_run(folder: Path) -> PipelineLog:
         events[event["kind"]].append(event)
     synchronous = flags["mode"] == "sync"
     known = {f.name: flags[f.name] for f in fields(Config) if f.name in flags}
-    config = Config(**known | {"steps": len(rows), "rollout_workers": 1})
+    known |= {"steps": len(rows), "rollout_workers": 1}
     if synchronous:  # the trainer itself verifies, too
-        config = replace(config, max_staleness=0, reward_workers=0)
-    return PipelineLog(config, synchronous, events, rows)
+        known |= {"max_staleness": 0, "reward_workers": 0}
+    return PipelineLog(Config(**known), synchronous, events, rows)
 
 
 def fit(rows: list[tuple[list, float]]) -> list[float]:
@@ -76,31 +76,21 @@ def calibrate(logs: list[PipelineLog]) -> Costs:
     Logs of synchronous runs tell how long a step is when nothing arrives, and how much quicker (or
     slower) generation is in the learner's process; everything else is read from the others.
     """
-    groups = []
-    seconds = defaultdict(list)
-    rows = defaultdict(list)
-    for log in logs:
-        rows[TRAIN] += train_rows(log)
-        if log.synchronous:
-            continue
-        rows[DECODE] += decode_rows(log)
-        rows[REFILL] += refill_rows(log)
-        groups += groups_of(log)
-        for name, values in pauses_of(log).items():
-            seconds[name] += values
-    found = {name: float(np.mean(values)) for name, values in seconds.items()}
-    for names in rows:
-        found |= zip(names, fit(rows[names]), strict=True)
+    others = [log for log in logs if not log.synchronous]
+    pauses = [pauses_of(log) for log in others]
+    found = {name: float(np.mean(sum(column(pauses, name), []))) for name in pauses[0]}
+    found |= zip(DECODE, fit(sum(map(decode_rows, others), [])), strict=True)
+    found |= zip(REFILL, fit(sum(map(refill_rows, others), [])), strict=True)
+    found |= zip(TRAIN, fit(sum(map(train_rows, logs), [])), strict=True)
     found["all_reduce"] = 2 * found["publish"]  # assumed: gradients come in and go out
-    groups.sort(key=itemgetter(0))
+    groups = sorted(sum(map(groups_of, others), []), key=itemgetter(0))
     costs = Costs(groups=groups[:: ceil(len(groups) / KEEP)], **found)
     ratios = []
     for log in logs:
         if log.synchronous:
             simulated = Pipeline(log.config, costs, synchronous=True).run()
             ratios.append(token_seconds(log) / token_seconds(simulated))
-    costs.alone = float(np.mean(ratios))
-    return costs
+    return replace(costs, alone=float(np.mean(ratios)))
 
 
 def token_seconds(log):
@@ -117,8 +107,7 @@ def groups_of(log):
 
 def decode_rows(log):
     """(amounts of `DECODE`, seconds) of each span but the first."""
-    rows = []
-    slots = log.config.slots
+    slots, rows = log.config.slots, []
     for e in log.events["generate"][1:]:
         amounts = [e["steps"], e["steps"] * slots, e["context"] * slots, e["slot_steps"]]
         rows.append((amounts, e["decode"]))
@@ -131,9 +120,8 @@ def refill_rows(log):
     for e in log.events["generate"][1:]:
         new = [start for start in log.events["start"] if e["t"] <= start["t"] < end(e)]
         # Groups that begin at one token boundary share a forward pass.
-        step = e["seconds"] / e["steps"]
-        apart = np.diff(sorted(column(new, "t"))) > 0.5 * step
-        passes = bool(new) + int(apart.sum())
+        gaps = np.diff(sorted(column(new, "t")), prepend=-np.inf)
+        passes = int((gaps > 0.5 * e["seconds"] / e["steps"]).sum())
         amounts = [len(new) * log.config.group_size, passes, sum(column(new, "size"))]
         rows.append((amounts, e["seconds"] - e["decode"]))
     return rows

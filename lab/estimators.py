@@ -3,8 +3,6 @@
 The first half is what the exact files share: a task is all of its responses, a policy a table of
 logits, and the truth a finite sum. The second half: training uses estimators of losses.py.
 
-Part:   what a part of the laboratory returns: its curves, and claims to check, each a tuple
-        (name, values [R], their chances [R], truth, whether theory says that their mean is it)
 Axes:   R responses · T tokens of a response · V vocabulary · P prefixes
         D = P V entries of the table of logits, which is `theta` [P, V]
         In the second half axes and tensors are those of losses.py: log-probs, advantages [N].
@@ -20,8 +18,6 @@ from losses import k3, log_ratio, sequence_mean, unbiased_k3
 SEED = 0
 
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
-
-Part = tuple[dict, list[tuple]]
 
 
 class EnumeratedTask(NamedTuple):
@@ -90,17 +86,6 @@ def accuracy(gradients: Tensor, chances: Tensor, truth: Tensor) -> dict:
         "cosine": torch.cosine_similarity(mean, truth, dim=0),
     }
     return {name: float(value) for name, value in facts.items()}
-
-
-def gradient_claim(name, gradients, chances, truth, unbiased):
-    """The claim that gradients [R, D] have no error, in units of the length of the truth [D].
-
-    The error is measured in the direction in which enumeration predicts it (a bias at right angles
-    to the truth is a bias, too), or along the truth if it predicts none.
-    """
-    along = truth if unbiased else chances @ gradients - truth
-    errors = (gradients - truth) @ along / along.norm() / truth.norm()
-    return name, errors, chances, 0.0, unbiased
 
 
 # ---- estimators ----

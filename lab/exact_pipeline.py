@@ -7,7 +7,6 @@ runs both. Left out: what an objective makes of such data (exact.py), prompts th
 difficulty.
 
 Axes: R responses · T tokens of a response, so responses are [R, T] and rewards [R].
-A part returns its curves and its claims, as in exact.py.
 """
 
 import copy
@@ -16,7 +15,6 @@ from itertools import product
 import numpy as np
 import torch
 
-import losses
 from cache import decode, make_cache, prefill, reserve
 from lab.pipeline import Costs, Pipeline, end
 from learner import generated_logprobs
@@ -82,11 +80,10 @@ def swapped_logprobs(a, b, responses, boundary, mode):
 def swap_part(task):
     """KL of what each mode samples after the swap, to the new weights b and to the old ones a.
 
-    `whole_response_to_b` counts the tokens before the swap, too. The claims are about a swap after
-    two tokens, at the largest distance.
+    `whole_response_to_b` counts the tokens before the swap, too.
     """
     models = train_model(task.tokens, task.rewards)
-    curves, claims = {}, []
+    curves = {}
     with torch.no_grad():
         pure = [learner_logprobs(model, task.tokens) for model in models]
     for mode, boundary in product(MODES, range(1, task.tokens.shape[1])):
@@ -98,11 +95,7 @@ def swap_part(task):
             to_a = chances @ (recorded - pure[0])
             kls = {"whole_response_to_b": to_b, "to_b": to_b[boundary:], "to_a": to_a[boundary:]}
             rows.append({name: float(kl.sum()) for name, kl in kls.items()})
-        if boundary == 2:
-            values = losses.k3(recorded[:, 2:], pure[s][:, 2:]).sum(1)
-            name = f"KL({mode} || new weights), k3"
-            claims.append((name, values, chances, rows[-1]["to_b"], True))
-    return curves, claims
+    return curves
 
 
 def drop_part(steps=375):
@@ -116,7 +109,7 @@ def drop_part(steps=375):
     groups = np.stack([starts, 0 * lengths, lengths], 1).astype(int).tolist()
     costs = Costs(step=1.0, train=100.0, groups=groups)
     sizes = {"steps": steps, "slots": 64, "groups_per_step": 8, "group_size": 1}
-    curves, claims = {}, []
+    curves = {}
     for rule in ("wait", "drop"):
         config = Config(**sizes, rollout_workers=1, on_stale=rule)
         events = Pipeline(config, costs).run().events
@@ -126,7 +119,4 @@ def drop_part(steps=375):
         for name, values in {"admitted": [*length.values()], "trained": trained}.items():
             total = sum(values)
             facts[name] = {"answers": len(values), "tokens": total, "mean": total / len(values)}
-        chances = torch.full([len(trained)], 1 / len(trained)).double()
-        values, truth = torch.tensor(trained).double(), facts["admitted"]["mean"]
-        claims.append((f"length trained, {rule}", values, chances, truth, rule == "wait"))
-    return curves, claims
+    return curves

@@ -7,7 +7,7 @@ episode, the word 1 does. So a first word earns now, and decides what can be ear
 `credit_part`: advantages inside groups of three. `critic_part`: a critic instead of a group.
 Left out: samples of an older policy (exact.py), and training a critic.
 
-Axes: R responses · D entries of the policy's table · C groups; `Part`: see estimators.py.
+Axes: R responses · D entries of the policy's table · C groups.
 """
 
 from functools import partial
@@ -21,10 +21,8 @@ from torch import Tensor
 
 import losses
 from lab.estimators import (
-    Part,
     accuracy,
     chances_of,
-    gradient_claim,
     logprobs_of,
     mean_given,
     policies,
@@ -82,23 +80,19 @@ def group_gradients(theta: Tensor, task: TurnTask, credit: str, kind: str) -> tu
     return gradients, chances[groups].prod(1), true_gradient(theta, task)
 
 
-def credit_part() -> Part:
+def credit_part() -> dict:
     """Both kinds of credit for each of `PAYS`, one policy, over all groups of three."""
     theta = policies(enumerate_turns())[2]
-    curves, claims = {}, []
+    curves = {}
     for (case, may_end), credit, kind in product(CASES.items(), CREDITS, losses.ADVANTAGES):
-        name = f"{case}, {credit}, {kind}"
-        rows = curves[name] = []
+        rows = curves[f"{case}, {credit}, {kind}"] = []
         for pay in PAYS:
             found = group_gradients(theta, enumerate_turns(pay, may_end), credit, kind)
             rows.append(accuracy(*found))
-            if pay == 0.5:
-                unbiased = kind == "rloo" and not (may_end and credit == "turn")
-                claims.append(gradient_claim(name, *found, unbiased))
-    return curves, claims
+    return curves
 
 
-def critic_part() -> Part:
+def critic_part() -> dict:
     """Generalized advantage estimates of one response, for each of `LAMBDAS`.
 
     The critic is `true` and knows what the policy will earn on average, or `blind` and knows the
@@ -112,7 +106,7 @@ def critic_part() -> Part:
     nothing, answer = task.prefix.T
     known = {"true": (nothing, task.tokens[:, 0], answer), "blind": (nothing, nothing, nothing)}
     returns = task.turn_rewards.sum(1), *[task.turn_rewards[:, 1]] * 2  # from each of them on
-    curves, claims = {}, []
+    curves = {}
     for critic, way in product(known, ("skipped", "inside")):
         start, said, seen = map(partial(mean_given, chances), known[critic], returns)
         before = [start, said, *[seen] * OBSERVED] if way == "inside" else [start, seen]
@@ -123,11 +117,9 @@ def critic_part() -> Part:
         rows = curves[f"{critic}, {way}"] = []
         for lam in LAMBDAS:
             advantages = losses.skip_observation_gae(*batch, lam).view_as(values)[:, [0, -1]]
-            found = response_gradients(advantages, theta, task), chances, truth
-            rows.append(accuracy(*found))
-            name = f"{critic} critic, observations {way}, lambda {lam}"
-            claims.append(gradient_claim(name, *found, critic == "true" or lam == 1))
-    return curves, claims
+            gradients = response_gradients(advantages, theta, task)
+            rows.append(accuracy(gradients, chances, truth))
+    return curves
 
 
 def draw_credit(folder: Path, result: dict) -> None:

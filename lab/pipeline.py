@@ -83,9 +83,14 @@ class SimulatedWorker:
         self.ticket = 0  # only the planned boundary with this number still counts
         self.prompts: dict[int, int] = {}  # group id -> version that computed its prompt
 
+    @property
+    def running(self) -> np.ndarray:
+        """Which slots have an episode that goes on."""
+        return self.left > 0
+
     def context(self) -> float:
         """Mean length of the longest running episode over the steps to come."""
-        return self.cached[self.left > 0].max() + (self.steps - 1) / 2
+        return self.cached[self.running].max() + (self.steps - 1) / 2
 
 
 class Pipeline:
@@ -174,23 +179,20 @@ class Pipeline:
             return  # another boundary was planned since
         if worker.steps:
             self.finish(worker, now)
-        refill_seconds = self.refill(worker, now)
-        worker.steps = 0
-        running = worker.left > 0
-        if not running.any():
-            return
-        config, costs = self.config, self.costs
-        worker.steps = int(worker.left[running].min())
-        slot = costs.step_slot + costs.step_context * worker.context()
-        pace = costs.step + config.slots * slot + costs.step_running * running.sum()
+        costs = self.costs
         factor = costs.alone if self.synchronous else 1.0
-        worker.pace, worker.woken = pace * factor, now
-        worker.begin = now + refill_seconds * factor
-        self.plan_boundary(worker)
+        worker.woken, worker.begin = now, now + factor * self.refill(worker, now)
+        running = worker.running
+        worker.steps = int(min(worker.left[running], default=0))
+        if worker.steps:
+            slot = costs.step_slot + costs.step_context * worker.context()
+            seconds = costs.step + self.config.slots * slot + costs.step_running * running.sum()
+            worker.pace = factor * seconds
+            self.plan_boundary(worker)
 
     def finish(self, worker, now):
         """The planned steps are done; episodes that have all their tokens leave their slots."""
-        running, steps = worker.left > 0, worker.steps
+        running, steps = worker.running, worker.steps
         amounts = {"steps": steps, "slot_steps": steps * int(running.sum())}
         amounts |= {"context": steps * worker.context(), "decode": steps * worker.pace}
         amounts["seconds"] = now - worker.woken
@@ -206,7 +208,7 @@ class Pipeline:
 
     def refill(self, worker, now):
         """Adopt new weights as `swap` says, then fill the free slots; returns the seconds."""
-        costs, running, seconds = self.costs, worker.left > 0, 0.0
+        costs, running, seconds = self.costs, worker.running, 0.0
         if worker.version < self.version:
             size = int(running.sum())
             if self.config.swap == "drain" and size:

@@ -114,18 +114,17 @@ def draw_reward(run: Path, path: Path) -> None:
     evaluated = [row for row in rows if "eval" in row]
     if not steps:
         return
-    t = column(steps, "t")
-    exams, times = column(evaluated, "eval"), column(evaluated, "t")
-    oldest = column(steps, "staleness_max")
-    score = {"training reward (mean)": (BLUE, t, column(steps, "reward"))}
-    score["evaluation: solved"] = (ORANGE + "o-", times, column(exams, "solved"))
-    for i, name in enumerate(exams[0].get("tasks", ())):  # of several, each in a colour
-        colour = STYLES[i][:7]
-        own = column(column(column(steps, "tasks"), name), "reward")
-        solved = column(column(column(exams, "tasks"), name), "solved")
-        score = {} if i == 0 else score
-        score[f"{name}: reward"] = (colour + ":", t, own)
-        score[f"{name}: solved"] = (colour + "o-", times, solved)
+    t, times = column(steps, "t"), column(evaluated, "t")
+    exams, oldest = column(evaluated, "eval"), column(steps, "staleness_max")
+    score = {}
+    for name, style in zip(exams[0].get("tasks", ()), STYLES, strict=False):
+        rewards = [row["tasks"][name]["reward"] for row in steps]
+        solved = [exam["tasks"][name]["solved"] for exam in exams]
+        score[f"{name}: reward"] = (style[:7] + ":", t, rewards)
+        score[f"{name}: solved"] = (style[:7] + "o-", times, solved)
+    if not score:  # one task
+        score["training reward (mean)"] = (BLUE, t, column(steps, "reward"))
+        score["evaluation: solved"] = (ORANGE + "o-", times, column(exams, "solved"))
     staleness = {"mean": (GREEN, t, column(steps, "staleness_mean"))}
     staleness["oldest token"] = (PURPLE, t, oldest)
     above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
@@ -186,7 +185,7 @@ def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> 
                     held = np.array(own)  # [seeds, evaluations, 3]
                     curves[mode] = (colour, np.median(held[:, :, i], 0), held[:, :, 2])
             longest = max(x[-1] for _, x, _ in curves.values())
-            curves["to be reached"] = ("#000000:", [0, longest], [goal, goal])
+            curves["to be reached"] = ("#000000:", [0, longest], [goal] * 2)
             axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
             panels.append((curves, axis))
     draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))

@@ -1,44 +1,32 @@
-"""qwen.py: how fast a model of Qwen3's form is, with random weights from a Hugging Face folder.
+"""qwen.py: how a model of Qwen3's form trains, with random weights from a Hugging Face folder.
 
     python bench.py qwen                 # 1M parameters, on a CPU
     python bench.py qwen --size 0.6B     # on one GPU, in bfloat16
     python bench.py folder               # does it learn? 1M parameters, both trainers, adapters
 
-A decode step is measured against the time to read all weights and all keys and values once, at the
-speed at which this machine copies memory; the learner against a large matrix product of the same
-precision, with 6 operations a parameter and token.
-Left out: the published weights, and sparse attention (speed.py).
+`qwen` runs both trainers on answers of very different lengths, and tells what they get done.
+Left out: the published weights, and the speed of parts (speed.py).
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import count, product
 from pathlib import Path
 
-import numpy as np
 import torch
-from tqdm import tqdm
 
-import cache as caches
-from lab.plots import save_result
+from lab.plots import column, save_result
 from lab.races import run_command
-from learner import generated_logprobs
-from model import GPT, ModelConfig, pack_tokens
 from runtime.config import flag
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
-from runtime.huggingface import load_weights
-from runtime.mailbox import Mailbox
 
 SIZES = {  # layers, width, heads, key heads, head width, hidden, vocabulary
     "1M": (4, 128, 4, 2, 32, 384, 2_000),
     "0.6B": (28, 1024, 16, 8, 128, 3072, 151_936),
     "1.7B": (28, 2048, 16, 8, 128, 6144, 151_936),
 }
-ROUNDS = 5  # how often each figure is measured
 FIELDS = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab_size")
+FLAGS = {"steps": 4, "groups_per_step": 8, "group_size": 8, "slots": 64, "token_budget": 16384}
+FLAGS |= {"reference_every": 0, "checkpoint_every": 10**6, "eval_every": 10**6, "lr": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -56,104 +44,25 @@ def bench_folder(folder: Path) -> None:
 
 
 def bench_qwen(folder: Path, config: QwenConfig) -> None:
-    """Decode step, learner, publication and whole loop of a random model of one size."""
+    """Both trainers with a random model of one size: tokens a second of the whole loop, which are
+    trained as they are made, after the first step; and of the learner, while it works."""
     from folder_run import write_large
 
-    large = torch.cuda.is_available()
-    dtype = "bfloat16" if large else "float32"
-    torch.set_num_threads(1)
+    longest, dtype = (2048, "bfloat16") if torch.cuda.is_available() else (256, "float32")
     shape = dict(zip(FIELDS, SIZES[config.size], strict=True))
-    path = write_large(folder / "model", shape, dtype)
-    how = {"positions": "rope", "qk_norm": True, "context": 4096, "recompute": large}
-    model = GPT(ModelConfig(**shape, **how), None, getattr(torch, dtype))
-    load_weights(model, path)
-    model.on("cuda" if large else "cpu")
+    model = write_large(folder / "model", shape, dtype)
+    flags = FLAGS | {
+        "model": model.resolve(),
+        "dtype": dtype,
+        "task": f"tests/lengths.py:{longest}",
+    }
     result = {"machine": describe_machine(), "size": config.size, "dtype": dtype}
-    copied, product_s = limits_of(model)
-    result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12}
-    result["decode"] = list(tqdm(decode_rows(model, copied), "decode"))
-    tokens_per_s = learner_speed(model)
-    share = 6 * len(model.flat) * tokens_per_s / product_s
-    result["learner"] = {"tokens_per_s": tokens_per_s, "of_product": share}
-    mailbox, versions = Mailbox(model.flat), count()
-    ways = {"publish_ms": lambda: mailbox.publish(next(versions), model.flat)}
-    ways["adopt_ms"] = lambda: model.flat.copy_(mailbox.read()[1])
-    result |= {name: 1e3 * seconds_of(way) for name, way in ways.items()}
-    mailbox.close()
-    result["loop_tokens_per_s"] = loop_speeds(folder, path, dtype)
+    for mode in ("sync", "async"):
+        run = folder / mode
+        summary = run_command(f"train_{mode}.py", run, **flags)
+        first, *rows = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+        speed = sum(column(rows, "tokens")) / (rows[-1]["t"] - first["t"])
+        speeds = {"loop": round(speed), "learner": summary["learner_tokens_per_s"]}
+        result[f"{mode}_tokens_per_s"] = speeds
     print(result)
     save_result(folder, "qwen", result)
-
-
-def seconds_of(way: Callable) -> float:
-    """Median seconds of a call, after one that warms up."""
-    times = []
-    for _ in range(ROUNDS + 1):
-        begin = time.perf_counter()
-        way()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times[1:]))
-
-
-def limits_of(model: GPT) -> tuple[float, float]:
-    """Bytes a second that this machine reads and writes when it copies, and operations a second of
-    a matrix product."""
-    here = torch.empty(1 << 27, device=model.flat.device)
-    there = torch.empty_like(here)
-    copied = 2 * here.nbytes / seconds_of(lambda: there.copy_(here))
-    side = 8192 if here.is_cuda else 1024
-    matrix = model.flat.new_ones(side, side)
-    return copied, 2 * side**3 / seconds_of(lambda: matrix @ matrix)
-
-
-def decode_rows(model: GPT, copied: float):
-    """Milliseconds of a decode step, and which share of the memory bound that is."""
-    large = model.flat.is_cuda
-    for slots, context in product((16, 64, 256), (512, 4096) if large else (512,)):
-        cache = caches.make_cache(model, slots, context)
-        caches.reserve(cache, np.full(slots, context))
-        tokens = torch.arange(slots, device=model.flat.device)
-        inputs = [tokens, torch.full_like(tokens, context - 1)]
-
-        def step(given, cache=cache):
-            return model.logits(caches.decode(model, cache, *given))
-
-        way = partial(caches.captured, step, inputs, []) if large else partial(step, inputs)
-        with torch.no_grad():
-            seconds = seconds_of(way)
-        read = model.flat.nbytes + cache.racks[-1].kv[:, :, :slots].nbytes
-        share = read / copied / seconds
-        yield {"slots": slots, "context": context, "ms": 1e3 * seconds, "of_memory_bound": share}
-
-
-def learner_speed(model: GPT) -> float:
-    """Tokens a second, forward and backward, of 8 packed sequences (16k tokens on a GPU)."""
-    length, words = 2048 if model.flat.is_cuda else 64, model.config.vocab_size
-    tokens = np.random.default_rng(0).integers(words, size=(8, length))
-    packed = pack_tokens(list(tokens), model.flat.device)
-    rows = (packed.positions > 0).nonzero()[:, 0]
-    alphabet = torch.arange(words, device=rows.device)
-
-    def learn():
-        model.flat_grad.zero_()
-        logprobs, *_ = generated_logprobs(model, packed, rows, alphabet, 1.0)
-        logprobs.mean().backward()
-
-    return tokens.size / seconds_of(learn)
-
-
-def loop_speeds(folder: Path, model: Path, dtype: str) -> dict:
-    """Generated tokens a second of whole runs, after their first step."""
-    task = f"tests/lengths.py:{2048 if torch.cuda.is_available() else 256}"
-    flags = {"model": model.resolve(), "dtype": dtype, "task": task, "steps": 4}
-    flags |= {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0}
-    flags |= {"checkpoint_every": 10**6, "eval_every": 10**6, "token_budget": 16384, "lr": 1e-6}
-    speeds = {}
-    for trainer in ("train_sync.py", "train_async.py"):
-        run = folder / trainer.removesuffix(".py")
-        run_command(trainer, run, **flags)
-        first, *rows = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
-        speeds[trainer] = sum(row["tokens"] for row in rows) / (rows[-1]["t"] - first["t"])
-    return speeds

@@ -1,12 +1,11 @@
 """races.py: synchronous against asynchronous training, as whole runs to the same score.
 
     python bench.py                       # the best synchronous mode against the asynchronous one
-    python bench.py race --modes full     # every mode, many seeds
+    python bench.py race --seeds 5        # the same, as it was recorded
     python bench.py race --modes gpu      # a larger model on one GPU that both roles share
 
 Every run is started as a user would start it. The table says what a mode gains over the best
-synchronous one: `one step ahead` adds overlap, `async, η = 4, drain` has no straggler tail, and
-`async, η = 4` takes new weights in flight.
+synchronous one.
 Left out: other measurements of whole runs (campaigns.py), and of parts (speed.py).
 """
 
@@ -35,19 +34,12 @@ SYNC = {"trainer": "train_sync.py"}
 MODES = {  # name -> how it is run; on two cores, one device is one core
     "sync, one core": SYNC,
     "sync, two threads": SYNC | {"threads": 2},
-    "sync, all generate, then all train": {"max_staleness": 0, "rollout_workers": 2, "learners": 2},
-    "one step ahead": {"max_staleness": 1, "swap": "drain"},
-    "async, η = 1": {"max_staleness": 1},
+    "sync, one GPU": SYNC,
     "async, η = 2": {"max_staleness": 2},
-    "async, η = 2, recompute": {"max_staleness": 2, "swap": "recompute"},
     "async, η = 4": {"max_staleness": 4},
-    "async, η = 8": {"max_staleness": 8},
-    "async, η = 4, drain": {"max_staleness": 4, "swap": "drain"},
-    "async, η = 4, recompute": {"max_staleness": 4, "swap": "recompute"},
 }
-ALL_MODES = MODES | {"sync, one GPU": SYNC}
 GPU_MODES = ("sync, one GPU", "async, η = 2")
-BASELINE = "sync, two threads"  # the best synchronous mode of the full race, on both tasks
+BASELINE = "sync, two threads"  # one core is raced, too, once: the better one is compared with
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}  # chosen before the runs, from others
 SHOWN = ["sync, one core", BASELINE, "sync, one GPU", *JUDGED.values()]  # in the picture
 # Scores to reach on held-out problems. `sum` climbs so slowly from 0.35 on that the seed decides
@@ -63,7 +55,6 @@ FLAGS = {"guess": ALIKE | {"steps": 240, "slots": 256}, "sum": ALIKE | {"steps":
 # arXiv 2203.03466).
 GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536}
 GPU_FLAGS |= {"steps": 60, "slots": 256, "reward_workers": 1}
-SEEDS = {"guess": 24, "sum": 5}  # of the modes that decide, in the full race
 READING = """\
 Medians over the seeds, and from lowest to highest. × best sync is the ratio of two median times to
 the score and, in brackets, where it lies in 90% of 2,000 resamplings of the seeds: where 1 is
@@ -76,8 +67,8 @@ SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5
 class RaceConfig:
     """Which modes race, and how often."""
 
-    modes: str = flag("best", "two, all, or two on a GPU", choices=("best", "full", "gpu"))
-    seeds: int = flag(0, "runs of each mode (0: 3; where it decides in a full race, up to 24)", 0)
+    modes: str = flag("best", "on two cores, or on a GPU", choices=("best", "gpu"))
+    seeds: int = flag(3, "runs of each mode", 1)
 
 
 def run_command(trainer: str, run: Path, **flags) -> dict:
@@ -107,54 +98,44 @@ def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dic
             shutil.rmtree(run / "checkpoints")
 
 
-def race_plan(config: RaceConfig) -> dict[str, tuple]:
-    """{name: (task, mode, seed)}, seed after seed, so that slow minutes hit all modes alike."""
+def race_plan(seed: int, modes: str) -> dict[str, tuple]:
+    """{name: (task, mode)} of the runs with one seed."""
     plan = {}
-    for seed in range(config.seeds or max(SEEDS.values())):
-        for task in TARGETS:
-            best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
-            for mode in {"best": best, "full": MODES, "gpu": GPU_MODES}[config.modes]:
-                decides = mode.startswith("sync") or mode in JUDGED.values()
-                count = SEEDS[task] if decides and config.modes == "full" else 3
-                if config.seeds or seed < count:
-                    plan[f"{task}, {mode}, seed {seed}"] = (task, mode, seed)
+    for task in TARGETS:
+        best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
+        for mode in best if modes == "best" else GPU_MODES:
+            plan[f"{task}, {mode}, seed {seed}"] = (task, mode)
     return plan
 
 
 def bench_race(folder: Path, config: RaceConfig) -> None:
-    """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`."""
-    machine = describe_machine()
-    if config.modes == "gpu" and not machine["gpus"]:
+    """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`; seed after seed,
+    so that slow minutes hit all modes alike."""
+    machine, gpu = describe_machine(), config.modes == "gpu"
+    if gpu and not machine["gpus"]:
         raise UserError("--modes gpu: must be run on a machine with a CUDA device")
-    plan = race_plan(config)
-    flags = {}
-    for name, (task, mode, seed) in plan.items():
-        flags[name] = {"task": task, "seed": seed} | FLAGS[task] | ALL_MODES[mode]
-        if config.modes == "gpu":
-            flags[name] |= GPU_FLAGS
-    file = "async-cuda" if config.modes == "gpu" else "race"
+    file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
     rows = []
     first = []  # the two runs of a task that the timeline shows
-    for name, run, summary in run_each(flags, folder):
-        task, mode, seed = plan[name]
-        rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
-        if seed == 0 and mode in (BASELINE, JUDGED[task]):
-            first.append(run)
-        save_result(folder, file, {"machine": machine, "runs": rows})
-        if config == RaceConfig() and too_late(plan, len(rows), time.monotonic() - begin):
+    for seed in range(config.seeds):
+        if config == RaceConfig() and time.monotonic() - begin >= SECONDS:
             break
+        plan, flags = race_plan(seed, config.modes), {}
+        for name, (task, mode) in plan.items():
+            flags[name] = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
+            flags[name] |= GPU_FLAGS if gpu else {}
+        for name, run, summary in run_each(flags, folder):
+            task, mode = plan[name]
+            rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
+            save_result(folder, file, {"machine": machine, "runs": rows})
+            if seed == 0 and mode in (BASELINE, JUDGED[task]):
+                first.append(run)
     draw_race(rows, SHOWN, TARGETS, folder / f"{file}.png")
     print(*race_table(rows), "", READING, sep="\n")
-    if config.modes == "best":
+    if not gpu:
         draw_timeline(first, folder / "timeline.png")
-        print("Few seeds give a first look; `python bench.py race --modes full` gives the verdict.")
-
-
-def too_late(plan: dict[str, tuple], done: int, seconds: float) -> bool:
-    """Whether a further seed would begin now, after SECONDS."""
-    seeds = [seed for _, _, seed in plan.values()]
-    return seconds >= SECONDS and len(set(seeds[done - 1 : done + 1])) == 2
+        print("Few seeds give a first look: `--seeds 5` is what was recorded.")
 
 
 def speed_of(run: Path, summary: dict, task: str) -> dict:

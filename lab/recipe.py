@@ -1,6 +1,6 @@
 """recipe.py: what the training stages of sparse attention are worth, measured on `recall`.
 
-    python bench.py recipe              # one seed, 5 minutes: a table, and the weights
+    python bench.py recipe              # one seed, 5 minutes
     python bench.py recipe --seeds 3    # three seeds, as many at a time as there are cores
 
 A prompt is a long table of "key=51;" and a question about one key, so that a model must find one
@@ -32,7 +32,6 @@ from pretrain import (
     parts_of,
     recall_batches,
     train_stage,
-    weights_file,
 )
 from reward import make_task, verify_group
 from rollout import generate, make_generator
@@ -43,10 +42,9 @@ from runtime.messages import apply_verdicts
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
 
-def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
+def run_seed(config: RecipeConfig, seed: int) -> dict:
     """The whole recipe: every stage, what it takes, and how well each variant answers."""
     torch.set_num_threads(1)
-    folder.mkdir(parents=True)
     begin, model = time.monotonic(), make_recipe_model(config, seed)
     result = {"seed": seed, "stages": {}, "accuracy": {}}
     # as many tokens of each length: on short prompts all variants are good, and close together
@@ -62,7 +60,6 @@ def run_seed(config: RecipeConfig, seed: int, folder: Path) -> dict:
     def stage(name: str, steps: int, used: int) -> None:
         batches = recall_batches(config, seed, used)
         result["stages"][name] = train_stage(model, config, name, steps, batches)
-        torch.save(weights_file(model), folder / f"{name}.pt")
 
     _, used = result["stages"]["growing"] = grow(model, config, seed)
     stage("dense", config.dense_steps, used)
@@ -114,8 +111,7 @@ def accuracy_table(runs: list[dict], lengths: list[int], attended: int) -> list[
 def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
     """What the recipe has to show, in every seed: the order of the variants on prompts of at least
     4 times the attended keys, and at 8 times no more than one point lost against dense."""
-    orders = []
-    losses = []
+    orders, losses = [], []
     for scores in column(runs, "accuracy"):
         orders += [[scores[variant][n] for variant in STAGED] for n in lengths[1:]]
         losses.append(scores["dense"][lengths[2]] - scores["full recipe"][lengths[2]])
@@ -133,21 +129,16 @@ def bench_recipe(folder: Path, config: RecipeConfig) -> None:
         raise UserError(f"--top-k {config.top_k}: must attend to at least 8 keys")
     begin = time.monotonic()
     seeds = range(config.seed, config.seed + config.seeds)
-    places = [folder / f"seed{seed}" for seed in seeds]
     workers = min(len(seeds), cores())
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        runs = list(pool.map(run_seed, [config] * len(seeds), seeds, places))
-    table = "\n".join(accuracy_table(runs, config.lengths, config.attended))
-    shown = verdict(runs, config.lengths)
+        runs = list(pool.map(run_seed, [config] * len(seeds), seeds))
     result = {
         "machine": describe_machine(),
         "settings": vars(config),
         "wall_s": round(time.monotonic() - begin, 1),
-        "table": table,
-        "shown": shown,
+        "table": "\n".join(accuracy_table(runs, config.lengths, config.attended)),
+        "shown": verdict(runs, config.lengths),
         "runs": runs,
     }
     save_result(folder, "recipe", result)
-    print(table)
-    for name, held in shown.items():
-        print(f"{name}: {held}")
+    print(result["table"], result["shown"], sep="\n")

@@ -18,23 +18,31 @@ from tqdm import tqdm
 
 import cache as caches
 import dsa
-from lab.plots import save_result, spread
+from lab.plots import column, save_result, spread
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import UserError
 from runtime.devices import describe_machine
 
 
-def in_turn(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call every way once a round; what it returns, without the first round, which warms up."""
-    found = {name: [] for name in ways}
-    for i in range(rounds + 1):
-        for name, way in ways.items():
-            value = way()
-            found[name] += [value] if i else []
-    return found
+def seconds_of(way: Callable) -> float:
+    """Seconds of a call, from an idle GPU until it is done."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    wait()
+    begin = time.perf_counter()
+    way()
+    wait()
+    return time.perf_counter() - begin
+
+
+def in_turn(ways: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every way in every round, without the first round, which warms up."""
+    found = [{name: seconds_of(way) for name, way in ways.items()} for _ in range(rounds + 1)]
+    return {name: column(found[1:], name) for name in ways}
 
 
 # --------------------------------------------------------------------------- decoding, long context
+
+STEPS = 5  # decode steps that are timed together
 
 
 def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
@@ -50,37 +58,33 @@ def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
         ways = {}
         for name, how in kinds.items():
             shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
-            ways[name] = partial(token_seconds, *full_cache(GPT(shape).on(device), slots))
+            model = GPT(shape).on(device)
+            ways[name] = partial(decode_steps, model, *full_cache(model, slots, length))
         seconds = in_turn(ways, rounds)
         row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
         for name, times in seconds.items():
-            row["tokens_per_s"][name] = spread(np.divide(slots, times))
+            row["tokens_per_s"][name] = spread(np.divide(slots * STEPS, times))
             row["over_dense"][name] = spread(np.divide(seconds["dense"], times))
         result["rows"].append(row)
         tqdm.write(str(row))
         save_result(folder, f"decode-{device}", result)
 
 
-def full_cache(model: GPT, slots: int) -> tuple:
-    """The model, and a cache full of random numbers."""
-    cache = caches.make_cache(model, slots, model.config.context)
-    caches.reserve(cache, np.full(slots, model.config.context))
-    last = cache.racks[-1]
-    for part in (last.kv, cache.scored, cache.means):
+def full_cache(model: GPT, slots: int, context: int) -> tuple:
+    """A cache full of random numbers, and the last token and position of every slot."""
+    cache = caches.make_cache(model, slots, context)
+    caches.reserve(cache, np.full(slots, context))
+    for part in (cache.racks[-1].kv, cache.scored, cache.means):
         if part is not None:
             part.normal_()
-    return model, cache, slots
-
-
-def token_seconds(model: GPT, cache: caches.Cache, slots: int, repeat: int = 5) -> float:
-    """Seconds of one decode step at the last position of every slot."""
     tokens = torch.arange(slots, device=model.flat.device)
-    positions = torch.full_like(tokens, model.config.context - 1)
-    begin = time.perf_counter()
-    for _ in range(repeat):
-        hidden = caches.decode(model, cache, tokens, positions)
-    hidden.cpu()  # waits for a GPU
-    return (time.perf_counter() - begin) / repeat
+    return cache, tokens, torch.full_like(tokens, context - 1)
+
+
+def decode_steps(model: GPT, cache: caches.Cache, tokens, positions) -> None:
+    """A few times the same decode step."""
+    for _ in range(STEPS):
+        caches.decode(model, cache, tokens, positions)
 
 
 # --------------------------------------------------------------------------------- sparse attention
@@ -119,21 +123,17 @@ def bench_dsa(folder: Path, rounds: int = 3) -> None:
         for kind in ("forward", "forward+backward"):
             runs = {}
             for name, way in ways.items():
-                runs[name] = partial(attention_ms, way, tensors, kind != "forward")
+                runs[name] = partial(attend, way, tensors, kind != "forward")
             times = in_turn(runs, rounds)
-            row[kind] = {name: {"ms": spread(values)} for name, values in times.items()}
+            row[kind] = {name: {"ms": spread(1e3 * np.array(times[name]))} for name in ways}
         result["rows"].append(row)
         tqdm.write(str(row))
         save_result(folder, "dsa-cuda", result)
 
 
-def attention_ms(way: Callable, tensors: list, backward: bool) -> float:
-    """Milliseconds of one call, from an idle GPU until it is done."""
+def attend(way: Callable, tensors: list, backward: bool) -> None:
+    """One call, with or without its gradients."""
     inputs = [x.detach().requires_grad_(backward) for x in tensors]
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
     out = way(*inputs)
     if backward:
         torch.autograd.grad(out, inputs, torch.ones_like(out))
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - begin)

@@ -7,7 +7,6 @@ What it relies on is on disk before it is: first the logs, then the file, then i
 on with the newest one that is whole and whose logs are, too.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import io
@@ -20,7 +19,7 @@ import torch
 
 from learner import Learner, round_weights
 from runtime.config import Config, UserError, blame, printable, require
-from runtime.folder import check_log, open_plain, scan, write_file
+from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
@@ -88,19 +87,6 @@ def drop_what_follows(folder: Path, state: dict) -> None:
         if path.name > f"step{state['version']:07d}.pt":
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)
-    state["marks"]["metrics"] = behind_evaluations(folder / "metrics.jsonl", state)
-
-
-def behind_evaluations(path: Path, state: dict) -> tuple[int, int]:
-    """The mark of the metrics, moved behind late evaluations of steps that the checkpoint has."""
-    mark = state["marks"]["metrics"]
-    with contextlib.suppress(UserError, KeyError, TypeError):  # a torn end, or a stranger's
-        for row, found in scan(path):
-            if found[0] > mark[0]:
-                if row["step"] > state["version"]:
-                    break
-                mark = found
-    return mark
 
 
 def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
@@ -118,17 +104,17 @@ def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed
 
 def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> dict:
     """What a checkpoint holds of the training: tensors and plain data. optimizer: its moments."""
-    reference = learner.reference
+    reference, critic = learner.reference, learner.critic
     return {
         "base": sha256_of(learner.model.frozen[::4099].float()),  # enough to know it by
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
         "optimizer": optimizer,
         "window": list(learner.damper.window),
-        "reference": None if reference is None else reference.flat.cpu(),
+        "reference": reference and reference.flat.cpu(),
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
         "completed": [to_tensors(*group_to_parts(group)) for group in completed],
-        "critic": critic_state(learner),
+        "critic": critic and {"net": critic.net.state_dict(), "moments": moments(critic.optimizer)},
         **{name: getattr(learner, name) for name in COUNTERS},
     }
 
@@ -150,12 +136,14 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
         return {"step": states[0]["step"], **dict(zip(PER_WEIGHT, whole.cpu(), strict=True))}
 
 
-def critic_state(learner: Learner) -> dict:
-    """The critic and what its optimizer remembers, if there is one."""
-    if not learner.critic:
-        return {}
-    net, optimizer = learner.critic.net.state_dict(), learner.critic.optimizer.state_dict()
-    return {"net": net, "moments": optimizer["state"]}
+def moments(optimizer: torch.optim.Optimizer) -> dict:
+    """What the optimizer of a critic remembers."""
+    return optimizer.state_dict()["state"]
+
+
+def remember(optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """The inverse of `moments`."""
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
@@ -186,12 +174,11 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
             whole = state["optimizer"][name]
             remembered[name].copy_(whole.tensor_split(learner.team.size)[rank])
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
-    if learner.reference is not None:
+    if learner.reference:
         learner.reference.flat.copy_(state["reference"])
     if learner.critic:
         learner.critic.net.load_state_dict(state["critic"]["net"])
-        optimizer = learner.critic.optimizer
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": state["critic"]["moments"]})
+        remember(learner.critic.optimizer, state["critic"]["moments"])
     for name in COUNTERS:
         setattr(learner, name, state[name])
     # a run that has all its steps, but no summary, has still to be ended
@@ -203,10 +190,10 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
 def check_fit(learner: Learner, state: dict, config: Config) -> None:
     """UserError for a checkpoint that is not of the kind that this learner would write."""
     weight = torch.empty_like(learner.weights, device="meta")
-    moments = {"step": weight.new_empty(()), **dict.fromkeys(PER_WEIGHT, weight)}
-    ours = state_of(learner, moments) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
-    theirs = dict(flattened(state))
-    for name, kind in flattened(ours):
+    whole = {"step": weight.new_empty(()), **dict.fromkeys(PER_WEIGHT, weight)}
+    ours = state_of(learner, whole) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
+    theirs = flattened(state)
+    for name, kind in flattened(ours).items():
         found = theirs.get(name)
         require(found == kind, f"its {name} is {found} and this run's is {kind}")
     math.fsum(state["window"])  # numbers
@@ -220,16 +207,16 @@ def check_fit(learner: Learner, state: dict, config: Config) -> None:
         require(not flaw, f"completed group {group.group_id} has {flaw}")
 
 
-def flattened(state: dict, path: str = "") -> list[tuple[str, str]]:
-    """(name, type) of everything in a checkpoint; for a tensor its dtype and size, too, and for
+def flattened(state: dict, path: str = "") -> dict[str, str]:
+    """name -> type of everything in a checkpoint; for a tensor its dtype and size, too, and for
     what stands under "shape" its value."""
-    found = []
+    found = {}
     for name, value in state.items():
         if isinstance(value, dict):
-            found += flattened(value, f"{path}{name} ")
+            found |= flattened(value, f"{path}{name} ")
         elif isinstance(value, torch.Tensor):
-            found.append((path + name, f"{value.dtype} {list(value.shape)}"))
+            found[path + name] = f"{value.dtype} {list(value.shape)}"
         else:
             exact = path == "shape " or name == "base"
-            found.append((path + name, repr(value) if exact else type(value).__name__))
+            found[path + name] = repr(value) if exact else type(value).__name__
     return found

@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import shorten
 
 if os.name == "nt":
-    sys.exit("nanoGLM needs Linux or macOS (time limits and signals are POSIX); on Windows use WSL")
+    sys.exit("nanoGLM needs Linux (time limits and signals are POSIX); on Windows use WSL")
 
 LONGEST_CONTEXT = 131072
 SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
@@ -77,7 +77,7 @@ def flag(default, help, low=0, high=math.inf, choices=(), group=None):
 
     The first flag of a group names it: it is a heading of --help-all.
     """
-    facts = {"help": help, "low": low, "high": high, "choices": choices, "group": group}
+    facts = {"help": help, "allowed": (low, high, choices), "group": group}
     return field(default=default, metadata=facts)
 
 
@@ -192,42 +192,42 @@ class Config:
 def check(config: Config) -> Config:
     """Return config, or raise UserError for the first value that is not allowed."""
     for f in fields(config):
-        value, choices = getattr(config, f.name), f.metadata["choices"]
-        low, high = f.metadata["low"], f.metadata["high"]
+        value, (low, high, choices) = getattr(config, f.name), f.metadata["allowed"]
         said = f"{flag_name(f.name)} {value!s:.80}: must be"
         kind = type(value) is f.type or (f.type, type(value)) == (float, int)
         require(kind, f"{said} of type {f.type.__name__}")
-        require(not choices or value in choices, f"{said} one of {', '.join(choices)}")
-        at_most = f" and at most {high}" if high < math.inf else ""
-        fits = f.type is str or math.isfinite(value) and low <= value <= high
-        require(fits, f"{said} at least {low}{at_most}")
+        if choices:
+            require(value in choices, f"{said} one of {', '.join(choices)}")
+        if f.type is not str:
+            fits = low <= value <= high and math.isfinite(value)
+            require(fits, f"{said} at least {low} and at most {high}")
     if hasattr(config, "chunk_size"):
         size = config.chunk_size
         require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
-    if (model := getattr(config, "model", "tiny")) not in SIZES:
-        check_folder(config, model)
-    if hasattr(config, "credit"):
-        gae, n = config.advantage == "gae", config.group_size
-        require(gae or n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
-        said = (
-            f"--credit {config.credit}: must be episode with --advantage gae, which looks further"
-        )
-        require(not gae or config.credit == "episode", said)
-    if hasattr(config, "silence"):
-        least, silence = 2 * config.reward_seconds, config.silence
-        said = f"--silence {silence}: must be at least {least} (2 time limits)"
-        require(silence >= least, said)
+    if getattr(config, "model", "tiny") not in SIZES:
+        needed = "must be tiny, small, medium or a folder of Qwen3 weights"
+        there = "(config.json, *.safetensors, tokenizer.json)"
+        require(os.path.isdir(config.model), f"--model {config.model}: {needed} {there}")
+    if isinstance(config, Config):
+        check_together(config)
     return config
 
 
-def check_folder(config: Config, model: str) -> None:
-    """Refuse a --model that is nothing, and a shape beside the one that a folder has."""
-    needed = "must be tiny, small, medium or a folder of Qwen3 weights"
-    there = "(config.json, *.safetensors, tokenizer.json)"
-    require(os.path.isdir(model), f"--model {model}: {needed} {there}")
-    for name, own in {"positions": "learned", "qk_norm": "no"}.items():
-        value = getattr(config, name, own)
-        require(value == own, f"{flag_name(name)} {value}: must be left out with --model {model}")
+def check_together(config: Config) -> None:
+    """UserError for values of which each is allowed, and not all of them together."""
+    if config.model not in SIZES:
+        own = f"must be left out with --model {config.model}, which has its own"
+        require(config.positions == "learned", f"--positions {config.positions}: {own}")
+        require(config.qk_norm == "no", f"--qk-norm {config.qk_norm}: {own}")
+    if config.advantage == "gae":
+        must = "must be episode with --advantage gae"
+        require(config.credit == "episode", f"--credit {config.credit}: {must}")
+    else:
+        n = config.group_size
+        require(n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
+    least = 2 * config.reward_seconds
+    said = f"--silence {config.silence}: must be at least {least} (2 time limits)"
+    require(config.silence >= least, said)
 
 
 def parse(description: str, argv: list[str], kind: type = Config) -> Config:
@@ -246,16 +246,16 @@ def parse(description: str, argv: list[str], kind: type = Config) -> Config:
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     everything = kind is not Config or "--help-all" in argv
     for f in fields(kind):
-        about = f.metadata
-        if about["group"]:
-            group = parser.add_argument_group(about["group"])
-        text = f"{about['help']} (default {f.default!r})"
+        text, (*_, choices), heading = f.metadata.values()
+        if heading:
+            group = parser.add_argument_group(heading)
+        shown = everything or f.name in FIRST
         group.add_argument(
             flag_name(f.name),
             type=f.type,
             default=f.default,
-            metavar="|".join(about["choices"]) or f.type.__name__,
-            help=text if everything or f.name in FIRST else argparse.SUPPRESS,
+            metavar="|".join(choices) or f.type.__name__,
+            help=f"{text} (default {f.default!r})" if shown else argparse.SUPPRESS,
         )
     try:
         return check(kind(**vars(parser.parse_args(argv))))
@@ -280,6 +280,7 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
     open_streams()
     config = parse(description, sys.argv[1:], kind)
     try:
+        require(sys.platform == "linux", f"{sys.platform}: must be linux, to train")
         train(config)
     except UserError as error:
         fail(error)

@@ -49,7 +49,7 @@ def take_place(config: Config, number: int) -> str:
 
 def cores() -> int:
     """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0))
 
 
 def set_threads(config: Config, processes: int, device: str) -> None:
@@ -69,9 +69,8 @@ def free_memory(device: str) -> int:
 
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
-    info = Path("/proc/cpuinfo")
-    named = info.is_file() and re.search("model name.*: (.*)", info.read_text())
-    cpu = named[1] if named else platform.processor() or platform.machine()
+    named = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    cpu = named[1] if named else platform.machine()
     return {
         "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",
         "cores": cores(),

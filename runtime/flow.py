@@ -12,7 +12,7 @@ from buffer import Buffer
 from reward import problem_of
 from runtime import sessions, workers
 from runtime.checkpoint import checkpoint, completed_groups
-from runtime.config import Config, TrainingStopped, UserError, require
+from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import own_gpus, pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
@@ -33,6 +33,7 @@ class AsyncRun(Run):
     training: list[int] = field(default_factory=list)  # groups of the step that is computed now
     deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
     lost: list[str] = field(default_factory=list)  # workers, and of what they died
+    sessions: Counter = field(default_factory=Counter)  # of reward workers that were lost
     begun: float = 0.0  # when the first group landed
     progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
 
@@ -90,10 +91,7 @@ def open_async(config: Config):
 
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
-    config, shape, task = run.config, run.learner.model.config, run.task
-    outside = [part.name for part in task.parts or (task,) if part.outside]
-    said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
-    require(config.reward_workers or not outside, said)
+    config, shape = run.config, run.learner.model.config
     _, rollouts = pick_devices(config)
     workers.meeting_point(run.folder).unlink(missing_ok=True)  # of a run that is resumed
     roles = {
@@ -103,11 +101,11 @@ def start_workers(run: AsyncRun) -> Pool:
     }
 
     def examine(answer: Answer, work: dict) -> str | None:
-        allowed = {"vocabulary": shape.vocab_size, "cut": config.cut}
-        return flaw(answer, work, config.group_size, newest=run.mailbox.version, **allowed)
+        allowed = run.mailbox.version, shape.vocab_size, config.cut
+        return flaw(answer, work, config.group_size, *allowed)
 
-    budget = {"restarts": config.restarts, "silence": config.silence}
-    return Pool(roles, logs=run.folder / "logs", flaw=examine, **budget)
+    logs, restarts, silence = run.folder / "logs", config.restarts, config.silence
+    return Pool(roles, logs=logs, restarts=restarts, silence=silence, flaw=examine)
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:

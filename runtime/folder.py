@@ -46,13 +46,11 @@ def own_folder(folder: Path) -> TextIO:
 
 def refuse_links(folder: Path) -> None:
     """UserError for the first thing in a folder that is neither a folder nor a file of its own."""
-    for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = os.path.join(place, name)
-            facts = os.lstat(path)
-            plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
-            if not (plain or stat.S_ISDIR(facts.st_mode)):
-                raise UserError(f"{path}: must be a plain file, is a link, a pipe or a device")
+    for path in folder.rglob("*"):
+        facts = path.lstat()
+        plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+        said = f"{path}: must be a plain file, is a link, a pipe or a device"
+        require(plain or stat.S_ISDIR(facts.st_mode), said)
 
 
 def open_plain(path: Path, most: float = math.inf) -> BinaryIO:

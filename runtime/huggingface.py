@@ -1,7 +1,6 @@
 """runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
 
-    python -m runtime.huggingface runs/NAME FOLDER              # for transformers
-    python -m runtime.huggingface runs/NAME FOLDER --adapters   # for PEFT, beside their base
+    python -m runtime.huggingface runs/NAME FOLDER    # adapters are merged
 
 Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
 A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig, merged
+from model import GPT, PRESETS, Layer, ModelConfig, merged
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, fail, printable, require, require_only
 from runtime.folder import read_json, refuse_links, write_file
@@ -27,7 +26,6 @@ from runtime.runlog import stored_config
 from runtime.tokenizer import LARGEST, VOCABULARY
 
 LAST = "lm_head.weight"
-SHARD = 2 << 30  # bytes of weights, about so many in a file
 FIELDS = {  # of ModelConfig -> of config.json
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -65,12 +63,7 @@ PARTS = {  # what our matrices are made of
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp_out": ("mlp.down_proj",),
 }
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
+COPIED = "tokenizer.json tokenizer_config.json generation_config.json chat_template.jinja".split()
 
 
 # --------------------------------------------------------------------------------------------- in
@@ -168,16 +161,14 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
     return {name: view.detach() for name, view in views.items()}
 
 
-def matrices(layer: Layer, kind: str = "") -> dict[str, Tensor]:
-    """The matrices of a layer as views [out, in], fused ones apart. Of adapters, kind "_b" is cut
-    in the same way, and "_a" is what the parts of a fused one share."""
+def matrices(layer: Layer) -> dict[str, Tensor]:
+    """The matrices of a layer as views [out, in], fused ones apart."""
     c, found = layer.config, {}
     q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
     sizes = {"qkv": [q, kv, kv], "gate_up": c.hidden}
     for name, parts in PARTS.items():
-        whole = getattr(layer, name + kind).t()
-        cut = [whole] * 3 if kind == "_a" else whole.split(sizes.get(name, c.width))
-        found |= zip(parts, cut, strict=False)
+        views = getattr(layer, name).t().split(sizes.get(name, c.width))
+        found |= zip(parts, views, strict=True)
     return found
 
 
@@ -193,80 +184,39 @@ def check_export(folder: Path, shape: ModelConfig) -> None:
     require(fits, f"--export {folder}: must have a model of Qwen3's form ({flags})")
 
 
-def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> str:
-    """Write a model as transformers reads it, adapters merged, or these alone as PEFT does; returns
-    what to say. All of it or nothing: OSError."""
+def export(model: GPT, config: Config, folder: Path) -> str:
+    """Write a model as transformers reads it, with its adapters merged; returns what to say. All of
+    it or nothing: OSError."""
     check_export(folder, model.config)
-    known = config.lora and config.model not in PRESETS
-    require(known or not adapters, "--adapters: must be of a run with --lora on a folder")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        return (write_adapters if adapters else write_model)(model, config, folder)
+        write_model(model, config, folder)
     except BaseException as error:
         shutil.rmtree(folder)
         if isinstance(error, SafetensorError):  # of a full disk
             raise OSError(f"{folder}: {error}") from error
         raise
+    sparse = ", its attention dense" if model.config.attention == "dsa" else ""
+    return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
 
 
-def write_model(model: GPT, config: Config, folder: Path) -> str:
+def write_model(model: GPT, config: Config, folder: Path) -> None:
     """Weights, vocabulary, config.json."""
     source = VOCABULARY if config.model in PRESETS else Path(config.model)
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
-    write_weights(merged(model), folder, getattr(torch, config.dtype))
+    dtype, views = getattr(torch, config.dtype), named_weights(merged(model))
+    rows = torch.contiguous_format  # safetensors wants every tensor in memory of its own
+    own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
     source = read_json(source / "config.json")
     facts = source | {there: getattr(model.config, name) for name, there in FIELDS.items()}
     longest = "max_position_embeddings"  # a run needs fewer
     facts[longest] = source.get(longest, facts[longest])
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
-    write(folder / "config.json", facts)
-    sparse = ", its attention dense" if model.config.attention == "dsa" else ""
-    return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
-
-
-def write(path: Path, record: dict) -> None:
-    write_file(path, json.dumps(record, indent=1).encode())
-
-
-def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHARD) -> None:
-    """A new file every so many bytes, and an index if there are several."""
-    shards, files, size = {}, {}, 0
-    for name, view in named_weights(model).items():
-        shards.setdefault(size // most, {})[name] = view
-        size += view.nbytes
-    for number, views in enumerate(shards.values(), 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file = file if len(shards) > 1 else "model.safetensors"
-        files |= dict.fromkeys(views, file)
-        save(views, folder / file, dtype)
-    if len(shards) > 1:
-        write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
-
-
-def write_adapters(model: GPT, config: Config, folder: Path) -> str:
-    """PEFT's form: the parts of a fused matrix have the same A."""
-    views, rank = {}, config.lora
-    for number, layer in enumerate(model.layers):
-        for kind in "ab":
-            for name, view in matrices(layer, f"_{kind}").items():
-                place = f"base_model.model.model.layers.{number}.{name}.lora_{kind.upper()}.weight"
-                views[place] = view.detach()
-    save(views, folder / "adapter_model.safetensors", getattr(torch, config.dtype))
-    names = [name.split(".")[1] for parts in PARTS.values() for name in parts]
-    facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": names, "r": rank}
-    facts |= {"lora_alpha": LORA_SCALE * rank, "base_model_name_or_path": config.model}
-    write(folder / "adapter_config.json", facts)
-    return f"{folder}: adapters of {config.model}, for PEFT"
-
-
-def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """A safetensors file: it wants every tensor in memory of its own."""
-    rows = torch.contiguous_format
-    own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
-    save_file(own, path, {"format": "pt"})
+    write_file(folder / "config.json", json.dumps(facts, indent=1).encode())
 
 
 def stored_model(run: Path) -> tuple[GPT, Config]:
@@ -280,11 +230,9 @@ def stored_model(run: Path) -> tuple[GPT, Config]:
 
 
 if __name__ == "__main__":
-    run, folder, how = (*sys.argv[1:], "", "", "")[:3]
     try:
-        known = run and folder and sys.argv[3:] in ([], ["--adapters"])
-        require(known, "must be given: RUN FOLDER [--adapters]")
-        model, config = stored_model(Path(run))
-        print(printable(export(model, config, Path(folder), adapters=bool(how))))
+        require(len(sys.argv) == 3, "must be given: RUN FOLDER")
+        run, folder = map(Path, sys.argv[1:])
+        print(printable(export(*stored_model(run), folder)))
     except (UserError, OSError) as error:
         fail(error)

@@ -14,14 +14,13 @@ The log says where each group must be, the trainer's own data says where it is: 
 the two. Left out: who writes the events (train_async.py).
 """
 
-import argparse
 import json
 import math
 import sys
 from collections import Counter
 from pathlib import Path
 
-from runtime.config import UserError, printable, require
+from runtime.config import UserError, fail, printable, require
 from runtime.folder import read_json, scan
 
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
@@ -141,10 +140,10 @@ def audit(run: Path) -> tuple[int, Ledger]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m runtime.ledger", description="Check a run's books.")
-    parser.add_argument("run", type=Path, help="run folder")
+    if len(sys.argv) != 2:
+        fail("usage: python -m runtime.ledger RUN")
     try:
-        events, books = audit(parser.parse_args().run)
+        events, books = audit(Path(sys.argv[1]))
     except UserError as problem:
         sys.exit(printable(str(problem)))
     print(f"{table(books.totals())}\n{events:,} events in {books.steps:,} steps: every one fits")

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -35,11 +34,10 @@ NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are tol
 
 
 def die_with(parent: int, how=signal.SIGKILL) -> None:
-    """Get this signal when the process that has started this one ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG: with the spawning thread
-        if os.getppid() != parent:  # it died before the line above
-            os._exit(0)
+    """Get this signal when the process that has started this one ends."""
+    ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG: with the spawning thread
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
 
 
 def next_delivery(connection: Connection) -> bytes:
@@ -147,11 +145,11 @@ def post(worker: Worker) -> None:
 
 def last_words(worker: Worker) -> str:
     """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
-    code, log = worker.process.exitcode, Path(worker.log)
+    said, log = f"exit code {worker.process.exitcode}", Path(worker.log)
     # there is no log yet if it died before it could begin
-    text = log.read_text(errors="replace") if code == 1 and log.is_file() else ""
-    last = text.strip().rpartition("\n")[2][:200]
-    return f"exit code {code}" + (f": {last}" if last else "")
+    text = log.read_text(errors="replace").strip() if log.is_file() else ""
+    last = text.rpartition("\n")[2][:200]
+    return f"{said}: {last}" if last and worker.process.exitcode == 1 else said
 
 
 class Pool:
@@ -287,19 +285,19 @@ class Pool:
             for answer in answers:
                 if flaw := self.flaw(answer, worker.work):
                     raise ValueError(flaw)
-                if isinstance(answer, Call):
-                    self._ask(answer)
-                    continue
-                if isinstance(answer, Result):
-                    del worker.work[answer.key]
-                    self._tell(answer)
-                    continue
-                worker.said = f"group {answer.group_id}"
-                group = answer.group or worker.work[answer.group_id]
-                if answer.judgement is None:
-                    self.issue("reward", [group])
-                del worker.work[answer.group_id]
-                self._put(worker, answer._replace(group=group))
+                match answer:
+                    case Call():
+                        self._ask(answer)
+                    case Result(key):
+                        del worker.work[key]
+                        self._tell(answer)
+                    case Answer(group_id, group, judgement):
+                        worker.said = f"group {group_id}"
+                        group = group or worker.work[group_id]
+                        if judgement is None:
+                            self.issue("reward", [group])
+                        del worker.work[group_id]
+                        self._put(worker, answer._replace(group=group))
 
     def _ask(self, call: Call) -> None:
         """A call goes to the reward worker that has the episode's session, or will have it; the end
@@ -352,10 +350,9 @@ class Pool:
             worker.process.kill()
             worker.process.join(1.0)
             if worker.restarts >= self.budget:
-                used = (
-                    f"{self.budget} restarts are used up (last: {worker.said}; log: {worker.log})"
-                )
-                return self._put(worker, TrainingStopped(f"{worker.name} {reason}; {used}"))
+                last = f"(last: {worker.said}; log: {worker.log})"
+                text = f"{worker.name} {reason}; {self.budget} restarts are used up {last}"
+                return self._put(worker, TrainingStopped(text))
             successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
             self.workers[worker.name] = successor
             groups = list(worker.groups.values())

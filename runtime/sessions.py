@@ -5,11 +5,10 @@ A reward worker verifies groups. For an environment that is `outside` it forks a
 episode, a session: it has the state, a folder for temporary files, and a group of processes of its
 own. A session that hangs (even in C), ends its process or forks costs one attempt. All are slow at
 the same time. A state is a memory of the answers so far, so a session that is gone is made again
-from the next call. Evaluations ask quick tasks here, too: they share one session.
+from the next call. Evaluations ask quick tasks here, too: all their episodes share one session.
 Nothing stays behind: a session that is over closes its state, its forks are killed, its folder is
 removed. When a reward worker is gone itself, in whatever way, its caretaker does that.
-Left out: who is asked (processes.py, tasks/exam.py). macOS has no /proc: a session that hangs in C
-outlives a worker that was killed.
+Left out: who is asked (processes.py, tasks/exam.py).
 """
 
 import contextlib
@@ -78,111 +77,107 @@ def serve() -> None:
 # ------------------------------------------------------------------------------- in the worker
 
 
-@dataclass
+@dataclass(eq=False)
 class Session:
     """The process of one episode, or of all episodes of quick tasks."""
 
+    key: tuple  # of the episode, or of who asks; () when it is over, and closing its states
     process: int
     pipe: Connection
     folder: Path
     calls: list = field(default_factory=list)  # what it is asked now, one after the other,
-    said: list = field(default_factory=list)  # and has answered of that
-    waiting: list = field(default_factory=list)  # what it will be asked then
+    said: list = field(default_factory=list)  # what it has answered of that
+    waiting: list = field(default_factory=list)  # and what it will be asked then
     deadline: float = math.inf  # of the next answer, or of its end
 
 
 class Sessions:
-    """The sessions of a reward worker, by key of the episode; for quick tasks: who asks."""
+    """The sessions of a reward worker."""
 
     def __init__(self, task: Task, config: Config, line: Connection):
-        self.task, self.config, self.line = task, config, line
+        self.task, self.config = task, config
+        self.lines = [line]  # `results` waits for a delivery, too
         self.patience = config.reward_seconds + GRACE_SECONDS
-        self.open: dict[tuple, Session] = {}
-        self.ending: list[Session] = []  # over, and closing their states
+        self.all: list[Session] = []
         self.found: list[Result] = []
-        self.counts = Counter(opened=0, closed=0, killed=0)
+        self.counts = Counter(opened=0, closed=0)
         self.folder = self.lifeline = None  # made with the first session
 
     def take(self, call: Call) -> None:
         """Ask an episode's session; without answers, the episodes whose keys begin like this are
         over."""
-        key = self._place(call.key)
-        if call.answers is not None:
-            try:
-                session = self.open.get(key) or self._start(key)
-            except OSError as error:  # no more processes, pipes or folders
-                return self._fail(call, f"env_error: {error}")
+        own = len(call.key) == 1 or part_of(self.task, call.key[1]).outside
+        key, over = call.key if own else call.key[:1], call.answers is None
+        if own and over:
+            for session in self.all:
+                if session.key[: len(key)] == key:
+                    self._end(session)
+            return
+        session = next((session for session in self.all if session.key == key), None)
+        if over and not session:
+            return
+        try:
+            session = session or self._start(key)
             session.waiting.append(call)
-        elif key == call.key:
-            for key in [key for key in self.open if key[: len(call.key)] == call.key]:
-                self._end(key)
-        elif key in self.open:  # one of several in a session
-            self.open[key].waiting.append(call)
+        except OSError as error:  # no more processes, pipes or folders
+            self._fail(call, f"env_error: {error}")
 
     def results(self, seconds: float) -> list[Result]:
         """What the sessions have said; waits for that, or for a delivery to the worker."""
-        for key in list(self.open):
-            self._ask(key)
-        sessions, now = [*self.open.values(), *self.ending], time.monotonic()
-        seconds = min([seconds, *[session.deadline - now for session in sessions]])
-        ready = {*wait([self.line, *[s.pipe for s in sessions]], max(0.0, seconds))}
-        for key, session in list(self.open.items()):
-            if session.pipe in ready:
-                try:
-                    while session.pipe.poll():
-                        session.said.append(session.pipe.recv())
-                        session.deadline = time.monotonic() + self.patience
-                except (EOFError, OSError):
-                    self._lost(key, "env_error: it ended its process (exit code {})")
-            elif time.monotonic() > session.deadline:
-                self._lost(key, "env_timeout: it hung in a call that no alarm interrupts")
-            if session.said and len(session.said) == len(session.calls):
-                said, session.calls, session.said = session.said, [], []
-                session.deadline = math.inf
-                self.found += filter(None, said)
-                if said[-1] and said[-1].key == key and (said[-1].done or said[-1].failure):
-                    self._end(key)
-        self._bury(ready)
+        for session in self.all:
+            self._ask(session)
+        now, pipes = time.monotonic(), [session.pipe for session in self.all]
+        seconds = min([seconds, *[session.deadline - now for session in self.all]])
+        ready = wait([*self.lines, *pipes], max(0.0, seconds))
+        for session in list(self.all):
+            try:
+                if session.pipe in ready:
+                    self._hear(session)
+                elif time.monotonic() > session.deadline:
+                    os.kill(session.process, signal.SIGKILL)
+                    hung = "env_timeout: it hung in a call that no alarm interrupts"
+                    self._drop(session, hung)
+            except (EOFError, OSError):
+                self._drop(session)
         found, self.found = self.found, []
         return found
 
     def close(self) -> None:
         """End all of them."""
-        for key in list(self.open):
-            self._end(key)
-        while self.ending:
-            self._bury({*wait([session.pipe for session in self.ending], 0.1)})
+        self.lines = []
+        for session in self.all:
+            self._end(session)
+        while self.all:
+            self.results(0.1)
 
-    def _place(self, key: tuple) -> tuple:
-        """The key of an episode's session."""
-        own = len(key) == 1 or part_of(self.task, key[1]).outside
-        return key if own else key[:1]
-
-    def _ask(self, key: tuple) -> None:
-        """Send a session what waits for it, if it has nothing to do."""
-        session = self.open[key]
+    def _ask(self, session: Session) -> None:
+        """Send what waits, if there is nothing to do."""
         if session.waiting and not session.calls:
-            session.calls, session.waiting = session.waiting, []
             session.deadline = time.monotonic() + self.patience
-            try:
-                session.pipe.send(session.calls)
-            except OSError:  # it died between two turns, which its pipe will tell
-                session.calls, session.waiting = [], session.calls
+            with contextlib.suppress(OSError):  # it died between two turns, as its pipe will tell
+                session.pipe.send(session.waiting)
+                session.calls, session.waiting = session.waiting, []
 
-    def _lost(self, key: tuple, reason: str) -> None:
-        """A session is gone, or has to go: what it was at has failed, what waits goes on."""
-        session = self.open.pop(key)
-        code = self._drop(session)
-        self.found += filter(None, session.said)
-        left = session.calls[len(session.said) :]
-        for call in [call for call in left[:1] if call.answers is not None]:
-            self._fail(call, reason.format(code))
-        for call in left[1:] + session.waiting:
-            self.take(call)
-        session.said = []
+    def _hear(self, session: Session) -> None:
+        """What a session says: to a call, or (None) that it has closed its state. Answers to what
+        was asked together are passed on together: the generator is quicker so."""
+        while session.pipe.poll():
+            said = session.pipe.recv()
+            if said is None:
+                self.counts["closed"] += 1
+                return self._drop(session)
+            session.said.append(said)
+            session.deadline = time.monotonic() + self.patience
+        if session.calls and len(session.said) == len(session.calls):
+            self.found += [said for said in session.said if said.turn]
+            last, session.calls, session.said = session.said[-1], [], []
+            session.deadline = math.inf
+            if last.key == session.key and (last.done or last.failure):
+                self._end(session)
 
     def _fail(self, call: Call, reason: str) -> None:
-        self.found.append(Result(call.key, len(call.answers), failure=reason))
+        if call.answers is not None:
+            self.found.append(Result(call.key, len(call.answers), failure=reason))
 
     def _start(self, key: tuple) -> Session:
         """Fork an episode's process."""
@@ -197,10 +192,8 @@ class Sessions:
                 die_with(worker, signal.SIGTERM)
                 os.setpgid(0, 0)
                 os.close(self.lifeline)  # or else nobody would see the end of the worker
-                for other in (*self.open.values(), *self.ending):
-                    other.pipe.close()
-                here.close()
-                self.line.close()
+                for pipe in (here, *self.lines, *[session.pipe for session in self.all]):
+                    pipe.close()
                 serve_episodes(there, self.task, self.config, folder)
             finally:
                 os._exit(0)
@@ -208,45 +201,36 @@ class Sessions:
         with contextlib.suppress(OSError):  # here, too: it may not have come so far yet
             os.setpgid(process, process)
         self.counts["opened"] += 1
-        self.open[key] = Session(process, here, folder)
-        return self.open[key]
+        self.all.append(Session(key, process, here, folder))
+        return self.all[-1]
 
-    def _end(self, key: tuple) -> None:
+    def _end(self, session: Session) -> None:
         """Let it close its state; it has a moment for that."""
-        session = self.open.pop(key)
+        session.key, session.calls, session.waiting = (), [], []
         with contextlib.suppress(OSError):
             session.pipe.send(None)
         session.deadline = time.monotonic() + self.patience
-        self.ending.append(session)
 
-    def _bury(self, ready: set) -> None:
-        """Drop the sessions that have closed their states, or are late with it."""
-        for session in list(self.ending):
-            closed, gone = False, time.monotonic() > session.deadline
-            if session.pipe in ready:
-                try:
-                    closed = session.pipe.recv() == "closed"
-                except (EOFError, OSError):
-                    gone = True
-            if closed or gone:
-                self.ending.remove(session)
-                self._drop(session, closed)
-
-    def _drop(self, session: Session, closed: bool = False) -> int:
-        """A session is gone, or has to go, with its forks and its folder; returns its exit code."""
-        self.counts["closed" if closed else "killed"] += 1
+    def _drop(self, session: Session, reason: str = "") -> None:
+        """A session is gone, or has to go, with its forks and its folder. What it was at has failed
+        for this reason, or because its process has ended; what waits goes on."""
+        self.all.remove(session)
         session.pipe.close()
-        patience = min(session.deadline, time.monotonic() + 0.1)
-        done, status = os.waitpid(session.process, os.WNOHANG)
-        while not done and time.monotonic() < patience:  # it exits by itself, with a code
-            time.sleep(0.001)
-            done, status = os.waitpid(session.process, os.WNOHANG)
+        patience, ended = time.monotonic() + 0.1, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while time.monotonic() < patience and not os.waitid(os.P_PID, session.process, ended):
+            time.sleep(0.001)  # it exits by itself, with a code
         with contextlib.suppress(ProcessLookupError):
             os.killpg(session.process, signal.SIGKILL)
-        if not done:
-            _, status = os.waitpid(session.process, 0)
+        _, status = os.waitpid(session.process, 0)
         shutil.rmtree(session.folder, ignore_errors=True)
-        return os.waitstatus_to_exitcode(status)
+        if session.calls:
+            self.found += [said for said in session.said if said.turn]
+            asked, *others = session.calls[len(session.said) :]
+            code = os.waitstatus_to_exitcode(status)
+            self._fail(asked, reason or f"env_error: it ended its process (exit code {code})")
+            session.waiting = others + session.waiting
+        for call in session.waiting:
+            self.take(call)
 
 
 # ------------------------------------------------------------------------------- in a session
@@ -273,7 +257,7 @@ def serve_episodes(pipe: Connection, task: Task, config: Config, folder: Path) -
     with contextlib.suppress(EOFError, OSError, SystemExit):
         while calls := pipe.recv():
             for call in calls:
-                result = None
+                result = Result(call.key, 0, done=True)  # this episode is over
                 if call.answers is not None:
                     ((step, failure),) = ask("env", talk, [call], config)
                     said = step or (None, 0.0, True)
@@ -281,13 +265,12 @@ def serve_episodes(pipe: Connection, task: Task, config: Config, folder: Path) -
                 if os.getpid() != here:  # the task has forked, and this is the copy
                     os._exit(0)
                 pipe.send(result)
-                if result is None or result.done:
+                if result.done:
                     ask("env", close, [call.key], config)
-    for key in list(states):
-        ask("env", close, [key], config)
+    ask("env", close, list(states), config)
     with contextlib.suppress(OSError):
         if os.getpid() == here:
-            pipe.send("closed")
+            pipe.send(None)  # it is closed
 
 
 # ------------------------------------------------------------------------------ the caretaker
@@ -321,9 +304,9 @@ def start_caretaker(folder: Path) -> int:
 
 
 def processes_of(leader: int) -> set[int]:
-    """All processes of a session (in the sense of POSIX) but zombies; nothing without /proc."""
+    """All processes of a session (in the sense of POSIX) but zombies."""
     found = set()
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
             if os.getsid(int(name)) == leader:
                 state = Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]

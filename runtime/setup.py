@@ -67,10 +67,11 @@ def open_training(config: Config, mode: str) -> Run:
     learners, rollouts = pick_devices(config)
     set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
     task = task_of(config)
+    outside = [part.name for part in task.parts or (task,) if part.outside]
+    said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
+    require(config.reward_workers or not outside or mode == "sync", said)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
     model = make_model(config, task, state)
-    if config.export:
-        check_export(Path(config.export), model.config)
     learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
         places = rollouts if mode == "async" else learners
@@ -78,14 +79,15 @@ def open_training(config: Config, mode: str) -> Run:
         config = dataclasses.replace(config, slots=slots)
     if state:
         restore(learner, state, config, ledger)
-        drop_what_follows(folder, state)
-        write_config(folder, record | {"steps": config.steps, "export": config.export})
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
         if config.export:
+            check_export(Path(config.export), model.config)  # it is not --out, either
             with blame(f"--export {config.export}: must be writable", OSError):
                 Path(config.export).mkdir(parents=True, exist_ok=True)
-            check_export(Path(config.export), model.config)  # it is not --out, either
+        if state:
+            drop_what_follows(folder, state)
+            write_config(folder, record | {"steps": config.steps, "export": config.export})
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [], [])
@@ -112,11 +114,11 @@ def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[st
     free = free_memory(device) // places.count(device) - weights
     count = int(0.5 * free / size)
     in_flight = (config.max_staleness + 1) * config.groups_per_step * config.group_size
-    most = min(4096, -(-in_flight // len(places)))
+    slots = min(count, 4096, -(-in_flight // len(places)))
     facts = f"a sequence of {length:,} tokens takes {size / 2**20:,.1f} MiB of {device}"
     require(count > 0, f"--slots 0: must have free memory, but {facts} ({free >> 20:,} are free)")
-    print(f"--slots 0: {min(count, most)} sequences at once ({facts}, {count} would fit)")
-    return min(count, most)
+    print(f"--slots 0: {slots} sequences at once ({facts}, {count} would fit)")
+    return slots
 
 
 def evaluate_now(run: Run) -> dict:

@@ -22,8 +22,6 @@ from runtime.folder import read_json, refuse_links
 VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
-# The pattern of GPT-2, which tokenizer.json does not write out.
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LARGEST = 1 << 27  # bytes of tokenizer.json
 CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
@@ -38,6 +36,7 @@ ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their on
     "byte_fallback": False,
     "type": "BPE",
     "add_prefix_space": False,
+    "use_regex": False,
     "behavior": "Isolated",
     "invert": False,
 }
@@ -124,29 +123,24 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 def converted(found: dict, facts: dict) -> Tokenizer:
     """tokenizer.json for tiktoken; facts: of the model. Almost any error for what is odd.
 
-    tiktoken merges whatever pair makes the token of the lowest id; the merges must say the same.
+    tiktoken merges whatever pair makes the token of the lowest id. That is what the merges say if
+    they are those of training, in the order of their ids.
     """
-    steps, parts = found["pre_tokenizer"], dict(found)
-    steps = steps.get("pretokenizers", [steps])
-    for part in (*steps, found["model"]):
-        parts |= part
+    cut, level = found["pre_tokenizer"]["pretokenizers"]
+    kinds = [cut["type"], level["type"]]
+    require(kinds == ["Split", "ByteLevel"], f"pre_tokenizer is {kinds}")
+    parts = {"use_regex": True} | found | cut | level | found["model"]
     require_only(parts, ONLY)
-    gpt2 = parts.get("use_regex", True)
-    kinds = [step["type"] for step in steps]
-    require(kinds == ["Split", "ByteLevel"][gpt2:], f"pre_tokenizer is {kinds}")
 
     special = {token["content"]: token["id"] for token in parts["added_tokens"]}
     plain = [token["id"] for token in parts["added_tokens"] if not token["special"]]
     others = {*special.values()}  # they may stand among the text, too
     ranks = {spelled(token): i for token, i in parts["vocab"].items() if i not in others}
-    made = {bytes([value]): () for value in range(256)}  # token -> the two that make it
+    made = [bytes([value]) for value in range(256)]
     for pair in parts["merges"]:
-        left, right = map(spelled, pair.split(" ") if isinstance(pair, str) else pair)
-        fits = left in made and right in made and stay_apart(left, right, ranks, made)
-        require(fits, f"merging never joins {pair}")
-        made[left + right] = left, right
-    require(made.keys() == ranks.keys(), "vocab must be all bytes and what is merged of them")
-    order = [ranks[token] for token in made][256:]
+        made.append(spelled(pair.replace(" ", "") if isinstance(pair, str) else "".join(pair)))
+    require({*made} == ranks.keys(), "vocab must be all bytes and what is merged of them")
+    order = [ranks[token] for token in made[256:]]
     require(order == sorted(order), "merges must be in the order of their ids")
 
     ids, stop = [*ranks.values(), *special.values()], facts["eos_token_id"]
@@ -154,7 +148,7 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     fit = len(ids) == len({*ids}) and 0 <= min(ids) <= max(ids) < size
     require(fit, f"ids must differ and be below vocab_size {size}, the largest is {max(ids)}")
     require(stop and {*stop} <= {*ids}, f"eos_token_id {stop} is no token")
-    pattern = GPT2 if gpt2 else parts["pattern"]["Regex"]
+    pattern = cut["pattern"]["Regex"]
     pattern = rf"{pattern}|(?:(?!{pattern})[\s\S])+"  # tiktoken drops what is not matched
     how = {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special}
     form = "NFC" if parts["normalizer"] else None
@@ -164,22 +158,6 @@ def converted(found: dict, facts: dict) -> Tokenizer:
 def spelled(token: str) -> bytes:
     """The bytes of a token that is written in visible characters."""
     return token.translate(BYTE_OF).encode("latin-1")
-
-
-def stay_apart(left: bytes, right: bytes, ranks: dict, made: dict) -> bool:
-    """Whether, until both tokens are whole, nothing is merged across the border between them.
-
-    It goes back in time: whichever was made last falls into its pair again.
-    """
-    limit = ranks[left + right]
-    while ranks.get(left + right, limit) >= limit:
-        if made[left] and (not made[right] or ranks[left] > ranks[right]):
-            limit, left = ranks[left], made[left][1]
-        elif made[right]:  # the same token is made further left first
-            limit, right = ranks[right] + 1, made[right][0]
-        else:
-            return True
-    return False
 
 
 def in_chat(tokenizer: Tokenizer, chat: str) -> Tokenizer:

@@ -44,6 +44,7 @@ class Host:
     def __init__(self, config: Config, log: Path):
         self.config, self.log = config, log
         self.deaths = 0  # of children, in this evaluation
+        self.status, self.sessions = {}, Counter()  # of this child, and of those before
         self.work: dict = {}  # what the child has not answered yet, the oldest first
         self.process = None
         self.answered = self.heard = 0.0  # when
@@ -66,6 +67,8 @@ class Host:
         """End the child, and whatever it has forked."""
         if not self.process:
             return
+        self.sessions.update(self.status)
+        self.status = {}
         self.pipe.close()  # it closes its sessions, and ends
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(0.0 if self.work else GRACE_SECONDS)
@@ -105,7 +108,7 @@ class Host:
                 if now > self.heard + patience:
                     raise TimeoutError
                 return []
-            _, answers = unpack_messages(self.pipe.recv_bytes())
+            self.status, answers = unpack_messages(self.pipe.recv_bytes())
             self.heard, self.ready = now, True
         except (EOFError, OSError) as error:  # TimeoutError is an OSError, too
             answers = self.lost(error)

@@ -18,10 +18,10 @@ import dsa
 import losses
 import rollout
 import train_async
-from buffer import Buffer
+from buffer import Buffer, repaired, unfit
 from buffer import may_admit as admissible
 from buffer import staleness as staleness_of
-from losses import group_advantages  # noqa: F401
+from losses import group_advantages, turn_advantages  # noqa: F401
 from model import dense_packed, pack_tokens
 from rollout import sample, uniforms
 from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
@@ -48,6 +48,9 @@ NAMES = {
     "ex16": "save_checkpoint",
     "ex17": "row_dots",
     "ex18": "sparse_tile",
+    "ex19": "turn_advantages",
+    "ex20": "repair",
+    "ex21": "skip_observation_gae",
 }
 
 
@@ -213,3 +216,18 @@ def sparse_tile(q, k, v, chunks, chunk_size, position):
     return dsa_triton.sparse_attention(q[None], k[:, None], v[:, None], chunks[None, None], tables)[
         0
     ]
+
+
+def repair(failures):
+    """buffer.py: `unfit` and, if nothing speaks against the group, `repaired`."""
+    episodes = [Trajectory(0, i, 0, finish=why or "stop") for i, why in enumerate(failures)]
+    group = Group(0, 0, {}, episodes)
+    return unfit(group) or [t.sample_index for t in repaired(group)]
+
+
+def skip_observation_gae(rewards, values, mask, lengths, gamma, lam):
+    """losses.py: the estimator sees generated tokens only; critic.py selects them."""
+    own = [int(part.sum()) for part in mask.split(lengths)]
+    result = torch.zeros_like(values).detach()
+    result[mask] = losses.skip_observation_gae(rewards[mask], values[mask], own, lam, gamma)
+    return result

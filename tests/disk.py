@@ -37,7 +37,6 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from matplotlib.backends import backend_agg  # noqa: E402, F401 (a child needs a second less)
 
-import bench  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab import plots  # noqa: E402, F401
@@ -98,11 +97,9 @@ def watch(run: Path, note: int) -> None:
 
 
 def run_command(words: list[str]) -> None:
-    """What the shell would do: a trainer, `bench.py ...`, or `runtime.ledger RUN`."""
+    """What the shell would do: a trainer, or `runtime.ledger RUN`."""
     sys.argv = words
-    if words[0] == "bench.py":
-        bench.main(words[1:])
-    elif words[0] == "runtime.ledger":
+    if words[0] == "runtime.ledger":
         runpy.run_module("runtime.ledger", run_name="__main__")
     else:
         train = train_sync.train if words[0] == "train_sync.py" else train_async.train
@@ -617,14 +614,14 @@ def attacks() -> dict:
 
 
 def strangers(folder: Path, names=None) -> tuple[Counter, list[str]]:
-    """Hostile run folders: resumed, replayed, drawn, audited. Nothing outside is touched or run."""
+    """Hostile run folders: resumed, replayed, audited. Nothing outside is touched or run."""
     (folder / "evil").mkdir(parents=True)
     killed, whole = make_runs(folder)["async"][0], folder / "async-whole"
     ends, failures = Counter(), []
     for name, attack in attacks().items():
         if names and name not in names:
             continue
-        for words in ("--resume", "--replay", "plot", "ledger"):
+        for words in ("--resume", "--replay", "ledger"):
             place = folder / "attack"
             shutil.rmtree(place, ignore_errors=True)
             run, victim = place / "run", place / "victim"
@@ -638,8 +635,7 @@ def strangers(folder: Path, names=None) -> tuple[Counter, list[str]]:
             torch.save({"x": Evil(victim / "ran")}, place / "evil.pt")
             attack(run, victim)
             before = tree_of(victim)
-            command = {"plot": ["bench.py", "plot"], "ledger": ["runtime.ledger"]}
-            command = command.get(words, ["train_async.py", words])
+            command = ["train_async.py", words] if words != "ledger" else ["runtime.ledger"]
             try:
                 end = attempt([*command, str(run)], run, place / "said")
                 assert tree_of(victim) == before, "it has changed what is outside"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cache import prefill
+from losses import group_advantages
 
 WRONG = []
 
@@ -934,3 +935,256 @@ def reads_chunk_zero(q, k, v, chunks, chunk_size, position):
 @wrong("ex18", "not divided by sqrt(D)")
 def unscaled_scores(q, k, v, chunks, chunk_size, position):
     return walk(q, k, v, chunks, chunk_size, position, scale=1.0)
+
+
+# ---- ex19 ----
+
+
+def by_turn(rewards, present, kind, returns=None, rivals=None):
+    """Turn-level advantages from returns of one's own, and rivals that ask for a mistake."""
+    rewards = rewards.masked_fill(~present, 0.0).double()
+    returns = rewards.flip(2).cumsum(2).flip(2) if returns is None else returns(rewards)
+    rivals = present if rivals is None else rivals
+    columns = range(present.shape[2])
+    found = [group_advantages(returns[..., t].float(), kind, rivals[..., t]) for t in columns]
+    values, dead = (torch.stack(part, -1) for part in zip(*found, strict=True))
+    return values.masked_fill(~present, 0.0), dead.all(-1)
+
+
+@wrong("ex19", "never with another turn")
+def compares_different_turns(turn_rewards, present, kind):
+    returns = turn_rewards.masked_fill(~present, 0.0).double().flip(2).cumsum(2).flip(2).float()
+    values, dead = group_advantages(returns.flatten(1), kind, present.flatten(1))
+    return values.view(present.shape), dead
+
+
+@wrong("ex19", "rewards of past turns are counted")
+def credits_the_episode(turn_rewards, present, kind):
+    def total(rewards):
+        return rewards.sum(2, keepdim=True).expand_as(rewards)
+
+    return by_turn(turn_rewards, present, kind, total)
+
+
+@wrong("ex19", "the sum runs the wrong way")
+def sums_from_the_front(turn_rewards, present, kind):
+    return by_turn(turn_rewards, present, kind, lambda rewards: rewards.cumsum(2))
+
+
+@wrong("ex19", "only the turn's own reward")
+def sees_one_turn(turn_rewards, present, kind):
+    return by_turn(turn_rewards, present, kind, lambda rewards: rewards)
+
+
+@wrong("ex19", "an episode that is over is no rival")
+def missing_turns_count_as_zero(turn_rewards, present, kind):
+    return by_turn(turn_rewards, present, kind, rivals=torch.ones_like(present))
+
+
+@wrong("ex19", "a turn that an answer does not have must get 0")
+def credits_missing_turns(turn_rewards, present, kind):
+    values, dead = by_turn(turn_rewards, present, kind)
+    return values.masked_fill(~present, -1.0), dead
+
+
+@wrong("ex19", "is not there is counted")
+def trusts_the_rewards(turn_rewards, present, kind):
+    returns = turn_rewards.double().flip(2).cumsum(2).flip(2)
+    return by_turn(turn_rewards, present, kind, lambda _: returns)
+
+
+@wrong("ex19", "0 * NaN is NaN")
+def multiplies_by_present(turn_rewards, present, kind):
+    returns = (turn_rewards * present).double().flip(2).cumsum(2).flip(2)
+    return by_turn(turn_rewards, present, kind, lambda _: returns)
+
+
+@wrong("ex19", "add up in float64")
+def adds_up_in_float32(turn_rewards, present, kind):
+    def summed(rewards):
+        found = [rewards[..., -1].float()]
+        for t in reversed(range(rewards.shape[2] - 1)):
+            found.append(found[-1] + rewards[..., t].float())
+        return torch.stack(found[::-1], -1)
+
+    return by_turn(turn_rewards, present, kind, summed)
+
+
+@wrong("ex19", "equal rewards of the episodes do not decide that")
+def dead_by_episode(turn_rewards, present, kind):
+    values, _ = by_turn(turn_rewards, present, kind)
+    total = turn_rewards.masked_fill(~present, 0.0).double().sum(2).float()
+    dead = group_advantages(total, kind)[1]
+    return values.masked_fill(dead[:, None, None], 0.0), dead
+
+
+# ---- ex20 ----
+
+
+def sound_of(failures):
+    return [i for i, failure in enumerate(failures) if failure is None]
+
+
+def reason_of(failures):
+    reasons = [failure for failure in failures if failure]
+    return max(reasons, key=reasons.count)  # of equals the first
+
+
+def filled(failures, places, enough=None):
+    """`places(sound, n)` where enough answers are sound."""
+    sound, n = sound_of(failures), len(failures)
+    fits = 2 * len(sound) > n if enough is None else enough(len(sound), n)
+    return places(sound, n) if fits else reason_of(failures)
+
+
+def in_turn(sound, n):
+    return (sound * n)[:n]
+
+
+@wrong("ex20", "must neither be trained nor be repeated")
+def trains_failures(failures):
+    return filled(failures, lambda sound, n: list(range(n)))
+
+
+@wrong("ex20", "must neither be trained nor be repeated")
+def repeats_anybody(failures):
+    return filled(failures, lambda sound, n: [*sound, *range(n)][:n])
+
+
+@wrong("ex20", "exactly half is not MORE than half")
+def repairs_at_half(failures):
+    return filled(failures, in_turn, lambda sound, n: sound and 2 * sound >= n)
+
+
+@wrong("ex20", "must keep them")
+def shrinks_the_group(failures):
+    return filled(failures, lambda sound, n: sound)
+
+
+@wrong("ex20", "not one of them only")
+def repeats_the_first(failures):
+    return filled(failures, lambda sound, n: sound + sound[:1] * (n - len(sound)))
+
+
+@wrong("ex20", "more than half are sound, so the group is repaired")
+def discards_at_one_failure(failures):
+    return filled(failures, in_turn, lambda sound, n: sound == n)
+
+
+@wrong("ex20", "a run could not be done again")
+def repeats_by_chance(failures):
+    return filled(
+        failures, lambda sound, n: sound + np.random.choice(sound, n - len(sound)).tolist()
+    )
+
+
+@wrong("ex20", "the failure that most of them had")
+def names_the_first_failure(failures):
+    found = filled(failures, in_turn)
+    return next(filter(None, failures)) if isinstance(found, str) else found
+
+
+@wrong("ex20", "all sound ones in order, then again")
+def fills_the_gaps(failures):
+    def in_place(sound, n):
+        others = iter(in_turn(sound, n))
+        return [i if i in sound else next(others) for i in range(n)]
+
+    return filled(failures, in_place)
+
+
+# ---- ex21 ----
+
+
+def walked_back(rewards, values, mask, lengths, gamma, lam, known=None, worth=None, link=None):
+    """GAE from behind over the tokens of the mask; known(j, k): whether what follows j, token k or
+    nothing, counts; worth(j, k): the value that follows; link(j, k): the share of A_k."""
+    known = known or (lambda j, k: k is not None)
+    worth = worth or (lambda j, k: values[k])
+    link = link or (lambda j, k: gamma * lam)
+    found, stop = torch.zeros_like(values).detach(), len(values)
+    with torch.no_grad():
+        for length in reversed(lengths):
+            k = None
+            for j in reversed(range(stop - length, stop)):
+                if mask[j]:
+                    found[j] = rewards[j] - values[j]
+                    if known(j, k):
+                        found[j] += gamma * worth(j, k)
+                    if k is not None:
+                        found[j] += link(j, k) * found[k]
+                    k = j
+            stop -= length
+    return found
+
+
+@wrong("ex21", "the next token is the next GENERATED one")
+def walks_through_observations(rewards, values, mask, lengths, gamma, lam):
+    rewards = rewards.masked_fill(~mask, 0.0)
+    found = walked_back(rewards, values, torch.ones_like(mask), lengths, gamma, lam)
+    return found.masked_fill(~mask, 0.0)
+
+
+@wrong("ex21", "bootstraps from an observation's value")
+def believes_observations(rewards, values, mask, lengths, gamma, lam):
+    ends = set(np.cumsum(lengths).tolist())
+    args = rewards, values, mask, lengths, gamma, lam
+    known, worth = lambda j, k: j + 1 not in ends, lambda j, k: values[j + 1]
+    return walked_back(*args, known=known, worth=worth)
+
+
+@wrong("ex21", "discounts over observation tokens")
+def decays_over_observations(rewards, values, mask, lengths, gamma, lam):
+    args = rewards, values, mask, lengths, gamma, lam
+    return walked_back(*args, link=lambda j, k: (gamma * lam) ** (k - j))
+
+
+@wrong("ex21", "lambda and gamma are mixed up")
+def mixes_up_lambda_and_gamma(rewards, values, mask, lengths, gamma, lam):
+    return walked_back(rewards, values, mask, lengths, lam, gamma)
+
+
+@wrong("ex21", "it is gamma * lam")
+def forgets_gamma(rewards, values, mask, lengths, gamma, lam):
+    return walked_back(rewards, values, mask, lengths, gamma, lam, link=lambda j, k: lam)
+
+
+@wrong("ex21", "the terminal is missing")
+def has_no_terminal(rewards, values, mask, lengths, gamma, lam):
+    args = rewards, values, mask, lengths, gamma, lam
+    here = {"known": lambda j, k: True, "worth": lambda j, k: values[j if k is None else k]}
+    return walked_back(*args, **here)
+
+
+@wrong("ex21", "the next sequence is not what follows")
+def runs_into_the_next_sequence(rewards, values, mask, lengths, gamma, lam):
+    return walked_back(rewards, values, mask, [len(mask)], gamma, lam)
+
+
+@wrong("ex21", "an episode ends with every turn")
+def ends_with_every_turn(rewards, values, mask, lengths, gamma, lam):
+    args = rewards, values, mask, lengths, gamma, lam
+    return walked_back(
+        *args, known=lambda j, k: k == j + 1, link=lambda j, k: gamma * lam * (k == j + 1)
+    )
+
+
+@wrong("ex21", "carry credit")
+def credits_observations(rewards, values, mask, lengths, gamma, lam):
+    found, later = walked_back(rewards, values, mask, lengths, gamma, lam), 0.0
+    for j in reversed(range(len(mask))):
+        later = float(found[j]) if mask[j] else later
+        found[j] = later
+    return found
+
+
+@wrong("ex21", "outside the mask reached the result")
+def multiplies_by_the_mask_at_last(rewards, values, mask, lengths, gamma, lam):
+    found = walked_back(rewards, values, mask, lengths, gamma, lam)
+    return torch.where(mask, found, values.detach()) * mask
+
+
+@wrong("ex21", "please its critic")
+def learns_through_the_values(rewards, values, mask, lengths, gamma, lam):
+    found = walked_back(rewards, values, mask, lengths, gamma, lam)
+    return found + (values - values.detach()).where(mask, 0.0)

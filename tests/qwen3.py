@@ -36,19 +36,16 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
 
 
 @cache
-def trained_tokenizer(vocab: int, kind: str = "qwen") -> str:
-    """tokenizer.json of a byte-level BPE that is trained on this project's own text; kind "gpt2"
-    cuts by GPT-2's pattern and does not normalise."""
+def trained_tokenizer(vocab: int) -> str:
+    """tokenizer.json of a byte-level BPE that is trained on this project's own text."""
     tokenizers = pytest.importorskip("tokenizers", reason=REASON)
     from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt2")
-    tokenizer.pre_tokenizer = level
-    if kind == "qwen":
-        tokenizer.normalizer = normalizers.NFC()
-        cut = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, level])
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.normalizer = normalizers.NFC()
+    cut = pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -71,11 +68,11 @@ CHINESE = "人人生而自由，在尊严和权利上一律平等。他们赋有
 ARABIC = "يولد جميع الناس أحرارًا متساوين في الكرامة والحقوق." * 20
 
 
-def write_folder(path: Path, vocab: int = 2000, kind: str = "qwen", **shape) -> Path:
+def write_folder(path: Path, vocab: int = 2000, **shape) -> Path:
     """A random Qwen3 with a tokenizer, as a download would be. shape: fields of Qwen3Config,
     `shard`, the largest size of a file, such as "1MB", and `norms`, whether theirs are random."""
     transformers = pytest.importorskip("transformers", reason=REASON)
-    text = trained_tokenizer(vocab - 2, kind)  # 2: the thoughts
+    text = trained_tokenizer(vocab - 2)  # 2: the thoughts
     ids = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
     sizes = {
         "vocab_size": vocab,

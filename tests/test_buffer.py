@@ -805,7 +805,7 @@ def sound_group() -> Group:
     return group
 
 
-SOUND = {"group_size": 2, "newest": 6, "vocabulary": 512}
+SOUND = 2, 6, 512  # samples, newest version, vocabulary
 ASKED = {5: Group(5, 3, {})}  # what the worker was asked for
 
 
@@ -858,7 +858,7 @@ def test_a_poisoned_group_is_named(change, words):
     assert group_flaw(group, 2, 6, 512) is None
     change(group)
     for message in (Answer(5, group), Answer(5, group, Judgement([], 0.0, 0.0))):
-        assert words in flaw(message, ASKED, **SOUND)
+        assert words in flaw(message, ASKED, *SOUND)
     assert words in group_flaw(group, 2, 6, 512)
 
 
@@ -866,9 +866,8 @@ def test_a_poisoned_group_is_named(change, words):
     "lengths, words",
     [
         ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
-        ([11, -3], "a turn from 2 to 3 in an episode of 0 tokens"),
+        ([11, -3], "a loss mask that is not the policy's turns"),
         ([4, 3], "a turn from 2 to 5 in an episode of 4 tokens"),
-        ([5], "samples [0], must be 0 to 1 in order"),
     ],
 )
 def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
@@ -876,6 +875,14 @@ def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
     header["lengths"] |= dict.fromkeys(("tokens", "loss_mask", "logprobs", "versions"), lengths)
     group = group_from_parts(header, arrays)
     assert words in group_flaw(group, 2, 6, 512)
+
+
+def test_an_episode_without_arrays_is_refused():
+    """There are fewer lengths than episodes. On arrival TypeError is a refusal, too."""
+    header, arrays = group_to_parts(sound_group())
+    header["lengths"]["tokens"] = [5]
+    with pytest.raises(TypeError):
+        group_flaw(group_from_parts(header, arrays), 2, 6, 512)
 
 
 def test_arrays_of_another_kind_are_named_on_arrival():
@@ -906,23 +913,23 @@ def test_messages_of_every_kind_are_looked_at():
     sound, poisoned = Judgement(verdicts, 0.0, 0.0), Judgement(verdicts[:1], 0.0, 0.0)
     made = {5: sound_group()}  # what a verifier was asked for
     for answer in (Answer(5, group), Answer(5, group, sound)):
-        assert flaw(answer, ASKED, **SOUND) is None
-    assert flaw(Answer(5, judgement=sound), made, **SOUND) is None
-    assert flaw(Answer(5, group, poisoned), ASKED, **SOUND) == "1 verdicts on 2 samples"
-    assert flaw(Answer(5, judgement=poisoned), made, **SOUND) == "1 verdicts on 2 samples"
+        assert flaw(answer, ASKED, *SOUND) is None
+    assert flaw(Answer(5, judgement=sound), made, *SOUND) is None
+    assert flaw(Answer(5, group, poisoned), ASKED, *SOUND) == "1 verdicts on 2 samples"
+    assert flaw(Answer(5, judgement=poisoned), made, *SOUND) == "1 verdicts on 2 samples"
     own = "a verdict that brings its own group"
     assert (
-        flaw(Answer(5, group, sound), made, **SOUND) == own == flaw(Answer(5, group), made, **SOUND)
+        flaw(Answer(5, group, sound), made, *SOUND) == own == flaw(Answer(5, group), made, *SOUND)
     )
     # from who has generated nothing; of another group than it says
-    assert flaw(Answer(5, judgement=sound), ASKED, **SOUND) == "2 verdicts on 0 samples"
+    assert flaw(Answer(5, judgement=sound), ASKED, *SOUND) == "2 verdicts on 0 samples"
     asked = {6: Group(6, 3, {})}
-    assert flaw(Answer(6, group, sound), asked, **SOUND) == "group 5, start 3: must be 6, 3"
+    assert flaw(Answer(6, group, sound), asked, *SOUND) == "group 5, start 3: must be 6, 3"
     for answer in ([group], {"kind": "group"}, None):  # no worker says this
-        assert flaw(answer, ASKED, **SOUND) == f"an answer of kind {type(answer).__name__}"
+        assert flaw(answer, ASKED, *SOUND) == f"an answer of kind {type(answer).__name__}"
     for answer in (Answer(5), Answer(5, judgement=([1], 0, 0)), Answer(5, [1])):
         with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
-            assert flaw(answer, ASKED, **SOUND)
+            assert flaw(answer, ASKED, *SOUND)
 
 
 @pytest.mark.parametrize(

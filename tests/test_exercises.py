@@ -1205,4 +1205,255 @@ def test_ex18():
     check_ex18(adapters.get("ex18"))
 
 
+# ----------------------------------------------------------------------- ex19 turn-level advantages
+
+
+def turns_compared(rewards, present, kind, counted=None, rivals=None, absent=0.0) -> Tensor:
+    """Advantages of turns by loops; counted(t): turns whose rewards turn t gets; rivals(g, i, t):
+    (answer, turn) with which it is compared, itself among them."""
+    G, n, T = rewards.shape
+    counted = counted or (lambda t: range(t, T))
+    there = present.tolist()
+    rivals = rivals or (lambda g, i, t: [(k, t) for k in range(n) if there[g][k][t]])
+    result = torch.zeros(G, n, T, dtype=torch.float64)
+
+    def earned(g, i, t):
+        own = [float(rewards[g, i, u]) * (1 if there[g][i][u] else absent) for u in counted(t)]
+        return round(math.fsum(own), 6)
+
+    for g, i, t in itertools.product(range(G), range(n), range(T)):
+        all_of_them = [earned(g, *rival) for rival in rivals(g, i, t)]
+        if not there[g][i][t] or len(set(all_of_them)) < 2:
+            continue
+        own, others = earned(g, i, t), list(all_of_them)
+        others.remove(own)
+        base = statistics.mean(others if kind == "rloo" else all_of_them)
+        scale = statistics.stdev(all_of_them) + 1e-6 if kind == "grpo" else 1.0
+        result[g, i, t] = (own - base) / scale
+    return result
+
+
+@pure
+def check_ex19(turn_advantages):
+    junk = 9.0  # the reward of a turn that is not there means nothing
+    rewards = torch.tensor(
+        [
+            [[0.1, 0.2, 0.7], [0.1, 0.0, 0.5], [0.0, 0.3, 0.0], [0.25, junk, junk]],
+            [[0.3, 0.0, 1.0], [0.0, junk, junk], [0.2, 0.1, junk], [0.0, 0.5, 0.25]],
+        ]
+    )
+    present = rewards != junk
+    G, n, T = rewards.shape
+    turns = list(itertools.product(range(n), range(T)))
+    for kind in ("mean", "rloo", "grpo"):
+        args = rewards, present, kind
+        mistakes = {
+            "a turn is compared with the same turn of the others, never with another turn": (
+                turns_compared(
+                    *args, rivals=lambda g, i, t: [x for x in turns if present[g][x[0]][x[1]]]
+                )
+            ),
+            "rewards of past turns are counted: a turn cannot have caused what came before it": (
+                turns_compared(*args, counted=lambda t: range(T))
+            ),
+            "the sum runs the wrong way: a return is this turn and the LATER ones": turns_compared(
+                *args, counted=lambda t: range(t + 1)
+            ),
+            "only the turn's own reward is counted: what it made possible comes later": (
+                turns_compared(*args, counted=lambda t: [t])
+            ),
+            "the turn's own reward is missing in its return": turns_compared(
+                *args, counted=lambda t: range(t + 1, T)
+            ),
+            "a turn that an answer does not have is counted as one with return 0: an episode that "
+            "is over is no rival": turns_compared(
+                *args, rivals=lambda g, i, t: [(k, t) for k in range(n)]
+            ),
+            "the reward of a turn that is not there is counted": turns_compared(*args, absent=1.0),
+        }
+        got, dead = turn_advantages(rewards, present, kind)
+        shape = f"advantages must have shape {[G, n, T]}, have {list(got.shape)}"
+        assert got.shape == rewards.shape, shape
+        own = got.masked_fill(~present, 0.0)
+        expect(f"advantages of turns, {kind!r}", own, turns_compared(*args), mistakes)
+        assert (got[~present] == 0).all(), "a turn that an answer does not have must get 0"
+        assert dead.dtype == torch.bool and dead.tolist() == [False, False], "dead: bool [G]"
+    reached = "NaN where there is no turn reached the others: 0 * NaN is NaN"
+    try:
+        got = turn_advantages(rewards.masked_fill(~present, NAN), present, "mean")[0]
+    except AssertionError as error:  # of the project's group_advantages: it refuses NaN
+        raise AssertionError(f"{reached}; {error}") from error
+    assert not got.isnan().any(), reached
+    expect("NaN where there is no turn", got, turns_compared(rewards, present, "mean"))
+    # who is alone in a turn; equal returns that were added up in another way; who is dead
+    rewards = torch.tensor(
+        [
+            [[1.0, 0.0, 0.5], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]],  # alone in turn 3
+            [[0.1, 0.5, 0.1], [0.7, 0.0, 0.0], [0.7, 0.0, 0.0]],  # in float32, 0.70000005 and 0.7
+            [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
+            [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]],
+        ]
+    )
+    present = torch.ones_like(rewards).bool()
+    present[0, 1:, 2] = present[1, 1:, 1:] = False
+    got, dead = turn_advantages(rewards, present, "mean")
+    assert (got[0, 0, 2] == 0).all(), "who is alone in a turn has no rival there, and gets 0"
+    equal = "0.1 + 0.5 + 0.1 and 0.7 are equal returns: add up in float64, then round to float32"
+    assert (got[1, :, 0] == 0).all() and dead[1], f"{equal}; got {got[1, :, 0].tolist()}"
+    total = "a group is dead if EVERY turn is: equal rewards of the episodes do not decide that"
+    assert not dead[2] and got[2].any(), total
+    assert not dead[0], "a group is dead if EVERY turn is, not if one of them is"
+    assert dead[3] and not got[3].any(), "a group whose turns are all alike is dead, and gets 0"
+
+
+@pytest.mark.ex19
+def test_ex19():
+    check_ex19(adapters.get("ex19"))
+
+
+# ------------------------------------------------------------------------------- ex20 group repair
+
+
+@pure
+def check_ex20(repair):
+    large = [None] * 5 + ["env_error"] * 3
+    again = {repr(repair(large)) for _ in range(20)}
+    assert len(again) == 1, f"{large}: not the same twice, so a run could not be done again"
+    whys = None, "env_timeout", "env_error"
+    groups = [group for n in range(1, 6) for group in itertools.product(whys, repeat=n)]
+    for group in groups:
+        failures, n = list(group), len(group)
+        sound = [i for i, why in enumerate(group) if why is None]
+        got = repair(failures)
+        if 2 * len(sound) > n:
+            said = f"{failures}: more than half are sound, so the group is repaired; got {got!r}"
+            assert isinstance(got, list), said
+            size = f"{failures}: the group has {n} places, and must keep them; got {got}"
+            assert len(got) == n, f"{size}: every prompt has the same weight"
+            wrong = [i for i in got if failures[i]]
+            assert not wrong, (
+                f"{failures}: answer {wrong and wrong[0]} has failed: it has no reward, and must "
+                f"neither be trained nor be repeated; got {got}"
+            )
+            missing = [i for i in sound if i not in got]
+            assert not missing, f"{failures}: sound answer {missing and missing[0]} is lost: {got}"
+            times = [got.count(i) for i in sound]
+            assert max(times) - min(times) < 2, (
+                f"{failures}: the sound ones are repeated in turn, not one of them only; got {got}"
+            )
+            want = [sound[i % len(sound)] for i in range(n)]
+            assert got == want, f"{failures}: must be {want}, all sound ones in order, then again"
+            continue
+        half = "; exactly half is not MORE than half" if 2 * len(sound) == n else ""
+        half = f"{failures}: must be discarded with a reason, got {got!r}{half}"
+        assert isinstance(got, str), half
+        counts = [failures.count(why) for why in failures if why]
+        common = [why for why in failures if why and failures.count(why) == max(counts)]
+        most = f"{failures}: the reason is the failure that most of them had, got {got!r}"
+        assert got in common, most
+        assert got == common[0], f"{failures}: of equally many the one that comes first, not {got}"
+
+
+@pytest.mark.ex20
+def test_ex20():
+    check_ex20(adapters.get("ex20"))
+
+
+# ------------------------------------------------------------------------ ex21 skip-observation GAE
+
+
+def gae_by_loops(rewards, values, mask, lengths, gamma, lam, worth=None, keep=None, reset=True):
+    """A from behind. worth(j, k): the value that follows token j, whose next generated token is k
+    (None: there is none); keep(j, k): the share of A_k that A_j gets."""
+    worth = worth or (lambda j, k: 0.0 if k is None else float(values[k]))
+    keep = keep or (lambda j, k: gamma * lam)
+    result, stop, k, later = torch.zeros(len(values), dtype=torch.float64), len(values), None, 0.0
+    for length in reversed(lengths):
+        if reset:
+            k, later = None, 0.0
+        for j in reversed(range(stop - length, stop)):
+            if mask[j]:
+                delta = float(rewards[j]) + gamma * worth(j, k) - float(values[j])
+                later = delta + (keep(j, k) * later if k is not None else 0.0)
+                result[j], k = later, j
+        stop -= length
+    return result
+
+
+@pure
+def check_ex21(skip_observation_gae):
+    # p: prompt, a: generated, o: observation
+    sequences = ["ppaaooaao", "ppp", "paaaoooaa", "paa"]
+    lengths = [len(sequence) for sequence in sequences]
+    mask = torch.tensor([letter == "a" for letter in "".join(sequences)])
+    N = len(mask)
+    rewards = (normal(N, seed=1) * mask).round(decimals=1)
+    values = normal(N, seed=2)
+    gamma, lam = 0.9, 0.7
+    args = rewards, values, mask, lengths
+    ends = list(itertools.accumulate(lengths))
+
+    def beside(j, k):  # the value of the next token, whatever it is
+        return 0.0 if j + 1 in ends else float(values[j + 1])
+
+    def own_turn(j, k):
+        return k == j + 1
+
+    everywhere = gae_by_loops(rewards, values, torch.ones(N), lengths, gamma, lam)
+    right = gae_by_loops(*args, gamma, lam)
+    walks = "walks through the observations: bootstraps from their values and decays over them"
+    mistakes = {
+        f"your estimate {walks}; the next token is the next GENERATED one": everywhere * mask,
+        "the estimate bootstraps from an observation's value: nobody chose that token": (
+            gae_by_loops(*args, gamma, lam, worth=beside)
+        ),
+        "the estimate discounts over observation tokens: one factor gamma * lam from a generated "
+        "token to the next, however many lie between": gae_by_loops(
+            *args, gamma, lam, keep=lambda j, k: (gamma * lam) ** (k - j)
+        ),
+        "lambda and gamma are mixed up": gae_by_loops(*args, lam, gamma),
+        "gamma is missing in front of A_j+1: it is gamma * lam": gae_by_loops(
+            *args, gamma, lam, keep=lambda j, k: lam
+        ),
+        "gamma is missing in front of V_j+1": gae_by_loops(
+            rewards, values, mask, lengths, 1.0, lam, keep=lambda j, k: gamma * lam
+        ),
+        "the next sequence is not what follows: behind the last token V and A are 0": gae_by_loops(
+            *args, gamma, lam, reset=False
+        ),
+        "the terminal is missing: behind the last token of a sequence V is 0, not its own value": (
+            gae_by_loops(*args, gamma, lam, worth=lambda j, k: float(values[j if k is None else k]))
+        ),
+        "an episode ends with every turn: credit must pass to the turns before, too": gae_by_loops(
+            *args,
+            gamma,
+            lam,
+            worth=lambda j, k: float(values[k]) if own_turn(j, k) else 0.0,
+            keep=lambda j, k: gamma * lam * own_turn(j, k),
+        ),
+        "these are returns, A + V: V is not subtracted": right + values * mask,
+    }
+    got = skip_observation_gae(*args, gamma, lam)
+    shape = f"advantages must have shape [{N}], have {list(got.shape)}"
+    assert got.shape == values.shape, shape
+    expect("advantages of generated tokens", got.masked_fill(~mask, 0.0), right, mistakes)
+    carried = int((got[~mask] != 0).sum())
+    assert not carried, f"{carried} tokens that the policy did not generate carry credit: must be 0"
+    for letter in (NAN, math.inf):
+        junk = [x.masked_fill(~mask, letter) for x in (rewards, values)]
+        got = skip_observation_gae(*junk, mask, lengths, gamma, lam)
+        reached = f"{letter} outside the mask reached the result: 0 * {letter} is NaN"
+        assert torch.isfinite(got).all(), reached
+        expect(f"{letter} outside the mask", got, right)
+    values.requires_grad_()
+    got = skip_observation_gae(rewards, values, mask, lengths, gamma, 1.0)
+    expect("lambda 1", got, gae_by_loops(rewards, values.detach(), mask, lengths, gamma, 1.0))
+    assert not got.requires_grad, "no gradient: the policy must not be taught to please its critic"
+
+
+@pytest.mark.ex21
+def test_ex21():
+    check_ex21(adapters.get("ex21"))
+
+
 CHECKS = {name: globals()[f"check_{name}"] for name in adapters.NAMES}

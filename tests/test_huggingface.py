@@ -19,7 +19,7 @@ import cache
 import train_async
 import train_sync
 from learner import make_learner, new_groups, token_logprobs
-from model import GPT, LORA_SCALE, ModelConfig, merged, pack_tokens
+from model import GPT, ModelConfig, merged, pack_tokens
 from reward import task_of
 from rollout import generate, make_generator
 from runtime import huggingface
@@ -28,7 +28,6 @@ from runtime.config import Config, UserError, run_main
 from runtime.huggingface import (
     base_model,
     export,
-    load_weights,
     read_shape,
     stored_model,
 )
@@ -139,16 +138,6 @@ def test_export_is_read_by_transformers_and_comes_back_bitwise(folder, tmp_path)
 
 def encoded(folder, text) -> list[int]:
     return read_tokenizer(folder).encode(text)
-
-
-def test_weights_are_written_in_shards(small, tmp_path):
-    ours = loaded(small)
-    huggingface.write_weights(ours, tmp_path, torch.float32, most=1 << 20)
-    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len({*files.values()}) > 2 and files.keys() == named_weights(ours).keys()
-    again = GPT(ours.config, None)
-    load_weights(again, tmp_path)
-    assert torch.equal(again.flat, ours.flat)
 
 
 def test_bfloat16_is_exact_both_ways(tmp_path):
@@ -479,7 +468,7 @@ def test_a_preset_of_qwen3s_form_is_exported_with_its_vocabulary(tmp_path):
 
 
 @torch.no_grad()
-def test_adapters_are_merged_or_written_apart_as_peft_reads_them(small, tmp_path):
+def test_adapters_are_merged(small, tmp_path):
     config = config_of(small, lora=3)
     model = make_model(config, task_of(config))
     assert len(model.flat) < len(model.frozen) / 10
@@ -490,21 +479,6 @@ def test_adapters_are_merged_or_written_apart_as_peft_reads_them(small, tmp_path
     theirs = theirs_of(tmp_path / "merged")
     found = torch.cat([theirs(torch.tensor(s)[None]).logits[0] for s in sequences])
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
-
-    export(model, config, tmp_path / "apart", adapters=True)
-    facts = json.loads((tmp_path / "apart/adapter_config.json").read_text())
-    assert facts["lora_alpha"] / facts["r"] == LORA_SCALE and len(facts["target_modules"]) == 7
-    parts = safetensors.load_file(tmp_path / "apart/adapter_model.safetensors")
-    base, whole = named_weights(loaded(small)), named_weights(merged(model))
-    for name, weight in base.items():
-        stem = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{stem}.lora_A.weight" in parts:
-            A, B = parts.pop(f"{stem}.lora_A.weight"), parts.pop(f"{stem}.lora_B.weight")
-            weight = weight + facts["lora_alpha"] / facts["r"] * B @ A
-        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-5)
-    assert not parts
-    with pytest.raises(UserError, match="must be of a run with --lora on a folder"):
-        export(loaded(small), config_of(small), tmp_path / "none", adapters=True)
 
 
 def test_a_run_with_adapters_is_exported_from_its_checkpoint(small, tmp_path):

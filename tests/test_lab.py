@@ -36,9 +36,11 @@ def advantages_of(length):
     return task.rewards - lab.expected_reward(behaviour, task)
 
 
-def wrong(claims):
-    """Verdicts that are not as theory says."""
-    return [row for row in (lab.verdict(claim) for claim in claims) if not row["ok"]]
+def is_unbiased(method: str, length: int, staleness: int, touched: float) -> bool:
+    """What theory says. On-policy there is nothing to correct. A ratio for the whole response
+    corrects everything, a ratio per token one token, unless it is clipped, capped or dropped."""
+    whole = staleness == 0 or method == "sequence_is"
+    return whole or (length == 1 and touched == 0 and method != "reinforce")
 
 
 def test_a_task_has_every_response_once():
@@ -68,7 +70,7 @@ def test_ascent_raises_the_reward_towards_the_optimum():
 def test_every_method_is_unbiased_exactly_where_theory_says(method, length):
     for s in lab.STALENESS:
         facts = examine(method, length, s)
-        if lab.is_unbiased(method, length, s, facts["touched"]):
+        if is_unbiased(method, length, s, facts["touched"]):
             assert facts["bias"] < 1e-9, (method, length, s)
         else:
             assert facts["bias"] > 0.01, (method, length, s)
@@ -213,8 +215,7 @@ def test_what_an_end_costs_is_the_groups_in_which_nobody_else_went_on():
 
 
 def test_credit_for_turns_and_for_the_episode():
-    curves, claims = turns.credit_part()
-    assert wrong(claims) == [] and len(claims) == 12
+    curves = turns.credit_part()
     unpaid, paid = turns.PAYS.index(0), turns.PAYS.index(0.5)
     for case, credit in itertools.product(turns.CASES, turns.CREDITS):
         mean, rloo, grpo = (curves[f"{case}, {credit}, {k}"] for k in ("mean", "rloo", "grpo"))
@@ -234,8 +235,7 @@ def test_credit_for_turns_and_for_the_episode():
 
 
 def test_critics():
-    curves, claims = turns.critic_part()
-    assert wrong(claims) == [] and len(claims) == 4 * len(turns.LAMBDAS)
+    curves = turns.critic_part()
     for way in ("skipped", "inside"):
         assert all(facts["bias"] < 1e-9 for facts in curves[f"true, {way}"])
         blind = [facts["bias"] for facts in curves[f"blind, {way}"]]
@@ -254,16 +254,15 @@ def test_critics():
 
 def test_kl_estimators():
     one, three = (lab.kl_part(TASKS[length]) for length in (1, 3))
-    for curves, claims in (one, three):
+    for curves in (one, three):
         for fact in curves["k1"] + curves["k3"]:
             assert math.isclose(fact["value"], fact["kl"], abs_tol=1e-10)
         assert all(f["value"] > f["kl"] for f in curves["k2"])
-        assert wrong(claims) == []
-    assert all(math.isclose(f["gradient_error"], 1, abs_tol=1e-9) for f in one[0]["k1"])
+    assert all(math.isclose(f["gradient_error"], 1, abs_tol=1e-9) for f in one["k1"])
     for name in ("k2", "unbiased_k3"):
-        assert all(f["gradient_error"] < 1e-9 for f in one[0][name])
-        assert all(f["gradient_error"] > 1e-4 for f in three[0][name])
-    assert all(f["gradient_error"] > 1e-4 for f in one[0]["k3"])
+        assert all(f["gradient_error"] < 1e-9 for f in one[name])
+        assert all(f["gradient_error"] > 1e-4 for f in three[name])
+    assert all(f["gradient_error"] > 1e-4 for f in one["k3"])
 
 
 def test_the_gradient_of_k3_is_that_of_the_forward_kl():
@@ -276,7 +275,7 @@ def test_the_gradient_of_k3_is_that_of_the_forward_kl():
 
 
 def test_swap_modes():
-    curves, claims = exact_pipeline.swap_part(lab.enumerate_task(4, 4))
+    curves = exact_pipeline.swap_part(lab.enumerate_task(4, 4))
     for boundary in (1, 2, 3):
         keep, recompute, drain = (
             curves[f"{mode}, {boundary}"] for mode in ("keep", "recompute", "drain")
@@ -285,11 +284,10 @@ def test_swap_modes():
         assert all(abs(f["to_a"]) < 1e-10 for f in drain)
         assert all(f["to_b"] > 1e-6 and f["to_a"] > 1e-6 for f in keep)
         assert all(k["to_b"] < d["to_b"] for k, d in zip(keep, drain, strict=True))
-    assert wrong(claims) == []
 
 
 def test_dropping_loses_long_answers_and_waiting_does_not():
-    curves, claims = exact_pipeline.drop_part(100)
+    curves = exact_pipeline.drop_part(100)
     (all_of_them, waited), (admitted, kept) = (
         [curves[rule][name] for name in ("admitted", "trained")] for rule in ("wait", "drop")
     )
@@ -297,13 +295,6 @@ def test_dropping_loses_long_answers_and_waiting_does_not():
     assert all_of_them["answers"] == 800 < admitted["answers"]
     assert waited["mean"] == all_of_them["mean"]
     assert kept["mean"] < 0.8 * admitted["mean"]
-    assert wrong(claims) == []
-
-
-@pytest.mark.parametrize("spelling", lab.TASKS)
-def test_sampled_traces_agree_with_theory(spelling):
-    _, claims = lab.objectives_part(lab.TASKS[spelling])
-    assert len(claims) == 3 * len(lab.METHODS) and wrong(claims) == []
 
 
 @pytest.mark.parametrize("flaw", ["sign", "denominator", "weight"])
@@ -319,16 +310,12 @@ def test_a_wrong_objective_is_found(flaw, monkeypatch):
         return gain / 1.1 if flaw == "denominator" else gain, clipped, capped
 
     monkeypatch.setitem(losses.OBJECTIVES, "decoupled_ppo", broken)
-    _, claims = lab.objectives_part(TASKS[1])
-    found = {row["name"].split(",")[0] for row in wrong(claims)}
-    assert {"decoupled_ppo"} <= found <= {"decoupled_ppo", "opsm"}  # opsm is built on it
+    assert examine("decoupled_ppo", 1, 2)["bias"] > 0.01
 
 
 def test_results_are_those_that_the_page_quotes():
     result = load_result("lab")
-    assert result["samples"] == 100_000 and all(row["ok"] for row in result["verdicts"])
     page = (RESULTS.parent / "docs" / "lab.md").read_text()
-    assert f"all {len(result['verdicts'])} comparisons" in page
     for name in lab.METHODS:
         two, eight = (result["three tokens"][name][s] for s in (2, 8))
         numbers = f"| {two['bias']:.2f} | {eight['bias']:.2f} | {eight['spread']:.1f} "
@@ -350,17 +337,16 @@ def test_results_are_those_that_the_page_quotes():
     assert [f"{x:.2f}" for x in quoted] == ["1.49", "1.21", "0.87", "0.02", "0.36", "0.13"]
 
 
-def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path, capsys):
+def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path):
     recorded = load_result("lab")
     lab.bench_lab(tmp_path)
     found = load_result("lab", tmp_path)
-    assert found.keys() == recorded.keys()
+    earlier = {"samples", "verdicts"}  # of a version that drew samples, too
+    assert found.keys() == recorded.keys() - earlier
     for name in found.keys() - {"machine"}:
         assert_close(found[name], recorded[name], name)
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == {f"lab_{name}.png" for name in ("objectives", "kl", "credit")}
-    table = capsys.readouterr().out
-    assert "decoupled_ppo, T = 3, staleness 8" in table and "117 of 117 as theory says" in table
 
 
 def assert_close(ours, theirs, where):

@@ -400,7 +400,7 @@ def test_accuracy_is_what_the_generator_answers():
     assert wrong == pytest.approx(1 - 1 / len(tokens))
 
 
-def test_the_whole_recipe_leaves_its_files(tmp_path, capsys):
+def test_the_whole_recipe_leaves_its_table(tmp_path, capsys):
     steps = dict(grow_steps=2, dense_steps=1, warmup_steps=1, sparse_steps=1, rl_steps=1)
     recipe.bench_recipe(tmp_path, RecipeConfig(top_k=8, tokens=64, problems=4, **steps))
     record = json.loads((tmp_path / "recipe.json").read_text())
@@ -410,15 +410,7 @@ def test_the_whole_recipe_leaves_its_files(tmp_path, capsys):
     assert all(set(row) == {"16", "32", "64", "128"} for row in run["accuracy"].values())
     assert record["machine"]["cores"] and record["settings"]["top_k"] == 8
     assert record["table"] in capsys.readouterr().out
-    stored = {
-        s: torch.load(next(tmp_path.rglob(f"{s}.pt"))) for s in ("dense", "warm-up", "sparse")
-    }
-    shape, model = stored["sparse"]["shape"], make(1, 8)
-    assert shape == model.config.__dict__
-    names = [name for name, p in model.named_parameters() for _ in range(p.numel())]
-    indexer = torch.tensor(["indexer" in name for name in names])
-    moved = stored["dense"]["weights"] != stored["warm-up"]["weights"]
-    assert moved[indexer].any() and not moved[~indexer].any()
+    assert set(run["stages"]) == {"growing", "dense", "warm-up", "sparse", "RL"}
 
 
 def test_the_verdict_looks_at_every_seed():

@@ -199,9 +199,13 @@ def test_a_run_with_faults_ends_and_replays(tmp_path):
     assert ledger["admitted"] == 12 + discarded and ledger["lost"] == 0
     faults = (states / "faults").read_text().split()
     assert len(faults) > 5 and "raise" in faults
+    sessions = load_result("summary", run)["sessions"]
+    assert sessions["opened"] >= 12 * 4 and 0 < sessions["closed"] < sessions["opened"]
     train_async.train(dataclasses.replace(Config(), replay=str(run), task=task))
 
 
-def test_without_reward_workers_there_is_no_outside():
+def test_without_reward_workers_there_is_no_outside(tmp_path):
+    flags = {"reward_workers": 0, "steps": 1, "out": str(tmp_path / "run")}
     with pytest.raises(UserError, match="--reward-workers 0: must be at least 1 for .*slow.py"):
-        train_async.train(config_of(f"{SLOW}:0,no", reward_workers=0, steps=1))
+        train_async.train(config_of(f"{SLOW}:0,no", **flags))
+    assert not (tmp_path / "run").exists()

@@ -45,11 +45,23 @@ def test_the_followed_episode_is_worth_following(stations):
     assert "all the same" in stations["replay"][0]
 
 
+def test_the_followed_agents_are_worth_following(stations):
+    """A tool fails, the group is repaired, and the two kinds of credit disagree about a turn."""
+    assert any("env_error: ConnectionError" in line for line in stations["agent"])
+    assert "discard the group: None; trained are [0, 1, 2, 3, 0]" in stations["agent"][-1]
+    rows = {line[:12].strip(): line[12:].split() for line in stations["credit"]}
+    assert float(rows["by episode"][1]) < 0 < float(rows["turn 2"][1])
+    assert rows["turn 4"] == [".", ".", ".", "0.000", "."]
+    assert rows["in the loss"][2:4] == [".", "."], "an observation has credit"
+
+
 @pytest.mark.parametrize(
     "old, new, complaint",
     [
         ("staleness 4 - 2 = 2", "staleness 4 - 2 = 1", "batch: page: oldest token"),
         (" 2.190 ", " 2.290 ", "steps: page:"),
+        ("[0, 1, 2, 3, 0]", "[0, 1, 2, 3, 1]", "agent: page: a reason"),
+        ("turn 2         0.447", "turn 2         0.747", "credit: page: turn 2"),
         ('event("learner", kind', 'event("nobody", kind', "train_async.py has 0"),
         ("        for s in range(start", "        for v in range(start", "may_admit is not what"),
         ("](../lab/replay.py)", "]", "lab/replay.py is nowhere linked"),

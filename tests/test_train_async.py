@@ -175,8 +175,7 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags, vi
     assert (groups["lost"] > 0) == bool(victim and victim.startswith("rollout"))
     if victim:
         thread.join(1)
-    if flags.get("learners", 1) == 1:
-        replayed(folder)
+    replayed(folder)
 
 
 def children_of(pid: int) -> dict[int, str]:

@@ -103,7 +103,7 @@ def test_a_run_with_late_evaluations_goes_on(tmp_path):
     seconds = rows_of(run)[3]["t"]
     train_sync.train(dataclasses.replace(Config(), resume=str(run), steps=5))
     rows = rows_of(run)
-    assert [r["step"] for r in rows if "eval" in r] == [0, 2, 3, 4, 5]
+    assert [r["step"] for r in rows if "eval" in r] == [0, 4, 5]  # behind the checkpoint: cut
     assert [r["step"] for r in rows if "seconds" in r] == [1, 2, 3, 4, 5]
     assert next(r["t"] for r in rows if r["step"] == 4) > seconds
 
