@@ -6,6 +6,7 @@ Left out: measuring, and pictures (plots.py).
 
 from itertools import product
 
+from lab.agents import agent_lines
 from lab.plots import RESULTS, between, column, load_result, markdown
 from lab.races import JUDGED, READING, medians, race_table
 
@@ -237,6 +238,7 @@ def machine_lines() -> list[str]:
 
 SECTIONS = {  # title: (what writes it, the files that it reads)
     "Default flags": (task_lines, "tasks"),
+    "Tasks with turns": (agent_lines, "agents"),
     "Synchronous against asynchronous": (race_lines, "race"),
     "The same with model `medium` on one GPU that both roles share": (race_lines, "async-cuda"),
     "Staleness": (staleness_lines, "staleness"),
