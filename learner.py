@@ -27,7 +27,7 @@ from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
-from runtime.team import Team, add_gradients, share_facts, share_weights
+from runtime.team import MOMENTS, Team, add_gradients, share_facts, share_weights, slice_of
 
 PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
 SMALLEST_SPREAD = 0.1  # of rewards, beside a critic: advantages are no larger where all are alike
@@ -93,10 +93,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
     flat = nn.Parameter(model.flat.float())  # one tensor is all parameters: one vector operation
     model.on(flat.device, getattr(torch, config.dtype))
     flat.grad = model.flat_grad.float()  # the same memory in float32, as `flat`
-    slices = [nn.Parameter(own) for own in flat.detach().tensor_split(config.learners)]
-    for own, gradient in zip(slices, flat.grad.tensor_split(config.learners), strict=True):
-        own.grad = gradient
-    slices = [slices[rank] for rank in ranks]
+    slices = [slice_of(flat, rank, config.learners) for rank in ranks]
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW(
@@ -107,11 +104,8 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         fused=True,
     )
     for own in slices:  # there from the beginning
-        optimizer.state[own] = {
-            "step": own.new_zeros(()),
-            "exp_avg": torch.zeros_like(own),
-            "exp_avg_sq": torch.zeros_like(own),
-        }
+        moments = {name: torch.zeros_like(own) for name in MOMENTS}
+        optimizer.state[own] = {"step": own.new_zeros(()), **moments}
     alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
     alphabets = [alphabet_of(part) for part in task.parts or (task,)]
     return Learner(
@@ -187,11 +181,8 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     metrics |= update_weights(learner, config, loss, math.hypot(*norms), metrics)
     if learner.critic and parts:
         metrics["critic_loss"] = teach(learner.critic, [lesson for *_, lesson in facts], config)
-    return metrics | {
-        "micro_batches": len(batches),
-        "dead_groups": int(dead.sum()),
-        "seconds": time.monotonic() - begin,
-    }
+    counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
+    return metrics | counts | {"seconds": time.monotonic() - begin}
 
 
 def samples_of(groups: list, config: Config) -> tuple:

@@ -18,14 +18,13 @@ from pathlib import Path
 import torch
 
 from learner import Learner, round_weights
-from runtime.config import Config, UserError, blame, printable, require
+from runtime.config import Config, TrainingStopped, UserError, blame, printable, require
 from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
-from runtime.team import MOMENTS, gather_moments
+from runtime.team import CALL, MOMENTS, ORDER, gather_moments
 
-PER_WEIGHT = ("exp_avg", "exp_avg_sq")  # AdamW's moments
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
 
@@ -125,15 +124,17 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
     team, states = learner.team, [learner.optimizer.state[own] for own in learner.slices]
     if team.size == 1:
         return states[0]
-    whole = torch.stack([torch.cat([state[name] for state in states]) for name in PER_WEIGHT])
+    whole = torch.stack([torch.cat([state[name] for state in states]) for name in MOMENTS])
     if team.apart and team.last is None:  # a new run
         whole = whole.new_zeros(2, len(learner.weights))
     elif team.apart:
+        if CALL not in ORDER[team.last]:
+            raise TrainingStopped(f"the learners have parted in the middle of a step ({team.last})")
         for outbox in team.others:
-            outbox.put(pack_messages([MOMENTS]))
+            outbox.put(pack_messages([CALL]))
         whole = gather_moments(team, learner.version, whole, len(learner.weights))
     if whole is not None:
-        return {"step": states[0]["step"], **dict(zip(PER_WEIGHT, whole.cpu(), strict=True))}
+        return {"step": states[0]["step"], **dict(zip(MOMENTS, whole.cpu(), strict=True))}
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict:
@@ -170,7 +171,7 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
     for rank, own in zip(learner.team.ranks, learner.slices, strict=True):
         remembered = learner.optimizer.state[own]
         remembered["step"].copy_(state["optimizer"]["step"])
-        for name in PER_WEIGHT:
+        for name in MOMENTS:
             whole = state["optimizer"][name]
             remembered[name].copy_(whole.tensor_split(learner.team.size)[rank])
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
@@ -190,7 +191,7 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
 def check_fit(learner: Learner, state: dict, config: Config) -> None:
     """UserError for a checkpoint that is not of the kind that this learner would write."""
     weight = torch.empty_like(learner.weights, device="meta")
-    whole = {"step": weight.new_empty(()), **dict.fromkeys(PER_WEIGHT, weight)}
+    whole = {"step": weight.new_empty(()), **dict.fromkeys(MOMENTS, weight)}
     ours = state_of(learner, whole) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
     theirs = flattened(state)
     for name, kind in flattened(ours).items():

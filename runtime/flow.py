@@ -19,7 +19,7 @@ from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
-from runtime.team import join_team
+from runtime.team import join_team, leave_team
 
 
 @dataclass
@@ -83,6 +83,7 @@ def open_async(config: Config):
         raise
     finally:
         run.pool.close()
+        leave_team(learner.team)
         mailbox.close()
         for worker in run.pool.workers.values():
             log.event(worker.name, "exit", reason="end", code=worker.process.exitcode)

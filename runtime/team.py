@@ -25,11 +25,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.config import TrainingStopped
 
-MOMENTS = "moments"  # the message that asks a learner for that meeting
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each weight
+CALL = "moments"  # the message that calls a learner to that meeting
 LIMIT_SECONDS = 60.0  # of a meeting
 ORDER = {  # what may follow
     "": ("gradients", "moments"),  # all have come
@@ -86,6 +87,20 @@ def join_team(team: Team, place: str, own_gpus: bool) -> None:
     with named(team, 0, "the first meeting"):
         dist.init_process_group(backend, place, limit, team.size, team.ranks[0])
     team.last = ""
+
+
+def leave_team(team: Team) -> None:
+    """The end of all meetings."""
+    if team.last is not None:
+        dist.destroy_process_group()
+        team.last = None
+
+
+def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
+    """A learner's slice of the weights [P], with its gradient, in the same memory."""
+    own = nn.Parameter(weights.detach().tensor_split(size)[rank])
+    own.grad = weights.grad.tensor_split(size)[rank]
+    return own
 
 
 def add_gradients(team: Team, version: int, gradient: Tensor) -> None:

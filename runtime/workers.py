@@ -23,7 +23,7 @@ from runtime.messages import Answer, Group
 from runtime.processes import Line
 from runtime.sessions import judge
 from runtime.setup import base_model, task_of, worker_model
-from runtime.team import MOMENTS, join_team
+from runtime.team import CALL, join_team
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
 
@@ -87,7 +87,7 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path)
     while True:
         line.beat()
         work = line.receive(0.5)
-        if work == [MOMENTS]:
+        if work == [CALL]:
             whole_moments(learner)
         elif work:
             learner_step(learner, work, config)
