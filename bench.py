@@ -119,7 +119,8 @@ def finish(run: Run, facts: dict) -> None:
     facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
     facts["weights_sha256"] = sha256_of(learner.weights)
     facts["published_bytes"] = learner.model.flat.nbytes
-    facts["optimizer_bytes"] = 2 * learner.weights.nbytes  # of AdamW's two moments
+    own = sum(part.nbytes for part in learner.slices)
+    facts["optimizer_bytes"] = 2 * own  # of AdamW's two moments, in each learner
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)

@@ -214,3 +214,18 @@ def pack(
             batches.append([])
         batches[-1].append(i)
     return batches
+
+
+def deal(batches: list, lengths: list, learners: int, linear: float) -> list:
+    """Micro-batches for each learner, in about equal shares of the cost.
+
+    A sequence of T tokens costs T + T^2 / linear; `linear` is the length from which on attention
+    costs more than matrix products. The dearest goes first, to whoever has least; ties by rank.
+    """
+    costs = [sum(lengths[i] + lengths[i] ** 2 / linear for i in batch) for batch in batches]
+    shares, load = [[] for _ in range(learners)], [0.0] * learners
+    for number in sorted(range(len(batches)), key=costs.__getitem__, reverse=True):
+        rank = load.index(min(load))
+        shares[rank].append(number)
+        load[rank] += costs[number]
+    return [[batches[number] for number in sorted(share)] for share in shares]

@@ -18,16 +18,16 @@ from functools import partial
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import losses
-from buffer import pack, repaired
+from buffer import deal, pack, repaired
 from critic import Critic, criticise, make_critic, teach
 from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
+from runtime.team import MOMENTS, Team, add_gradients, share_facts, share_weights, slice_of
 
 PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
 SMALLEST_SPREAD = 0.1  # of rewards, beside a critic: advantages are no larger where all are alike
@@ -72,6 +72,7 @@ class Learner:
 
     model: GPT
     weights: nn.Parameter
+    slices: list  # of the weights, with their gradients: those that this learner steps
     optimizer: torch.optim.Optimizer
     damper: losses.Damper
     alphabet: Tensor  # int64 [V], token ids the policy may emit
@@ -83,32 +84,34 @@ class Learner:
     begun: list = field(default_factory=lambda: [0])  # where they were when this version began
     skipped: int = 0  # steps left out because loss or gradient was not finite
     skipped_in_row: int = 0
+    team: Team = field(default_factory=Team)
 
 
-def make_learner(config: Config, task: Task, model: GPT) -> Learner:
-    """Optimizer, reference and damper of a model, at version 0."""
+def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) -> Learner:
+    """Optimizer, reference and damper of a model, at version 0. ranks: which of several learners
+    this is (runtime/team.py)."""
     flat = nn.Parameter(model.flat.float())  # one tensor is all parameters: one vector operation
     model.on(flat.device, getattr(torch, config.dtype))
     flat.grad = model.flat_grad.float()  # the same memory in float32, as `flat`
+    slices = [slice_of(flat, rank, config.learners) for rank in ranks]
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW(
-        [flat],
+        slices,
         config.lr,
         betas=(0.7, 0.99),
         weight_decay=0.0,
         fused=True,
     )
-    optimizer.state[flat] = {  # there from the beginning
-        "step": flat.new_zeros(()),
-        "exp_avg": torch.zeros_like(flat),
-        "exp_avg_sq": torch.zeros_like(flat),
-    }
+    for own in slices:  # there from the beginning
+        moments = {name: torch.zeros_like(own) for name in MOMENTS}
+        optimizer.state[own] = {"step": own.new_zeros(()), **moments}
     alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
     alphabets = [alphabet_of(part) for part in task.parts or (task,)]
     return Learner(
         model,
         flat,
+        slices,
         optimizer,
         damper=losses.Damper(threshold=config.kl_threshold),
         alphabet=alphabet,
@@ -117,6 +120,7 @@ def make_learner(config: Config, task: Task, model: GPT) -> Learner:
         cursors=[0] * len(task.shares),
         begun=[0] * len(task.shares),
         reference=copy.deepcopy(model) if config.reference_every else None,
+        team=Team(ranks, config.learners),
     )
 
 
@@ -131,59 +135,54 @@ def new_groups(learner: Learner, task: Task, count: int, kind: int = 0) -> list:
 # ----------------------------------------------------------------------------------------- a step
 
 
-def learner_step(
-    learner: Learner,
-    groups: list,
-    config: Config,
-    rank: int = 0,
-) -> dict:
+def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     """One optimizer step on a batch of groups; returns the step's metrics.
 
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
-    by `count`, the generated tokens of the step (failed episodes left out). With several learners
-    each one gets the whole batch and takes every L-th micro-batch; one all-reduce joins the
-    gradients. A step whose loss or gradient is not finite changes no weights, and counts as a
-    version all the same; see `check_step` (runtime/books.py).
+    by `count`, the generated tokens of the step (failed episodes left out). Of several learners
+    each gets the whole batch, computes its share of the micro-batches, and steps its slice of the
+    weights (runtime/team.py). A step whose loss or gradient is not finite changes no weights, and
+    counts as a version all the same; see `check_step` (runtime/books.py).
     """
-    begin = time.monotonic()
+    begin, team = time.monotonic(), learner.team
     samples, dead = samples_of(groups, config)
     count = sum(t.generated for t, _ in samples)
-    batches = pack(
-        [len(t.tokens) for t, _ in samples],
-        config.token_budget,
-        config.learners,
-    )
+    lengths = [len(t.tokens) for t, _ in samples]
+    batches = pack(lengths, config.token_budget, team.size)
+    shares = deal(batches, lengths, team.size, 6 * learner.model.config.width)
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
-    learner.weights.grad.zero_()
-    loss, parts, lessons = 0.0, [], []
+    gradient = learner.weights.grad
+    total = torch.zeros_like(gradient) if len(team.ranks) > 1 else gradient
+    facts = []  # of every micro-batch: its loss, diagnostics, a lesson for the critic
 
-    for indices in batches[rank :: config.learners]:
-        batch = [samples[i] for i in indices]
-        share, part, lesson = micro_batch_loss(learner, batch, measured, count, config)
-        share.backward()
-        gather_gradient(learner)
-        loss += float(share.detach())
-        parts.append(part)
-        lessons.append(lesson)
+    for rank in team.ranks:
+        gradient.zero_()
+        for indices in shares[rank]:
+            batch = [samples[i] for i in indices]
+            loss, *others = micro_batch_loss(learner, batch, measured, count, config)
+            loss.backward()
+            gather_gradient(learner)
+            facts.append((float(loss.detach()), *others))
+        if total is not gradient:
+            total += gradient
 
-    if config.learners > 1:
-        dist.all_reduce(learner.weights.grad)
-        shares = [None] * config.learners
-        dist.all_gather_object(shares, [parts, lessons, loss])
-        parts, lessons = ([x for own in shares for x in own[i]] for i in (0, 1))
-        loss = sum(own[2] for own in shares)
+    gradient.copy_(total)
+    if team.apart:
+        add_gradients(team, learner.version, gradient)
+    norms = [float(own.grad.norm()) for own in learner.slices]
+    if team.apart:
+        facts, norms = share_facts(team, learner.version, facts, norms)
+    parts = [part for _, part, _ in facts]
     metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
-    metrics |= update_weights(learner, config, loss, metrics)
+    loss = sum(loss for loss, _, _ in facts)
+    metrics |= update_weights(learner, config, loss, math.hypot(*norms), metrics)
     if learner.critic and parts:
-        metrics["critic_loss"] = teach(learner.critic, lessons, config)
-    return metrics | {
-        "micro_batches": len(batches),
-        "dead_groups": int(dead.sum()),
-        "seconds": time.monotonic() - begin,
-    }
+        metrics["critic_loss"] = teach(learner.critic, [lesson for *_, lesson in facts], config)
+    counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
+    return metrics | counts | {"seconds": time.monotonic() - begin}
 
 
 def samples_of(groups: list, config: Config) -> tuple:
@@ -331,11 +330,10 @@ def update_weights(
     learner: Learner,
     config: Config,
     loss: float,
+    norm: float,  # of the gradient
     metrics: dict,
 ) -> dict:
     """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
-    gradient = learner.weights.grad
-    norm = float(gradient.norm())
     finite = math.isfinite(loss + norm)
     if finite and "kl_reference" in metrics:
         learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
@@ -343,9 +341,12 @@ def update_weights(
     lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
     if finite and metrics["tokens"]:
         if norm > config.grad_clip > 0:
-            gradient.mul_(config.grad_clip / norm)
+            for own in learner.slices:
+                own.grad.mul_(config.grad_clip / norm)
         learner.optimizer.param_groups[0]["lr"] = lr
         learner.optimizer.step()
+        if learner.team.apart:
+            share_weights(learner.team, learner.version, learner.weights.detach())
         round_weights(learner)
     learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
     learner.skipped += not finite

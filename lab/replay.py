@@ -44,7 +44,8 @@ def replay(config: Config) -> None:
     task, device = task_of(config), take_place(config, 0)
     if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
-    learner = make_learner(config, task, make_model(config, task).on(device))
+    model, ranks = make_model(config, task).on(device), tuple(range(config.learners))
+    learner = make_learner(config, task, model, ranks)  # it plays all of them
     generators, begin = make_generators(config, task, learner, scores)
     host = Host(config, Path(os.devnull))
     done = {}  # group id -> group
@@ -74,8 +75,8 @@ def recorded(config: Config) -> tuple[Config, dict]:
     """Configuration and summary of the run to replay; raises UserError when that cannot be."""
     run, name = Path(config.replay), f"--replay {config.replay}"
     config, record = resumed(config, "replay")
-    if record["mode"] != "async" or config.learners > 1:
-        raise UserError(f"{name}: must be a run of train_async.py with one learner")
+    if record["mode"] != "async":
+        raise UserError(f"{name}: must be a run of train_async.py")
     try:
         summary = read_json(run / "summary.json")
         _, ledger = audit(run)

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from learner import Learner, round_weights
-from runtime.config import Config, UserError, blame, printable, require
+from runtime.config import Config, TrainingStopped, UserError, blame, printable, require
 from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
-from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
+from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
+from runtime.team import CALL, MOMENTS, ORDER, gather_moments
 
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
@@ -95,19 +96,19 @@ def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed
     if log.written != learner.version:
         return
     log.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
-    state = state_of(learner, in_flight, completed)
+    state = state_of(learner, whole_moments(learner), in_flight, completed)
     state |= {"marks": log.sync(), "seconds": log.now()}
     save_checkpoint(run, learner.version, state)
 
 
-def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
-    """What a checkpoint holds of the training: tensors and plain data."""
+def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> dict:
+    """What a checkpoint holds of the training: tensors and plain data. optimizer: its moments."""
     reference, critic = learner.reference, learner.critic
     return {
         "base": sha256_of(learner.model.frozen[::4099].float()),  # enough to know it by
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
-        "optimizer": moments(learner.optimizer),
+        "optimizer": optimizer,
         "window": list(learner.damper.window),
         "reference": reference and reference.flat.cpu(),
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
@@ -117,8 +118,27 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     }
 
 
+def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
+    """What AdamW remembers of all weights [P]. Of several learners each has a slice: the parent
+    calls the others, and gets theirs; these return None."""
+    team, states = learner.team, [learner.optimizer.state[own] for own in learner.slices]
+    if team.size == 1:
+        return states[0]
+    whole = torch.stack([torch.cat([state[name] for state in states]) for name in MOMENTS])
+    if team.apart and team.last is None:  # a new run
+        whole = whole.new_zeros(2, len(learner.weights))
+    elif team.apart:
+        if CALL not in ORDER[team.last]:
+            raise TrainingStopped(f"the learners have parted in the middle of a step ({team.last})")
+        for outbox in team.others:
+            outbox.put(pack_messages([CALL]))
+        whole = gather_moments(team, learner.version, whole, len(learner.weights))
+    if whole is not None:
+        return {"step": states[0]["step"], **dict(zip(MOMENTS, whole.cpu(), strict=True))}
+
+
 def moments(optimizer: torch.optim.Optimizer) -> dict:
-    """What an optimizer remembers."""
+    """What the optimizer of a critic remembers."""
     return optimizer.state_dict()["state"]
 
 
@@ -148,7 +168,12 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         require(same, "events.jsonl has other groups in flight")
     learner.weights.detach().copy_(state["weights"])
     round_weights(learner)
-    remember(learner.optimizer, state["optimizer"])
+    for rank, own in zip(learner.team.ranks, learner.slices, strict=True):
+        remembered = learner.optimizer.state[own]
+        remembered["step"].copy_(state["optimizer"]["step"])
+        for name in MOMENTS:
+            whole = state["optimizer"][name]
+            remembered[name].copy_(whole.tensor_split(learner.team.size)[rank])
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.reference:
         learner.reference.flat.copy_(state["reference"])
@@ -165,7 +190,9 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
 
 def check_fit(learner: Learner, state: dict, config: Config) -> None:
     """UserError for a checkpoint that is not of the kind that this learner would write."""
-    ours = state_of(learner) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
+    weight = torch.empty_like(learner.weights, device="meta")
+    whole = {"step": weight.new_empty(()), **dict.fromkeys(MOMENTS, weight)}
+    ours = state_of(learner, whole) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
     theirs = flattened(state)
     for name, kind in flattened(ours).items():
         found = theirs.get(name)

@@ -32,6 +32,12 @@ def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     return [*islice(cycle(devices), config.learners)], [*islice(cycle(others), rollouts)]
 
 
+def own_gpus(config: Config) -> bool:
+    """Whether every learner has a GPU of its own."""
+    learners, _ = pick_devices(config)
+    return learners[0] != "cpu" and len({*learners}) == len(learners)
+
+
 def take_place(config: Config, number: int) -> str:
     """The device of this process, which gets it and its share of the cores; number: among all
     learners and then all rollout workers."""

@@ -13,12 +13,13 @@ from reward import problem_of
 from runtime import sessions, workers
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
-from runtime.devices import pick_devices
+from runtime.devices import own_gpus, pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
+from runtime.team import join_team, leave_team
 
 
 @dataclass
@@ -74,15 +75,15 @@ def open_async(config: Config):
         log_spawn(run, worker)
     try:
         if config.learners > 1:
-            workers.join_learners(config, 0, run.folder)
+            learner.team.others = [worker.outbox for worker in run.pool.of("learner")]
+            join_team(learner.team, f"file://{workers.meeting_point(run.folder)}", own_gpus(config))
         yield run
-    except BaseException as error:
+    except BaseException:
         save(run)
-        if isinstance(error, RuntimeError) and config.learners > 1:
-            raise TrainingStopped(str(error)) from error  # another learner has left an all-reduce
         raise
     finally:
         run.pool.close()
+        leave_team(learner.team)
         mailbox.close()
         for worker in run.pool.workers.values():
             log.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
@@ -132,6 +133,9 @@ def log_discards(run: AsyncRun) -> None:
 
 
 def save(run: AsyncRun) -> None:
-    """A checkpoint of a run that ends."""
+    """A checkpoint of a run that ends; not of one whose learners do not answer each other."""
     run.log.close()
-    checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())
+    try:
+        checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())
+    except TrainingStopped as error:
+        run.log.say(f"no checkpoint of the last steps: {error}")

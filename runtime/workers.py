@@ -10,22 +10,20 @@ Left out: reward workers (sessions.py), who gets which work, and what happens wh
 import atexit
 import gc
 import time
-from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from learner import learner_step, make_learner
 from model import ModelConfig
 from rollout import COUNTED, make_generator
-from runtime.checkpoint import load_checkpoint, restore
+from runtime.checkpoint import load_checkpoint, restore, whole_moments
 from runtime.config import Config
-from runtime.devices import take_place
+from runtime.devices import own_gpus, take_place
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
 from runtime.processes import Line
 from runtime.sessions import judge
 from runtime.setup import base_model, task_of, worker_model
+from runtime.team import CALL, join_team
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
 
@@ -82,22 +80,19 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path)
     """One learner of several: the same steps on its share of every batch's micro-batches."""
     rank = 1 + line.worker  # rank 0 is the parent
     model = base_model(config, shape, stored=True).on(take_place(config, rank))
-    learner = make_learner(config, task_of(config), model)
+    learner = make_learner(config, task_of(config), model, (rank,))
     restore(learner, load_checkpoint(folder), config)
-    join_learners(config, rank, folder)
+    join_team(learner.team, f"file://{meeting_point(folder)}", own_gpus(config))
     gc.freeze()
     while True:
         line.beat()
-        if batch := line.receive(0.5):
-            learner_step(learner, batch, config, rank)
+        work = line.receive(0.5)
+        if work == [CALL]:
+            whole_moments(learner)
+        elif work:
+            learner_step(learner, work, config)
 
 
 def meeting_point(folder: Path) -> Path:
     """The file through which the learners of a run find each other."""
     return folder.resolve() / "checkpoints" / "meeting"
-
-
-def join_learners(config: Config, rank: int, folder: Path) -> None:
-    """Meet the other learners; gradients are summed with gloo, on CPU and GPU alike."""
-    meeting = f"file://{meeting_point(folder)}"
-    dist.init_process_group("gloo", meeting, timedelta(seconds=60), config.learners, rank)

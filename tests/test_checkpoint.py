@@ -12,7 +12,13 @@ from learner import make_learner, new_groups
 from reward import verify_group
 from rollout import generate, make_generator
 from runtime import checkpoint
-from runtime.checkpoint import completed_groups, load_checkpoint, load_tensors, save_checkpoint
+from runtime.checkpoint import (
+    completed_groups,
+    load_checkpoint,
+    load_tensors,
+    save_checkpoint,
+    whole_moments,
+)
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.messages import Group, Trajectory, apply_verdicts
@@ -98,7 +104,7 @@ def test_completed_groups_come_back_as_they_were(folder):
     groups = generate(generator, new_groups(learner, task, 3))
     for group in groups:
         apply_verdicts(group, verify_group(group, task, config))
-    stored = checkpoint.state_of(learner, [7, 0, 1, 2], groups)
+    stored = checkpoint.state_of(learner, whole_moments(learner), [7, 0, 1, 2], groups)
     save_checkpoint(folder, 0, stored)
     loaded = load_tensors(folder / "checkpoints/step0000000.pt", digest=True)
     assert loaded["in_flight"] == [7, 0, 1, 2]

@@ -175,8 +175,24 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags, vi
     assert (groups["lost"] > 0) == bool(victim and victim.startswith("rollout"))
     if victim:
         thread.join(1)
-    if flags.get("learners", 1) == 1:
-        replayed(folder)
+    replayed(folder)
+
+
+@posix
+def test_a_learner_that_dies_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path):
+    folder, flags = tmp_path / "run", {"learners": 2, "rollout_workers": 1, "checkpoint_every": 2}
+    thread = kill_when(folder, "learner-0", 3)
+    begin = time.monotonic()
+    with pytest.raises(TrainingStopped, match="learner-0 died|learner 0 of 2, version [0-9]+, "):
+        train_async.train(config_of(folder, steps=200, **flags))
+    thread.join(1)
+    assert time.monotonic() - begin < 40  # and not the limit of a meeting
+    (newest,) = sorted((folder / "checkpoints").glob("step*.pt"))[-1:]
+    version = int(newest.stem.removeprefix("step"))
+    assert version >= 2 and version % 2 == 0
+    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=version + 3))
+    assert summary_of(folder)["steps"] == version + 3
+    assert balanced(folder)["in_flight"] == 0
 
 
 def children_of(pid: int) -> dict[int, str]:

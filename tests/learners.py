@@ -1,0 +1,81 @@
+"""A team of learners, each in a process, that trains on the batches in a file.
+
+`python tests/learners.py RANK LEARNERS FOLDER FIRST LAST`; tests/test_team.py starts them.
+"""
+
+import copy
+import dataclasses
+import sys
+from pathlib import Path
+from queue import Queue
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from learner import learner_step, make_learner, new_groups  # noqa: E402
+from reward import task_of, verify_group  # noqa: E402
+from rollout import generate, make_generator  # noqa: E402
+from runtime.checkpoint import (  # noqa: E402
+    completed_groups,
+    restore,
+    state_of,
+    whole_moments,
+)
+from runtime.config import Config  # noqa: E402
+from runtime.messages import apply_verdicts  # noqa: E402
+from runtime.runlog import LOGS  # noqa: E402
+from runtime.setup import make_model  # noqa: E402
+from runtime.team import join_team  # noqa: E402
+
+
+def config_of(size: int = 1) -> Config:
+    """Small micro-batches, so that there are some for everybody."""
+    return dataclasses.replace(
+        Config(), learners=size, token_budget=48, steps=20, groups_per_step=4, group_size=8
+    )
+
+
+def scored_batches(config: Config, count: int) -> list:
+    """The groups of so many steps of a run on policy."""
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task))
+    generator, found = make_generator(config, task, copy.deepcopy(learner.model)), []
+    for version in range(count):
+        generator.set_weights(version, learner.model.flat)
+        groups = generate(generator, new_groups(learner, task, config.groups_per_step))
+        for group in groups:
+            apply_verdicts(group, verify_group(group, task, config))
+        learner_step(learner, groups, config)
+        found += groups
+    return found
+
+
+def train(rank: int, size: int, folder: Path, first: int, last: int) -> None:
+    """Go on from the state at version `first` to version `last`; rank 0 writes what is then."""
+    torch.set_num_threads(1)
+    config = config_of(size)
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task), (rank,))
+    if first:
+        restore(learner, torch.load(folder / f"state{first}.pt"), config)
+    if size > 1:
+        join_team(learner.team, f"file://{folder}/meeting{first}-{size}", own_gpus=False)
+    B, groups = config.groups_per_step, completed_groups(torch.load(folder / "batches.pt"))
+    for step in range(first, last):
+        metrics = learner_step(learner, groups[step * B : (step + 1) * B], config)
+    assert metrics["micro_batches"] > 4, metrics
+    if rank == 0 and size > 1:
+        others = [Queue() for _ in range(size - 1)]
+        learner.team.others = others
+    state = state_of(learner, whole_moments(learner) or {})
+    if rank == 0:
+        assert all(outbox.qsize() == 1 for outbox in learner.team.others)
+        state |= {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
+        torch.save(state, folder / f"state{last}.pt")
+
+
+if __name__ == "__main__":
+    rank, size, folder, first, last = sys.argv[1:]
+    train(int(rank), int(size), Path(folder), int(first), int(last))
