@@ -14,11 +14,12 @@ FAST = ["dsa_triton", "pretrain", "bench"]
 # room -> code lines, tokens, tokens a line (dense code is tiring, and long lines hide it)
 CEILINGS = {
     # agents (sessions, credit, a critic, several tasks) have taken 2,400, 1,600, 3,100 and 800
-    "story": (2240, 23050, 10.4),
+    "story": (2240, 23400, 10.5),
     "fast and measured": (900, 13500, None),
     "tasks": (740, 6700, None),
-    "runtime": (2180, 21100, 10.0),  # Hugging Face folders and tokenizers have taken 2,800
-    "lab": (2000, 21000, None),
+    # Hugging Face folders and tokenizers have taken 3,200, several learners 1,100
+    "runtime": (2330, 22730, 10.0),
+    "lab": (2000, 21700, None),
 }
 FILE, README = 300, 200  # lines of any file but dsa_triton.py; lines of the README
 LEAVES = "config devices folder ledger mailbox messages processes runlog"
