@@ -18,6 +18,7 @@ from lab.races import ROOT, crossing, run_each
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
 
+AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
 GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
 SUMMARY = ("samples", "failures", "eval", "tasks", "sessions", "utilization", "command_s")
 CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as many episodes a step
@@ -86,10 +87,7 @@ def held_out(run: Path) -> list:
 
 def agent_lines(result: dict) -> list[str]:
     """Three tables: what is learned, several tasks in one run, a slow environment."""
-    arms: dict[str, list] = {}
-    for row in result["runs"]:
-        arms.setdefault(row["arm"], []).append(row)
-    rows = []
+    arms, rows = by_arm(result), []
     for arm, runs in arms.items():
         if "goal_s" in runs[0]:
             cells = [f"{arm}, {len(runs)} seeds", between(solved(runs), ".0%")]
@@ -111,6 +109,14 @@ def agent_lines(result: dict) -> list[str]:
         rows.append([*map(str, counts), f"{run['utilization']['rollout']:.0%}"])
     head = ["faults in an environment of 200 ms", "episodes trained", "sessions opened", "closed"]
     return [*lines, "", *markdown([*head, "generator busy"], rows)]
+
+
+def by_arm(result: dict) -> dict[str, list]:
+    """The runs of every arm."""
+    arms: dict[str, list] = {}
+    for row in result["runs"]:
+        arms.setdefault(row["arm"], []).append(row)
+    return arms
 
 
 def solved(runs: list[dict]) -> list[float]:

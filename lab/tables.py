@@ -6,7 +6,7 @@ Left out: measuring, and pictures (plots.py).
 
 from itertools import product
 
-from lab.agents import agent_lines
+from lab.agents import AGENTS, agent_lines, by_arm, solved
 from lab.plots import RESULTS, between, column, load_result, markdown
 from lab.races import JUDGED, READING, medians, race_table
 
@@ -45,7 +45,7 @@ def write_tables() -> str:
 
 
 def claims() -> str:
-    """The five that matter, as a table; README.md has the same."""
+    """Those that matter, as a table; README.md has the same."""
     runs = load_result("race")["runs"]
     gains = []
     for task, mode in JUDGED.items():
@@ -59,6 +59,9 @@ def claims() -> str:
     over = max(age["max"] - age["bound"] for age in ages)
     books = column(bounded, "ledger")
     missing = sum(book["admitted"] - book["trained"] for book in books)
+    arms = by_arm(load_result("agents"))
+    learned = [f"`{task}` {between(solved(arms[task]), '.0%')}" for task in AGENTS]
+    slowest = max(column([*arms["hops:3"], *arms["debug"]], "command_s"))
     faults = load_result("faults")
     same = column(load_result("replay")["runs"], "same")
     kernels = column(load_result("dsa-cuda")["rows"], "forward+backward")
@@ -76,6 +79,8 @@ versions; {missing} groups lost or dropped | one task, tiny models | `python ben
 {faults["lost"]} groups lost, {faults["duplicated"]} trained twice; {sum(same)} of {len(same)} \
 runs replayed to the same weights | faults of processes on one machine; replay needs the same kind \
 of CPU | `python bench.py faults`, `replay` |
+| Agents learn to use tools and to mend their programs | held out, 5 seeds each, from random \
+weights, in at most {slowest:.0f} s: {", ".join(learned)} | tiny tasks | `python bench.py agents` |
 | Sparse attention pays at long context | forward and backward on an H100, selection included, \
 against cuDNN: {at_8k} at 8k, {at_128k} at 128k tokens | short contexts are slower | \
 `python bench.py dsa` |

@@ -1,6 +1,6 @@
 """A team of learners, each in a process, that trains on the batches in a file.
 
-`python tests/learners.py RANK LEARNERS FOLDER FIRST LAST`; tests/test_team.py starts them.
+`python tests/learners.py RANK LEARNERS FOLDER FIRST LAST ADVANTAGE`; tests/test_team.py starts them.
 """
 
 import copy
@@ -30,10 +30,16 @@ from runtime.setup import make_model  # noqa: E402
 from runtime.team import join_team  # noqa: E402
 
 
-def config_of(size: int = 1) -> Config:
+def config_of(size: int = 1, advantage: str = "grpo") -> Config:
     """Small micro-batches, so that there are some for everybody."""
     return dataclasses.replace(
-        Config(), learners=size, token_budget=48, steps=20, groups_per_step=4, group_size=8
+        Config(),
+        learners=size,
+        token_budget=48,
+        steps=20,
+        groups_per_step=4,
+        group_size=8,
+        advantage=advantage,
     )
 
 
@@ -52,10 +58,10 @@ def scored_batches(config: Config, count: int) -> list:
     return found
 
 
-def train(rank: int, size: int, folder: Path, first: int, last: int) -> None:
+def train(rank: int, size: int, folder: Path, first: int, last: int, advantage: str) -> None:
     """Go on from the state at version `first` to version `last`; rank 0 writes what is then."""
     torch.set_num_threads(1)
-    config = config_of(size)
+    config = config_of(size, advantage)
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task), (rank,))
     if first:
@@ -77,5 +83,5 @@ def train(rank: int, size: int, folder: Path, first: int, last: int) -> None:
 
 
 if __name__ == "__main__":
-    rank, size, folder, first, last = sys.argv[1:]
-    train(int(rank), int(size), Path(folder), int(first), int(last))
+    rank, size, folder, first, last, advantage = sys.argv[1:]
+    train(int(rank), int(size), Path(folder), int(first), int(last), advantage)

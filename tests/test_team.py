@@ -30,7 +30,7 @@ def batches(tmp_path_factory):
     return folder
 
 
-def train(batches: Path, folder: Path, plan: list) -> dict:
+def train(batches: Path, folder: Path, plan: list, advantage: str = "grpo") -> dict:
     """(learners, last version) after (learners, last version); returns the state at the end."""
     folder.mkdir()
     (folder / "batches.pt").symlink_to(batches / "batches.pt")
@@ -38,7 +38,7 @@ def train(batches: Path, folder: Path, plan: list) -> dict:
     for size, last in plan:
         team = []
         for rank in range(size):
-            arguments = [rank, size, folder, first, last]
+            arguments = [rank, size, folder, first, last, advantage]
             team.append(subprocess.Popen([sys.executable, PROGRAM, *map(str, arguments)]))
         assert [process.wait(120) for process in team] == [0] * size
         first = last
@@ -62,11 +62,11 @@ def test_two_and_four_learners_end_at_the_weights_of_one(batches, tmp_path):
     assert difference(changing["weights"], one["weights"]) < 1e-6
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_process_plays_them_all(batches, tmp_path, size):
-    """Bitwise: so a run of several learners can be replayed."""
-    several = train(batches, tmp_path / "run", [(size, 6)])
-    config = config_of(size)
+@pytest.mark.parametrize("size, advantage", [(3, "grpo"), (2, "gae")])
+def test_one_process_plays_them_all(batches, tmp_path, size, advantage):
+    """Bitwise, and with a critic: so a run of several learners can be replayed."""
+    several = train(batches, tmp_path / "run", [(size, 6)], advantage)
+    config = config_of(size, advantage)
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task), tuple(range(size)))
     groups = completed_groups(torch.load(batches / "batches.pt"))
