@@ -1,6 +1,6 @@
 """A team of learners, each in a process, that trains on the batches in a file.
 
-`python tests/learners.py RANK LEARNERS FOLDER FIRST LAST ADVANTAGE`; tests/test_team.py starts them.
+`python tests/learners.py RANK LEARNERS FOLDER FIRST LAST ADVANTAGE`: see tests/test_team.py.
 """
 
 import copy
@@ -32,15 +32,8 @@ from runtime.team import join_team  # noqa: E402
 
 def config_of(size: int = 1, advantage: str = "grpo") -> Config:
     """Small micro-batches, so that there are some for everybody."""
-    return dataclasses.replace(
-        Config(),
-        learners=size,
-        token_budget=48,
-        steps=20,
-        groups_per_step=4,
-        group_size=8,
-        advantage=advantage,
-    )
+    small = {"token_budget": 48, "steps": 20, "groups_per_step": 4, "group_size": 8}
+    return dataclasses.replace(Config(), learners=size, advantage=advantage, **small)
 
 
 def scored_batches(config: Config, count: int) -> list:
