@@ -281,7 +281,7 @@ def turn_advantages(
     """
     size, turns = turn_rewards.shape[1:]
     rewards = turn_rewards.masked_fill(~present, 0.0)
-    # Summed in double: 0.1 + 0.2 and 0.3 + 0.0 are the same return.
+    # Summed in double: 0.1 + 0.5 + 0.1 and 0.7 are the same return.
     returns = rewards.double().flip(2).cumsum(2).flip(2).to(rewards)
     rows = [x.transpose(1, 2).reshape(-1, size) for x in (returns, present)]  # [G T, n]
     advantages, dead = group_advantages(rows[0], kind, rows[1])
