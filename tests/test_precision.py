@@ -188,7 +188,8 @@ def test_bfloat16_keeps_float32_weights_and_gradients():
     before = learner.weights.detach().clone()
     for _ in range(20):
         learner.weights.grad.fill_(0.01)
-        learner_room.update_weights(learner, config, 0.0, {"tokens": 1})
+        norm = float(learner.weights.grad.norm())
+        learner_room.update_weights(learner, config, 0.0, norm, {"tokens": 1})
     moved = before - learner.weights.detach()
     torch.testing.assert_close(moved, torch.full_like(moved, 20e-5), rtol=0.05, atol=1e-6)
     assert torch.equal(learner.model.flat, learner.weights.detach().bfloat16())
