@@ -28,7 +28,7 @@ SLOW = {"steps": 6, "groups_per_step": 4, "max_failures": 1}  # most groups lose
 READING = """\
 Solved: held out, greedy. The goal is a share solved of 95% (`hops`), 80% (`debug`), 90% (`guess`).
 Medians over the seeds, and from lowest to highest; inf: a run that ended below the goal. What has
-one seed, or three, ran beside other programs: its seconds say nothing."""
+fewer than five seeds ran beside other programs: its seconds say nothing."""
 
 
 def agent_plan(folder: Path) -> dict[str, dict]:
@@ -99,7 +99,7 @@ def agent_lines(result: dict) -> list[str]:
         parts = [row["tasks"][task] for row in arms["mixture"]]
         both = [between(solved(runs), ".1%") for runs in (parts, arms[task])]
         rows.append([f"`{task}`", *both])
-    head = ["`--ratio 2,1,1`", "solved in one run", "alone"]
+    head = ["`--ratio 2,1,1`", f"solved in one run, {len(arms['mixture'])} seeds", "alone"]
     lines += ["", *markdown(head, rows)]
     rows = []
     for faults in ("no", "yes"):
