@@ -153,6 +153,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
     gradient = learner.weights.grad
+    # one learner's gradient is the whole memory; a replay plays several, and adds theirs up
     total = torch.zeros_like(gradient) if len(team.ranks) > 1 else gradient
     facts = []  # of every micro-batch: its loss, diagnostics, a lesson for the critic
 

@@ -1,7 +1,7 @@
 """agents.py: tasks with turns: are they learned, and what do credit by turn, a critic, failures of
 the environment and several tasks in one run change?
 
-    python bench.py agents             # every arm, from a plan that is fixed before the runs
+    python bench.py agents             # every arm; `agent_plan` is the plan
 
 An arm is a set of flags with several seeds. Left out: what the estimators are biased by
 (exact_turns.py).

@@ -15,7 +15,7 @@ and between two steps, for a checkpoint:
 Two processes that meet in different orders wait for each other for ever. So the order is one rule,
 ORDER, and `Team` asserts it before every meeting. Every meeting has a time limit, and its error
 names rank, version and meeting.
-Sums are in the order of ranks: run, replay and another backend agree bitwise.
+Sums are in the order of ranks, so a run and its replay agree bitwise.
 Left out: which micro-batches a learner has (learner.py); messages between parent and workers.
 """
 
