@@ -93,6 +93,21 @@ def child_main(function, connection: Connection, worker: int, log: str, parent: 
 # ------------------------------------------------------------------------------ the parent's side
 
 
+def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
+    """A process of this machine, and this end of its pipe; it dies with the thread that calls."""
+    here, there = Pipe()
+    given = (function, there, number, log, os.getpid(), arguments)
+    process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
+    # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+    there.close()
+    return process, here
+
+
 @dataclass(eq=False)
 class Worker:
     """One running process of a role, with its pipe and what the parent knows about it."""
@@ -160,11 +175,15 @@ class Pool:
     waiting for the learner.
     flaw(answer, work): what is wrong with an answer of a worker that has this work, or None; a
     worker that sends nonsense is replaced.
+    start(name, function, number, log, arguments): a new process (name, pid, exitcode, kill, join)
+    and a connection to it (send_bytes, recv_bytes, close).
     """
 
-    def __init__(self, roles: dict, *, logs: Path, restarts: int, silence: float, flaw):
+    def __init__(
+        self, roles: dict, *, logs: Path, restarts: int, silence: float, flaw, start=start_here
+    ):
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
-        self.flaw = flaw
+        self.flaw, self.start = flaw, start
         self.losses = SimpleQueue()  # (worker, reason or None)
         self.news = []  # (worker, message): what `receive` will give out
         # Guards news, workers and their work: of this process only, never shared with a worker.
@@ -242,19 +261,10 @@ class Pool:
 
     def _spawn(self, role: str, number: int, restarts: int = 0) -> Worker:
         function, _, *arguments = self.roles[role]
-        here, there = Pipe()
         name = f"{role}-{number}"
         log = str(self.logs / f"{name}.log")
-        given = (function, there, number, log, os.getpid(), arguments)
-        process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
-        # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        there.close()
-        worker = Worker(role, number, process, here, log, restarts, time.monotonic())
+        process, connection = self.start(name, function, number, log, arguments)
+        worker = Worker(role, number, process, connection, log, restarts, time.monotonic())
         for function in (post, self._listen):
             threading.Thread(target=function, args=(worker,), daemon=True).start()
         return worker
