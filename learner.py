@@ -93,7 +93,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
     flat = nn.Parameter(model.flat.float())  # one tensor is all parameters: one vector operation
     model.on(flat.device, getattr(torch, config.dtype))
     flat.grad = model.flat_grad.float()  # the same memory in float32, as `flat`
-    slices = [slice_of(flat, rank, config.learners) for rank in ranks]
+    slices = [slice_of(flat, rank, config.team_size) for rank in ranks]
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     optimizer = torch.optim.AdamW(
@@ -120,7 +120,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         cursors=[0] * len(task.shares),
         begun=[0] * len(task.shares),
         reference=copy.deepcopy(model) if config.reference_every else None,
-        team=Team(ranks, config.learners),
+        team=Team(ranks, config.team_size),
     )
 
 

@@ -27,12 +27,13 @@ from runtime.flow import (
     log_discards,
     log_spawn,
     open_async,
-    save,
     settle,
 )
+from runtime.learners import begin_again, note_step, open_team, save, send_batch
 from runtime.ledger import table
 from runtime.messages import Answer, Group, Judgement, apply_verdicts
 from runtime.processes import Lost, Silent, Worker
+from runtime.team import Parted
 
 
 def train(config: Config) -> None:
@@ -42,6 +43,8 @@ def train(config: Config) -> None:
     with open_async(config) as run:
         config, learner, log, batch = run.config, run.learner, run.log, None
         issue(run, "requeue", run.interrupted)
+        if learner.team.size > 1:
+            open_team(run)
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
@@ -49,26 +52,40 @@ def train(config: Config) -> None:
             log_discards(run)
             if batch is None:
                 continue
-            version, run.training = learner.version, [group.group_id for group in batch]
-            for worker in run.pool.of("learner"):
-                run.pool.send(worker, batch)
-            with log.timed("learner", "train", version=version, groups=run.training) as event:
-                metrics = learner_step(learner, batch, config)
-                run.training = []
-                event["loss"] = metrics["loss"]
-                event["grad_norm"] = metrics["grad_norm"]
-                event["in_flight"] = len(run.in_flight)
-                event["of"] = config.steps
+            metrics = learn(run, batch)
             with log.timed("learner", "publish", version=learner.version):
                 run.mailbox.publish(learner.version, learner.model.flat)
             admit(run)  # before anything slow
             settle(run)
-            close_step(run, batch, metrics, run.in_flight, run.buffer.completed.values())
+            close_step(run, batch, metrics)
+            if learner.version % config.checkpoint_every == 0:
+                save(run)
         settle(run)
+        log.close()
         save(run)
         finish(run, asynchronous_facts(run))  # before anything is torn down
     print(table(run.ledger.totals()))
     exit_code(run)
+
+
+def learn(run: AsyncRun, batch: list) -> dict:
+    """A step of all learners; when one of them is lost, all begin again and take it then."""
+    learner, config = run.learner, run.config
+    version, run.training = learner.version, [group.group_id for group in batch]
+    while run.training:
+        try:
+            facts = {"version": version, "groups": run.training}
+            with run.log.timed("learner", "train", **facts) as event:
+                send_batch(run, batch)
+                metrics = learner_step(learner, batch, config)
+                run.training = []
+                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
+                event |= {"in_flight": len(run.in_flight), "of": config.steps}
+                event["learners"] = learner.team.size
+        except Parted as error:
+            begin_again(run, error)
+    note_step(run, batch, metrics)
+    return metrics
 
 
 def check_progress(run: AsyncRun) -> None:
@@ -134,8 +151,6 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
             log_spawn(run, run.pool.workers[worker.name])
             run.lost.append(f"{worker.name} {reason}")
             run.sessions.update(worker.status if worker.role == "reward" else {})
-            if worker.role == "learner":
-                raise TrainingStopped(f"{worker.name} {reason}: resume from the checkpoint")
             if worker.role == "rollout":
                 generate_again(run, worker, reason, groups)
             else:

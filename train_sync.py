@@ -23,9 +23,9 @@ from runtime.setup import open_training
 
 def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
-    for name, only in {"learners": 1, "rollout_weights": "float32"}.items():
+    for name, only in {"learners": (0, 1), "rollout_weights": ("float32",)}.items():
         value = getattr(config, name)  # one process, one model
-        require(value == only, f"{flag_name(name)} {value}: must be {only} in train_sync.py")
+        require(value in only, f"{flag_name(name)} {value}: must be {only[-1]} in train_sync.py")
     run = open_training(config, "sync")
     config, task, learner, log = run.config, run.task, run.learner, run.log
     generator = make_generator(config, task, learner.model)
@@ -50,6 +50,8 @@ def train(config: Config) -> None:
             with log.timed("learner", "train", version=version):
                 metrics = learner_step(learner, sorted(batch, key=lambda g: g.group_id), config)
             close_step(run, batch, metrics)
+            if learner.version % config.checkpoint_every == 0:
+                checkpoint(learner, run.folder, log)
     finally:
         wall = log.close()
         learner.cursors = list(learner.begun)  # of whole steps

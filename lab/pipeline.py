@@ -291,12 +291,12 @@ class Pipeline:
         samples = [t for group in batch for t in group.trajectories]
         lengths = [t.tokens for t in samples]
         tokens = sum(lengths)
-        micro_batches = len(pack(lengths, config.token_budget, config.learners))
+        micro_batches = len(pack(lengths, config.token_budget, config.team_size))
         seconds = micro_batches * costs.micro_batch + tokens * costs.train_token
         if config.reference_every and step % config.reference_every == 0:
             seconds += tokens * costs.reference_token
-        seconds = costs.train + seconds / config.learners
-        if config.learners > 1:
+        seconds = costs.train + seconds / config.team_size
+        if config.team_size > 1:
             seconds += costs.all_reduce
         age = float(np.mean([staleness(t, self.version) for t in samples]))
         row = {"step": step, "sequence_tokens": tokens, "micro_batches": micro_batches}
@@ -356,12 +356,12 @@ def pipeline_metrics(log: PipelineLog) -> dict[str, float]:
 
     seconds, rows = stop - begin, log.rows[first:last]
     work = 0.0
-    for kind, devices in (("generate", 1), ("train", config.learners)):
+    for kind, devices in (("generate", 1), ("train", config.team_size)):
         for event in log.events[kind]:
             inside = min(end(event), stop) - max(event["t"], begin)
             work += max(0.0, inside) * devices
     # In a synchronous run the devices that train are those that generate.
-    devices = config.rollout_workers + config.learners * (not log.synchronous)
+    devices = config.rollout_workers + config.team_size * (not log.synchronous)
     return {
         "tokens_per_s": sum(column(rows, "sequence_tokens")) / seconds,
         "idle": 1 - work / (seconds * devices),

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from learner import Learner, learner_step, make_learner
 from reward import Task, problem_of, verify_group
 from rollout import Generator, make_generator
-from runtime.checkpoint import sha256_of
+from runtime.checkpoint import set_state, sha256_of, state_of, whole_moments
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
@@ -44,8 +44,8 @@ def replay(config: Config) -> None:
     task, device = task_of(config), take_place(config, 0)
     if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
-    model, ranks = make_model(config, task).on(device), tuple(range(config.learners))
-    learner = make_learner(config, task, model, ranks)  # it plays all of them
+    model = make_model(config, task).on(device)
+    learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
     host = Host(config, Path(os.devnull))
     done = {}  # group id -> group
@@ -60,6 +60,7 @@ def replay(config: Config) -> None:
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
+        learner = resized(learner, task, config, step.get("learners", learner.team.size))
         train(learner, step, done, config)
     sha256 = sha256_of(learner.weights)
     if sha256 != summary["weights_sha256"]:
@@ -162,6 +163,17 @@ def train(learner: Learner, step: dict, done: dict, config: Config) -> None:
     for key in ("loss", "grad_norm"):
         if repr(metrics[key]) != repr(step[key]):  # as text, NaN is itself
             raise differs(step, f"{name}: {key} is {metrics[key]}, was {step[key]}")
+
+
+def resized(learner: Learner, task: Task, config: Config, size: int) -> Learner:
+    """The learner as so many: a run may have gone on with another number of them."""
+    if size == learner.team.size:
+        return learner
+    state = state_of(learner, whole_moments(learner))
+    config, ranks = dataclasses.replace(config, learners=size), tuple(range(size))
+    other = make_learner(config, task, learner.model, ranks)
+    set_state(other, state)
+    return other
 
 
 def differs(event: dict, what: str) -> TrainingStopped:

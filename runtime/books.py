@@ -1,4 +1,4 @@
-"""books.py: what follows a training step: evaluation, samples, metrics, checkpoint, checks.
+"""books.py: what follows a training step: evaluation, samples, metrics, checks.
 
 Left out: the end of a run (bench.py), what the numbers mean (learner.py, losses.py), and how lines
 get to disk (runlog.py).
@@ -8,17 +8,13 @@ from collections import Counter
 
 from bench import batch_metrics, show_group
 from buffer import unfit
-from runtime.checkpoint import checkpoint
 from runtime.config import TrainingStopped
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
 
-def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), completed=()) -> None:
-    """A step is done: evaluate and show episodes where that is due, write its metrics, save.
-
-    in_flight: ids of all groups that are not trained yet; completed: those of them that are ready.
-    """
+def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
+    """A step is done: evaluate and show episodes where that is due, write its metrics, check it."""
     config, learner, log = run.config, run.learner, run.log
     version = learner.version
     metrics |= batch_metrics(run, groups, version - 1)
@@ -35,8 +31,6 @@ def close_step(run: Run, groups: list[Group], metrics: dict, in_flight=(), compl
         log.say("\n".join(texts))
         log.logs["samples"].append([{"version": version, "text": text} for text in texts])
     log.step({"step": version, **metrics}, **shown)
-    if version % config.checkpoint_every == 0:  # after the metrics: it resumes from them, too
-        checkpoint(learner, run.folder, log, in_flight, completed)
     check_step(run, groups, metrics)
     run.discarded.clear()
     run.verified.clear()

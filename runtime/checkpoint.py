@@ -23,7 +23,7 @@ from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
-from runtime.team import CALL, MOMENTS, ORDER, gather_moments
+from runtime.team import CALL, MOMENTS, ORDER, gather_moments, hand_out_moments, share_state
 
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
@@ -95,8 +95,8 @@ def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed
     """
     if log.written != learner.version:
         return
-    log.event("learner", "checkpoint", version=learner.version, groups=list(in_flight))
     state = state_of(learner, whole_moments(learner), in_flight, completed)
+    log.event("learner", "checkpoint", version=learner.version, groups=state["in_flight"])
     state |= {"marks": log.sync(), "seconds": log.now()}
     save_checkpoint(run, learner.version, state)
 
@@ -125,11 +125,11 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
     if team.size == 1:
         return states[0]
     whole = torch.stack([torch.cat([state[name] for state in states]) for name in MOMENTS])
-    if team.apart and team.last is None:  # a new run
+    if team.apart and learner.version == 0:
         whole = whole.new_zeros(2, len(learner.weights))
     elif team.apart:
-        if CALL not in ORDER[team.last]:
-            raise TrainingStopped(f"the learners have parted in the middle of a step ({team.last})")
+        if CALL not in ORDER.get(team.last, ()):
+            raise TrainingStopped(f"the learners are apart since {team.last or 'the beginning'}")
         for outbox in team.others:
             outbox.put(pack_messages([CALL]))
         whole = gather_moments(team, learner.version, whole, len(learner.weights))
@@ -166,26 +166,52 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None
         check_fit(learner, state, config)
         same = not ledger or ledger.flying == set(state["in_flight"])
         require(same, "events.jsonl has other groups in flight")
+    set_state(learner, state)
+    # a run that has all its steps, but no summary, has still to be ended
+    least = learner.version + Path(config.resume, "summary.json").exists()
+    needed = f"must be more than the {learner.version} steps that the run has"
+    require(not ledger or config.steps >= least, f"--steps {config.steps}: {needed}")
+
+
+def set_state(learner: Learner, state: dict) -> None:
+    """Fill a learner from a checkpoint that fits; of several learners each takes its slice."""
     learner.weights.detach().copy_(state["weights"])
-    round_weights(learner)
-    for rank, own in zip(learner.team.ranks, learner.slices, strict=True):
-        remembered = learner.optimizer.state[own]
-        remembered["step"].copy_(state["optimizer"]["step"])
-        for name in MOMENTS:
-            whole = state["optimizer"][name]
-            remembered[name].copy_(whole.tensor_split(learner.team.size)[rank])
-    learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.reference:
         learner.reference.flat.copy_(state["reference"])
+    whole = [state["optimizer"][name].tensor_split(learner.team.size) for name in MOMENTS]
+    own = [[parts[rank] for parts in whole] for rank in learner.team.ranks]
+    set_facts(learner, state, state["optimizer"]["step"], own)
+
+
+def set_facts(learner: Learner, state: dict, step: torch.Tensor, own: list) -> None:
+    """Everything but weights and reference; own: the moments of each of its slices."""
+    round_weights(learner)
+    for part, found in zip(learner.slices, own, strict=True):
+        remembered = learner.optimizer.state[part]
+        remembered["step"].copy_(step)
+        for name, moment in zip(MOMENTS, found, strict=True):
+            remembered[name].copy_(moment)
+    learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.critic:
         learner.critic.net.load_state_dict(state["critic"]["net"])
         remember(learner.critic.optimizer, state["critic"]["moments"])
     for name in COUNTERS:
         setattr(learner, name, state[name])
-    # a run that has all its steps, but no summary, has still to be ended
-    least = learner.version + Path(config.resume, "summary.json").exists()
-    needed = f"must be more than the {learner.version} steps that the run has"
-    require(not ledger or config.steps >= least, f"--steps {config.steps}: {needed}")
+
+
+def share(learner: Learner, state: dict | None = None) -> None:
+    """The first meeting of several learners: all get what rank 0 has. It alone has a state, of a
+    checkpoint, and is filled from it already; nobody else reads the disk."""
+    team, tensors = learner.team, [learner.weights.detach()]
+    if learner.reference:
+        tensors.append(learner.reference.flat)
+    facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
+    step = learner.optimizer.state[learner.slices[0]]["step"]
+    (facts,) = share_state(team, learner.version, facts, [*tensors, step])
+    own = torch.stack([torch.empty_like(learner.slices[0].detach())] * len(MOMENTS))
+    whole = state and torch.stack([state["optimizer"][name] for name in MOMENTS])
+    own = hand_out_moments(team, learner.version, own, whole)
+    set_facts(learner, facts, step, [own])
 
 
 def check_fit(learner: Learner, state: dict, config: Config) -> None:

@@ -167,12 +167,13 @@ class Config:
     threads: int = flag(1, "CPU threads of each process (0: share the cores out)")
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
     reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)
-    learners: int = flag(1, "processes that train, each on its share of a batch", 1, 64)
+    learners: int = flag(0, "processes that train, each its share of a batch (0: one)", 0, 64)
 
     reward_seconds: float = flag(2.0, "time limit of a verdict or a reply", 0.01, group="trouble")
     reward_memory: float = flag(1024.0, "MiB of memory that either may take", 1.0)
     max_failures: float = flag(0.5, "share of failed episodes in a step that stops the run", 0, 1)
-    restarts: int = flag(3, "how often a dead worker is replaced before the run stops")
+    restarts: int = flag(3, "how often in an hour a dead worker is replaced; then the run stops")
+    learner_seconds: float = flag(10.0, "seconds that learners wait for one of them", 1.0)
     silence: float = flag(20.0, "seconds without a sign of life until a worker is replaced", 1.0)
     stall: float = flag(300.0, "seconds without any progress until the run stops", 1.0)
 
@@ -181,6 +182,11 @@ class Config:
     eval_samples: int = flag(0, "sampled answers to each held-out problem (0: greedy)", 0, 1024)
     samples_every: int = flag(100, "steps between printed episodes", 1)
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
+
+    @property
+    def team_size(self) -> int:
+        """How many processes train."""
+        return self.learners or 1
 
     @property
     def cut(self) -> tuple:

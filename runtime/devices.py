@@ -25,11 +25,11 @@ def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     devices = groups.get(config.device)
     allowed = f"auto, cpu, cuda or cuda:N (this machine has {len(gpus)} CUDA devices)"
     require(devices, f"--device {config.device}: must be {allowed}")
-    others = devices[min(config.learners, len(devices) - 1) :]
+    others = devices[min(config.team_size, len(devices) - 1) :]
     if devices == ["cpu"]:
-        others = devices * max(1, cores() - config.learners)
+        others = devices * max(1, cores() - config.team_size)
     rollouts = config.rollout_workers or len(others)
-    return [*islice(cycle(devices), config.learners)], [*islice(cycle(others), rollouts)]
+    return [*islice(cycle(devices), config.team_size)], [*islice(cycle(others), rollouts)]
 
 
 def own_gpus(config: Config) -> bool:

@@ -13,13 +13,13 @@ from reward import problem_of
 from runtime import sessions, workers
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
-from runtime.devices import own_gpus, pick_devices
+from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
-from runtime.team import join_team, leave_team
+from runtime.team import leave_team
 
 
 @dataclass
@@ -31,11 +31,19 @@ class AsyncRun(Run):
     pool: Pool | None = None
     interrupted: list[Group] = field(default_factory=list)  # to be issued again, after a resume
     training: list[int] = field(default_factory=list)  # groups of the step that is computed now
+    since: list[tuple] = field(default_factory=list)  # see `note_step` (runtime/learners.py)
+    meetings: int = 0  # how often the learners have met anew
     deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
     lost: list[str] = field(default_factory=list)  # workers, and of what they died
     sessions: Counter = field(default_factory=Counter)  # of reward workers that were lost
     begun: float = 0.0  # when the first group landed
     progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
+
+    def meeting_place(self, number: int) -> str:
+        """Where the learners of a run find each other, this time."""
+        path = self.folder.resolve() / "checkpoints" / f"meeting-{number}"
+        path.unlink(missing_ok=True)
+        return f"file://{path}"
 
     @property
     def in_flight(self) -> list[int]:
@@ -74,12 +82,9 @@ def open_async(config: Config):
     for worker in run.pool.workers.values():
         log_spawn(run, worker)
     try:
-        if config.learners > 1:
-            learner.team.others = [worker.outbox for worker in run.pool.of("learner")]
-            join_team(learner.team, f"file://{workers.meeting_point(run.folder)}", own_gpus(config))
         yield run
     except BaseException:
-        save(run)
+        save_what_is(run)
         raise
     finally:
         run.pool.close()
@@ -94,11 +99,10 @@ def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
     config, shape = run.config, run.learner.model.config
     _, rollouts = pick_devices(config)
-    workers.meeting_point(run.folder).unlink(missing_ok=True)  # of a run that is resumed
     roles = {
         "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
         "reward": (sessions.reward_worker, config.reward_workers, config),
-        "learner": (workers.learner_worker, config.learners - 1, config, shape, run.folder),
+        "learner": (workers.learner_worker, config.team_size - 1, config, shape),
     }
 
     def examine(answer: Answer, work: dict) -> str | None:
@@ -132,8 +136,8 @@ def log_discards(run: AsyncRun) -> None:
     run.buffer.dropped.clear()
 
 
-def save(run: AsyncRun) -> None:
-    """A checkpoint of a run that ends; not of one whose learners do not answer each other."""
+def save_what_is(run: AsyncRun) -> None:
+    """A checkpoint of a run that cannot go on; not if its learners do not answer each other."""
     run.log.close()
     try:
         checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())

@@ -30,6 +30,8 @@ from runtime.messages import Answer, Call, Group, Result, pack_messages, unpack_
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 END = b""  # a delivery: the last one
 BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
+TEAM, TEAM_SILENCE = "learner", 8.0  # the role whose workers `renew` replaces, all at once
+REFILL_SECONDS = 3600.0  # a restart is forgotten after so long: a run may last for days
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 
 
@@ -117,7 +119,6 @@ class Worker:
     process: object
     connection: Connection
     log: str
-    restarts: int
     heard: float  # time of its last delivery, or of its start
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
@@ -125,6 +126,7 @@ class Worker:
     # groups that are out with it, by id, and calls of environments, by key
     work: dict = field(default_factory=dict)
     noticed: float = 0.0  # `heard` when its silence was reported
+    gone: str = ""  # what it died of, until `renew`
 
     @property
     def name(self) -> str:
@@ -189,6 +191,7 @@ class Pool:
         # Guards news, workers and their work: of this process only, never shared with a worker.
         self.books = threading.Condition()
         self.closing = self.closed = False
+        self.restarted = {}  # name -> times
         self.workers = {}  # name -> Worker
         for role, (_, count, *_) in roles.items():
             for number in range(count):
@@ -243,6 +246,23 @@ class Pool:
                 raise message
         return arrived
 
+    def renew(self, role: str, error: str) -> dict[str, str]:
+        """Replace all workers of a role that cannot do without each other, because of an error;
+        returns what those have died of that are gone. TrainingStopped: that was too often."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and not any(worker.gone for worker in self.of(role)):
+            time.sleep(0.05)  # the watch may not have seen it yet
+        with self.books:
+            gone = {worker.name: worker.gone for worker in self.of(role) if worker.gone}
+            if not self._may_restart(role):
+                text = f"{error}; {self.budget} restarts of the {role}s are used up {gone or ''}"
+                raise TrainingStopped(text)
+            for worker in self.of(role):
+                worker.process.kill()
+                worker.process.join(1.0)
+                self.workers[worker.name] = self._spawn(role, worker.number)
+        return gone
+
     def close(self) -> None:
         """End every worker: ask, wait a moment, kill what is left."""
         with self.books:  # not in the middle of a replacement
@@ -259,12 +279,12 @@ class Pool:
 
     # -------------------------------------------------------------------------- inside, by threads
 
-    def _spawn(self, role: str, number: int, restarts: int = 0) -> Worker:
+    def _spawn(self, role: str, number: int) -> Worker:
         function, _, *arguments = self.roles[role]
         name = f"{role}-{number}"
         log = str(self.logs / f"{name}.log")
         process, connection = self.start(name, function, number, log, arguments)
-        worker = Worker(role, number, process, connection, log, restarts, time.monotonic())
+        worker = Worker(role, number, process, connection, log, time.monotonic())
         for function in (post, self._listen):
             threading.Thread(target=function, args=(worker,), daemon=True).start()
         return worker
@@ -342,7 +362,8 @@ class Pool:
                     if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
                         worker.noticed = worker.heard
                         self._put(worker, Silent(f"is silent for {silent:.0f} s"))
-                    if silent > (START_SECONDS if new else self.silence):
+                    limit = min(self.silence, TEAM_SILENCE) if worker.role == TEAM else self.silence
+                    if silent > (START_SECONDS if new else limit):
                         self._replace(worker, f"was silent for {silent:.0f} s")
         except Exception as error:
             failed = RuntimeError("the thread that watches the workers has failed")
@@ -352,19 +373,21 @@ class Pool:
     def _replace(self, worker: Worker, reason: str | None) -> None:
         """Report a loss once, and start a successor while the budget lasts; no reason: it died."""
         with self.books:  # in one go: no group is nowhere meanwhile
-            if self.closing or self.workers[worker.name] is not worker:
+            if self.closing or worker.gone or self.workers[worker.name] is not worker:
                 return
             if reason is None:
                 worker.process.join(1.0)
                 reason = f"died ({last_words(worker)})"
             worker.process.kill()
             worker.process.join(1.0)
-            if worker.restarts >= self.budget:
+            if worker.role == TEAM:
+                worker.gone = reason
+                return
+            if not self._may_restart(worker.name):
                 last = f"(last: {worker.said}; log: {worker.log})"
                 text = f"{worker.name} {reason}; {self.budget} restarts are used up {last}"
                 return self._put(worker, TrainingStopped(text))
-            successor = self._spawn(worker.role, worker.number, worker.restarts + 1)
-            self.workers[worker.name] = successor
+            self.workers[worker.name] = self._spawn(worker.role, worker.number)
             groups = list(worker.groups.values())
             calls, worker.work = [x for x in worker.work.values() if isinstance(x, Call)], {}
             for call in calls:  # sessions are made again
@@ -372,3 +395,10 @@ class Pool:
             if worker.role == "rollout":
                 self._ask(Call((worker.process.pid,), {}, None))
             self._put(worker, Lost(reason, groups))
+
+    def _may_restart(self, name: str) -> bool:
+        """Whether the budget allows one more restart; it is noted, and forgotten in time."""
+        now = time.monotonic()
+        recent = [t for t in self.restarted.get(name, ()) if now - t < REFILL_SECONDS]
+        self.restarted[name] = [*recent, now]
+        return len(recent) < self.budget

@@ -87,7 +87,8 @@ def open_training(config: Config, mode: str) -> Run:
                 Path(config.export).mkdir(parents=True, exist_ok=True)
         if state:
             drop_what_follows(folder, state)
-            write_config(folder, record | {"steps": config.steps, "export": config.export})
+            changed = {name: getattr(config, name) for name in ("steps", "export", "learners")}
+            write_config(folder, record | changed)
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
         run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [], [])
@@ -188,12 +189,12 @@ def worker_model(config: Config, shape: ModelConfig) -> GPT:
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     """The configuration of the run to resume (or to replay), and all that its config.json holds.
 
-    Only --steps and --export may change, and only to resume. A folder may come from somebody else:
-    it runs code of a file only if the user names that file, too. Raises UserError.
+    Only --steps, --export and --learners may change, and only to resume. A folder may come from
+    somebody else: it runs code of a file only if the user names that file, too. Raises UserError.
     """
     folder = Path(getattr(config, flag))
     old, stored = stored_config(folder, f"--{flag}")
-    free = {"resume", "steps", "export"} if flag == "resume" else {flag}
+    free = {"resume", "steps", "export", "learners"} if flag == "resume" else {flag}
     for f in dataclasses.fields(Config):
         given, had = getattr(config, f.name), getattr(old, f.name)
         said = f"{flag_name(f.name)} {given}: must be left out with --{flag} (the run has {had})"

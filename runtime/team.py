@@ -8,20 +8,23 @@ memory each. A step of all of them:
     facts       every learner hears what the others have seen: diagnostics, norms of slices
     weights     every learner gives its slice of the new weights to the others
 
-and between two steps, for a checkpoint:
+and between two steps, at the beginning and for a checkpoint:
 
-    moments     every learner gives its moments to rank 0, which alone writes
+    state       every learner gets what rank 0 has: weights, its slice of the moments, counters
+    moments     every learner gives its moments to rank 0, which alone reads and writes checkpoints
 
 Two processes that meet in different orders wait for each other for ever. So the order is one rule,
-ORDER, and `Team` asserts it before every meeting. Every meeting has a time limit, and its error
-names rank, version and meeting.
+ORDER, and `meeting` asserts it each time. A meeting has a time limit; its error, `Parted`, names
+rank, version and meeting. A team that has parted never meets again: all begin anew (learners.py).
 Sums are in the order of ranks, so a run and its replay agree bitwise.
 Left out: which micro-batches a learner has (learner.py); messages between parent and workers.
 """
 
+import os
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,14 +34,24 @@ from runtime.config import TrainingStopped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each weight
 CALL = "moments"  # the message that calls a learner to that meeting
-LIMIT_SECONDS = 60.0  # of a meeting
 ORDER = {  # what may follow
-    "": ("gradients", "moments"),  # all have come
+    "": ("state",),  # all have come
+    "state": ("gradients", "moments"),
     "gradients": ("facts",),
     "facts": ("weights", "gradients", "moments"),  # a step that is not finite changes no weights
     "weights": ("gradients", "moments"),
     "moments": ("gradients", "moments"),
 }
+
+
+class Parted(TrainingStopped):
+    """One of the learners did not come to a meeting."""
+
+
+class Begin(NamedTuple):
+    """The message that calls a learner to the first meeting, at a file or an address."""
+
+    place: str
 
 
 @dataclass
@@ -48,6 +61,7 @@ class Team:
     ranks: tuple = (0,)
     size: int = 1
     last: str | None = None  # meeting; None: they have not met at all
+    wire: str | None = "cpu"  # where tensors must be that travel; None: where they are
     others: list = field(default_factory=list)  # rank 0: where messages to them are put
 
     @property
@@ -64,7 +78,7 @@ def named(team: Team, version: int, name: str):
     except RuntimeError as error:
         where, reason = f"learner {team.ranks[0]} of {team.size}", str(error).splitlines()[0]
         text = f"{where}, version {version}, {name}: the others did not come ({reason})"
-        raise TrainingStopped(text) from error
+        raise Parted(text) from error
 
 
 @contextmanager
@@ -78,14 +92,17 @@ def meeting(team: Team, version: int, name: str):
         yield
 
 
-def join_team(team: Team, place: str, own_gpus: bool) -> None:
-    """Meet the others, by a file or an address that all know. TrainingStopped: one did not come.
+def join_team(team: Team, place: str, own_gpus: bool, limit: float) -> None:
+    """Meet the others at a place that all know; Parted: one did not come. limit: the seconds that a
+    meeting may take.
 
-    NCCL where every learner has a GPU of its own, else gloo.
+    NCCL where every learner has a GPU of its own; else gloo, through the memory of the CPU.
     """
-    backend, limit = "nccl" if own_gpus else "gloo", timedelta(seconds=LIMIT_SECONDS)
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # its time limit is an error, not the end
+    backend, team.wire = ("nccl", None) if own_gpus else ("gloo", "cpu")
     with named(team, 0, "the first meeting"):
-        dist.init_process_group(backend, place, limit, team.size, team.ranks[0])
+        seconds = timedelta(seconds=limit)
+        dist.init_process_group(backend, place, seconds, team.size, team.ranks[0])
     team.last = ""
 
 
@@ -103,20 +120,35 @@ def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
     return own
 
 
+def share_state(team: Team, version: int, facts: list, tensors: list) -> list:
+    """Rank 0's plain data and tensors reach all: the tensors in place, the data is returned."""
+    with meeting(team, version, "state"):
+        dist.broadcast_object_list(facts, 0)
+        for tensor in tensors:
+            broadcast(team, tensor, 0)
+    return facts
+
+
+def broadcast(team: Team, tensor: Tensor, rank: int) -> None:
+    """The tensor of one rank reaches all others, in place; inside a meeting."""
+    sent = tensor.to(team.wire)  # the same memory, if it is there already
+    dist.broadcast(sent, rank)
+    tensor.copy_(sent)
+
+
 def add_gradients(team: Team, version: int, gradient: Tensor) -> None:
     """Sum the gradients [P] of all learners; afterwards a learner's own slice holds the sum.
 
     It is a reduce-scatter, written as an exchange of slices and a sum in the order of ranks.
     """
-    parts = gradient.tensor_split(team.size)
-    own = parts[team.ranks[0]]
-    found = own.new_empty(team.size, len(own))
+    own, sent = gradient.tensor_split(team.size)[team.ranks[0]], gradient.to(team.wire)
+    found = sent.new_empty(team.size, len(own))
     with meeting(team, version, "gradients"):
-        sizes = [len(own)] * team.size, [len(part) for part in parts]
-        dist.all_to_all_single(found.view(-1), gradient, *sizes)
+        sizes = [len(own)] * team.size, [len(part) for part in sent.tensor_split(team.size)]
+        dist.all_to_all_single(found.view(-1), sent, *sizes)
     own.zero_()
     for other in found:
-        own += other
+        own += other.to(own.device)
 
 
 def share_facts(team: Team, version: int, *facts: list) -> tuple:
@@ -131,17 +163,32 @@ def share_weights(team: Team, version: int, weights: Tensor) -> None:
     """Every learner's slice of the weights [P] goes to all others."""
     with meeting(team, version, "weights"):
         for rank, part in enumerate(weights.tensor_split(team.size)):
-            dist.broadcast(part, rank)
+            broadcast(team, part, rank)
 
 
 def gather_moments(team: Team, version: int, own: Tensor, total: int) -> Tensor | None:
     """The moments of all slices, [2, total], at rank 0; `own` are those of one, [2, n]."""
-    parts = [part.contiguous() for part in own.new_empty(2, total).tensor_split(team.size, dim=1)]
-    parts[team.ranks[0]] = own
+    sent = own.to(team.wire)
+    parts = [part.contiguous() for part in sent.new_empty(2, total).tensor_split(team.size, dim=1)]
+    parts[team.ranks[0]] = sent
     with meeting(team, version, "moments"):
         if team.ranks != (0,):
-            dist.send(own, 0)
+            dist.send(sent, 0)
             return None
         for rank, part in enumerate(parts[1:], start=1):
             dist.recv(part, rank)
     return torch.cat(parts, dim=1)
+
+
+def hand_out_moments(team: Team, version: int, own: Tensor, whole: Tensor | None) -> Tensor:
+    """The inverse, part of the meeting "state": a learner's slice of what rank 0 has."""
+    with named(team, version, "state"):
+        if team.ranks == (0,):
+            parts = whole.to(own.device if team.wire is None else team.wire)
+            parts = [part.contiguous() for part in parts.tensor_split(team.size, dim=1)]
+            for rank, part in enumerate(parts[1:], start=1):
+                dist.send(part, rank)
+            return parts[0]
+        found = own.to(team.wire)
+        dist.recv(found, 0)
+        return found

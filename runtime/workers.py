@@ -9,13 +9,14 @@ Left out: reward workers (sessions.py), who gets which work, and what happens wh
 
 import atexit
 import gc
+import sys
+import threading
 import time
-from pathlib import Path
 
 from learner import learner_step, make_learner
 from model import ModelConfig
 from rollout import COUNTED, make_generator
-from runtime.checkpoint import load_checkpoint, restore, whole_moments
+from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import own_gpus, take_place
 from runtime.mailbox import Mailbox
@@ -23,14 +24,14 @@ from runtime.messages import Answer, Group
 from runtime.processes import Line
 from runtime.sessions import judge
 from runtime.setup import base_model, task_of, worker_model
-from runtime.team import CALL, join_team
+from runtime.team import CALL, Begin, Parted, join_team
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
-    device = take_place(config, config.learners + line.worker)
+    device = take_place(config, config.team_size + line.worker)
     model = worker_model(config, shape).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
@@ -76,23 +77,33 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         line.beat()
 
 
-def learner_worker(line: Line, config: Config, shape: ModelConfig, folder: Path):
-    """One learner of several: the same steps on its share of every batch's micro-batches."""
-    rank = 1 + line.worker  # rank 0 is the parent
+def learner_worker(line: Line, config: Config, shape: ModelConfig):
+    """One learner of several: the same steps on its share of every batch's micro-batches. What it
+    begins with comes from the parent, which is rank 0."""
+    rank = 1 + line.worker
     model = base_model(config, shape, stored=True).on(take_place(config, rank))
     learner = make_learner(config, task_of(config), model, (rank,))
-    restore(learner, load_checkpoint(folder), config)
-    join_team(learner.team, f"file://{meeting_point(folder)}", own_gpus(config))
     gc.freeze()
+    threading.Thread(target=live, args=(line,), daemon=True).start()
+    try:
+        while True:
+            match line.receive(0.5):
+                case [Begin(place)]:
+                    join_team(learner.team, place, own_gpus(config), config.learner_seconds)
+                    share(learner)
+                case [call] if call == CALL:
+                    whole_moments(learner)
+                case [*batch] if batch:
+                    learner_step(learner, batch, config)
+    except Parted as error:  # another one is to blame: all are replaced, and who has died is named
+        sys.stderr.write(f"{error}\n")
+        while True:
+            line.receive(1.0)
+
+
+def live(line: Line) -> None:
+    """A thread that says "alive" also in a long step. A step that never ends is noticed by the
+    other learners: they wait for this one no longer than --learner-seconds."""
     while True:
         line.beat()
-        work = line.receive(0.5)
-        if work == [CALL]:
-            whole_moments(learner)
-        elif work:
-            learner_step(learner, work, config)
-
-
-def meeting_point(folder: Path) -> Path:
-    """The file through which the learners of a run find each other."""
-    return folder.resolve() / "checkpoints" / "meeting"
+        time.sleep(0.5)

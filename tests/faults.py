@@ -4,9 +4,10 @@ by `python bench.py faults`.
     plan = [fail_at("rollout", "send", "SIGKILL", after=17), fail_at("learner", "log", "full disk")]
 
 A fault strikes once, at the first such event of group `after` or a later one (of version `after`
-in the learner). Nothing in the product knows about it: the roles' functions are wrapped before a
-pool is started, and the learner's calls are replaced in its process. As a script this file is a
-trainer with a plan, that of FOLDER/faults/plan.json: `faults.py FOLDER FLAGS ...`.
+in a learner: "learner" is the one in the parent, "team" are the others). Nothing in the product
+knows about it: the roles' functions are wrapped before a pool is started, and the learner's calls
+are replaced in its process. As a script this file is a trainer with a plan, that of
+FOLDER/faults/plan.json: `faults.py FOLDER FLAGS ...`.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -33,10 +35,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import learner  # noqa: E402
+import runtime.learners  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
-from runtime import checkpoint, sessions, workers  # noqa: E402
+from learner import learner_step  # noqa: E402
+from runtime import checkpoint, sessions, team, workers  # noqa: E402
 from runtime import folder as run_folder  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
 from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
@@ -59,10 +63,19 @@ KINDS = {
     ("learner", "checkpoint"): ("SIGKILL", "full disk"),
     ("learner", "log"): ("SIGKILL", "full disk"),
 }
+KINDS |= {("team", event): HURT for event in ("start", "step", "meeting", "collective")}
+KINDS |= {("team", event): HURT for event in ("moments", "publish")}
+ROLES = ("rollout", "reward", "learner", "team")
 FATAL = ("SIGKILL", "full disk", "exception")  # in the learner they end the run
 STEPS, BATCH = 30, 4
 FLAGS = {"steps": STEPS, "groups_per_step": BATCH, "group_size": 4, "slots": 16, "silence": 7.0}
-FLAGS |= {"reward_seconds": 1.0, "eval_every": 1000, "checkpoint_every": 4, "restarts": 50}
+FLAGS |= {
+    "learner_seconds": 7.0,
+    "reward_seconds": 1.0,
+    "eval_every": 1000,
+    "checkpoint_every": 4,
+    "restarts": 50,
+}
 
 
 def fail_at(role: str, event: str, kind: str, after: int = 0, share: float = 0.5) -> dict:
@@ -181,6 +194,44 @@ def die(*_, **__) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def break_team(folder: str, line: Line, *arguments) -> None:
+    """What runs in a learner beside the parent's: its steps and meetings, with a plan.
+
+    "meeting": as it comes to one; "collective": some milliseconds later, while it is in it;
+    "publish": as long after a step as the parent needs to publish the weights.
+    """
+    plan = Plan(folder, "team")
+
+    def strike(event: str, version: int) -> None:
+        if fault := plan.due(event, version):
+            if event in ("collective", "publish") and fault["kind"].startswith("SIG"):
+                seconds = fault["share"] * (0.004 if event == "collective" else 0.02)
+                threading.Timer(seconds, hurt, [fault["kind"]]).start()
+            else:
+                hurt(fault["kind"])
+
+    def step(learner, *others):
+        strike("step", learner.version)
+        real_step(learner, *others)
+        strike("publish", learner.version)
+
+    def called(learner):
+        strike("moments", learner.version)
+        real_moments(learner)
+
+    @contextlib.contextmanager
+    def named(team, version, name):
+        strike("meeting", version)
+        with real_named(team, version, name):
+            strike("collective", version)
+            yield
+
+    real_step, real_moments, real_named = learner_step, workers.whole_moments, team.named
+    workers.learner_step, workers.whole_moments, team.named = step, called, named
+    strike("start", 10**9)
+    workers.learner_worker(line, *arguments)
+
+
 OFFSETS = (0.0, 0.0001, 0.25, 0.5, 0.75, 0.999, 1.0, "fsync", "replace", "after replace", "unlink")
 
 
@@ -275,18 +326,30 @@ def break_learner(folder: str) -> None:
 
 
 def note_losses(folder: str) -> None:
-    """Write down when the parent notices that a worker is dead or silent."""
-    real = train_async.handle
+    """Write down when the parent notices that a worker is dead or silent, and when all learners
+    have begun again."""
+    real, real_again = train_async.handle, runtime.learners.begin_again
+
+    def note(worker, kind: str, reason: str) -> None:
+        record = {"t": time.monotonic(), "pid": worker.process.pid, "name": worker.name}
+        with (Path(folder) / "faults" / "noticed.jsonl").open("a") as file:
+            file.write(json.dumps(record | {"kind": kind, "reason": reason}) + "\n")
 
     def handle(run, worker, message):
         if isinstance(message, Lost | Silent):
-            record = {"t": time.monotonic(), "pid": worker.process.pid, "name": worker.name}
-            record |= {"kind": type(message).__name__, "reason": message.reason}
-            with (Path(folder) / "faults" / "noticed.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            note(worker, type(message).__name__, message.reason)
         return real(run, worker, message)
 
+    def begin_again(run, error):
+        old = run.pool.of("learner")
+        for worker in old:
+            note(worker, "parted", str(error))
+        real_again(run, error)
+        for worker in old:
+            note(worker, "again", str(error))
+
     train_async.handle = handle
+    train_async.begin_again = runtime.learners.begin_again = begin_again
 
 
 def losses_noticed(folder: Path) -> list[dict]:
@@ -346,15 +409,16 @@ def killed_at(offset: float | str, work) -> None:
     assert killed, f"the child was not killed at {offset}: status {status}"
 
 
-def campaign(folder: Path, faults: int, seed: int = 0):
+def campaign(folder: Path, faults: int, seed: int = 0, roles=ROLES):
     """Runs with 8 random faults each, until `faults` have struck; yields the result so far."""
     choose, deck, runs, failures = random.Random(seed), [], [], []
     progress = tqdm(total=faults, unit="fault")
     while sum(len(run["faults"]) for run in runs) < faults:
-        plan = random_plan(choose, deck, 8)
+        plan = random_plan(choose, deck, 8, roles)
         flags = {"max_staleness": choose.choice((1, 2, 4)), "seed": len(runs)}
         flags |= {"swap": choose.choice(("keep", "recompute", "drain"))}
         flags |= {"rollout_workers": choose.choice((1, 2)), "reward_workers": choose.choice((1, 2))}
+        flags |= {"learners": choose.choice((2, 2, 3)) if any_of("team", plan) else 1}
         place = folder / f"{len(runs) + len(failures)}"
         try:
             runs.append(run_plan(place, plan, **flags) | {"flags": flags})
@@ -367,12 +431,17 @@ def campaign(folder: Path, faults: int, seed: int = 0):
     progress.close()
 
 
+def any_of(role: str, plan: list) -> bool:
+    """Whether a plan has faults of a role."""
+    return any(fault["role"] == role for fault in plan)
+
+
 def told(runs: list[dict]) -> dict:
     """The figures of the runs that came to their end."""
     kinds = Counter(f"{f['role']}: {f['kind']}" for run in runs for f in run["faults"])
     waits = {
         kind: [t for run in runs for t in run["noticed_after_s"][kind]]
-        for kind in ("dead", "stopped")
+        for kind in ("dead", "stopped", "learners again")
     }
     return {
         "faults": sum(kinds.values()),
@@ -386,19 +455,21 @@ def told(runs: list[dict]) -> dict:
     }
 
 
-def random_plan(choose: random.Random, deck: list, faults: int) -> list[dict]:
-    """Faults of every role and kind in turn; at most two that end the whole run."""
+def random_plan(choose: random.Random, deck: list, faults: int, roles=ROLES) -> list[dict]:
+    """Faults of every kind of some roles in turn; at most two that end the whole run."""
     plan, ends, aside = [], 0, []
     while len(plan) < faults:
         if not deck:
-            deck += [(place, kind) for place, kinds in KINDS.items() for kind in kinds]
+            deck += [
+                (place, k) for place, kinds in KINDS.items() for k in kinds if place[0] in roles
+            ]
             choose.shuffle(deck)
         (role, event), kind = deck.pop()
         fatal = role == "learner" and kind in FATAL
         if fatal and (ends := ends + 1) > 2:
             aside.append(((role, event), kind))
             continue
-        last = STEPS - 4 if role == "learner" else (STEPS - 4) * BATCH
+        last = STEPS - 4 if role in ("learner", "team") else (STEPS - 4) * BATCH
         plan.append(fail_at(role, event, kind, choose.randrange(last), choose.random()))
     deck += aside
     return plan
@@ -467,9 +538,12 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     plan = json.loads((folder / "faults" / "plan.json").read_text())
     noticed = losses_noticed(folder)
     deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]
-    waits = {"dead": [], "stopped": []}
+    waits = {"dead": [], "stopped": [], "learners again": []}
     for death in deaths:
-        told = [n["t"] - death["t"] for n in noticed if n["pid"] == death["pid"]]
+        told = [n for n in noticed if n["pid"] == death["pid"]]
+        again = [n["t"] - death["t"] for n in told if n["kind"] == "again"]
+        waits["learners again"] += again
+        told = [n["t"] - death["t"] for n in told if n["kind"] != "again"]
         after = [seconds for seconds in told if seconds >= 0]  # not that it was slow before
         if after and death["kind"] in ("SIGKILL", "half"):
             waits["dead"].append(min(after))
@@ -501,6 +575,7 @@ def main(folder: str, *flags: str) -> None:
     for role in ("rollout", "reward"):
         room = sessions if role == "reward" else workers
         setattr(room, f"{role}_worker", functools.partial(broken, folder, role))
+    workers.learner_worker = functools.partial(break_team, folder)
     break_learner(folder)
     note_losses(folder)
     sys.argv = ["train_async.py", *flags]
