@@ -20,6 +20,7 @@ from rollout import generate, make_generator  # noqa: E402
 from runtime.checkpoint import (  # noqa: E402
     completed_groups,
     restore,
+    share,
     state_of,
     whole_moments,
 )
@@ -57,10 +58,15 @@ def train(rank: int, size: int, folder: Path, first: int, last: int, advantage: 
     config = config_of(size, advantage)
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task), (rank,))
-    if first:
-        restore(learner, torch.load(folder / f"state{first}.pt"), config)
+    state = None
+    if rank == 0:  # the others get what it has
+        state = state_of(learner, whole_moments(learner))
+        if first:
+            state = torch.load(folder / f"state{first}.pt")
+            restore(learner, state, config)
     if size > 1:
-        join_team(learner.team, f"file://{folder}/meeting{first}-{size}", own_gpus=False)
+        join_team(learner.team, f"file://{folder}/meeting{first}-{size}", False, limit=60.0)
+        share(learner, state)
     B, groups = config.groups_per_step, completed_groups(torch.load(folder / "batches.pt"))
     for step in range(first, last):
         metrics = learner_step(learner, groups[step * B : (step + 1) * B], config)

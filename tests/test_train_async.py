@@ -178,23 +178,6 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags, vi
     replayed(folder)
 
 
-@posix
-def test_a_learner_that_dies_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path):
-    folder, flags = tmp_path / "run", {"learners": 2, "rollout_workers": 1, "checkpoint_every": 2}
-    thread = kill_when(folder, "learner-0", 3)
-    begin = time.monotonic()
-    with pytest.raises(TrainingStopped, match="learner-0 died|learner 0 of 2, version [0-9]+, "):
-        train_async.train(config_of(folder, steps=200, **flags))
-    thread.join(1)
-    assert time.monotonic() - begin < 40  # and not the limit of a meeting
-    (newest,) = sorted((folder / "checkpoints").glob("step*.pt"))[-1:]
-    version = int(newest.stem.removeprefix("step"))
-    assert version >= 2 and version % 2 == 0
-    train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=version + 3))
-    assert summary_of(folder)["steps"] == version + 3
-    assert balanced(folder)["in_flight"] == 0
-
-
 def children_of(pid: int) -> dict[int, str]:
     """Every child of a process, the resource tracker included, with its command line."""
     found = {}
@@ -297,7 +280,7 @@ class PoolHere:
         """happens: number of the `receive` -> names of workers that are lost in it, or an error."""
         self.run, self.happens, self.calls = run, happens, 0
         self.generator = make_generator(run.config, run.task, copy.deepcopy(run.learner.model))
-        names = [("reward", 0), ("rollout", 0), ("rollout", 1), ("learner", 1)]
+        names = [("reward", 0), ("rollout", 0), ("rollout", 1)]
         self.workers = {f"{role}-{n}": self.worker(role, n) for role, n in names}
 
     def worker(self, role: str, number: int) -> SimpleNamespace:
@@ -403,11 +386,6 @@ def test_a_group_of_which_two_verifiers_have_died_counts_as_failed(train_here):
     assert (event["group"], event["reason"]) == (gone, "verifier_lost")
     balanced(folder)
     replayed(folder)
-
-
-def test_a_learner_that_is_lost_stops_the_run_with_a_checkpoint(train_here):
-    with pytest.raises(TrainingStopped, match="learner-1 died: resume from the checkpoint"):
-        train_here({8: ["learner-1"]})
 
 
 def test_a_role_that_is_used_up_stops_the_run_with_a_checkpoint(train_here):
