@@ -102,6 +102,7 @@ def asynchronous_facts(run) -> dict:
     return {
         "staleness_bound": run.config.max_staleness,
         "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
+        "published_bytes": run.mailbox.buffers[0].nbytes,
         "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
         "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),
@@ -118,7 +119,7 @@ def finish(run: Run, facts: dict) -> None:
     facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
     facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
     facts["weights_sha256"] = sha256_of(learner.weights)
-    facts["published_bytes"] = learner.model.flat.nbytes
+    facts.setdefault("published_bytes", learner.model.flat.nbytes)
     own = sum(part.nbytes for part in learner.slices)
     facts["optimizer_bytes"] = 2 * own  # of AdamW's two moments, in each learner
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):

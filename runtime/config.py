@@ -189,6 +189,13 @@ class Config:
         return self.learners or 1
 
     @property
+    def published(self) -> str:
+        """What published weights are rounded to: as those that generate are. (Adapters are merged
+        first, and only then rounded.)"""
+        coarsest = max(self.dtype, self.rollout_weights, key=DTYPES.index)
+        return self.dtype if self.lora else coarsest
+
+    @property
     def cut(self) -> tuple:
         """What sampling is cut to, top-k and top-p; () where every token may come."""
         cut = self.top_k_sampling, self.top_p

@@ -62,7 +62,7 @@ def open_async(config: Config):
     buffer = Buffer(start.task.shares, config.max_staleness, config.on_stale)
     flat = learner.model.flat
     try:
-        mailbox = Mailbox(flat)
+        mailbox = Mailbox(flat, dtype=config.published)
         mailbox.publish(learner.version, flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
         run.pool = start_workers(run)

@@ -24,16 +24,17 @@ class Mailbox:
     that is overtaken (two publications during its copy) simply reads again. Versions only grow.
     """
 
-    def __init__(self, like: Tensor, place: str | None = None):
-        """Own new memory for weights like these, or open the memory of another process at `place`;
-        this process has its weights where `like` is."""
-        self.device, size = str(like.device), HEADER + 2 * like.nbytes
+    def __init__(self, like: Tensor, place: str | None = None, dtype: str = "float32"):
+        """Own new memory for so many weights, or open the memory of another process at `place`;
+        this process has its weights where `like` is. dtype: what they are rounded to on the way."""
+        kind = getattr(torch, dtype)
+        self.device, size = str(like.device), HEADER + 2 * len(like) * kind.itemsize
         self.descriptor = os.open(place, os.O_RDWR) if place else reserve(size)
         self.place = place or f"/proc/{os.getpid()}/fd/{self.descriptor}"
         memory = mmap.mmap(self.descriptor, size)
         # versions of which writing has begun in buffer 0 and 1, and of which it has ended there
         self.stamps = np.frombuffer(memory, np.int64, 4).reshape(2, 2)
-        self.buffers = torch.frombuffer(memory, dtype=like.dtype, offset=HEADER).view(2, len(like))
+        self.buffers = torch.frombuffer(memory, dtype=kind, offset=HEADER).view(2, len(like))
         if not place:
             self.stamps[:] = -1
         if self.device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46

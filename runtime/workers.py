@@ -36,7 +36,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat, mailbox_place)
+    mailbox = Mailbox(model.flat, mailbox_place, config.published)
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
     born, answers, waits = time.monotonic(), [], 0.0

@@ -1,5 +1,6 @@
 """Learners that die, stop or do not come: all begin again, as if nothing had been."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,7 @@ from faults import fail_at, run_plan
 
 import train_async
 from runtime.checkpoint import load_checkpoint, whole_moments
-from runtime.config import Config, TrainingStopped
+from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.processes import REFILL_SECONDS, Pool
@@ -75,17 +76,17 @@ def test_learners_that_die_too_often_stop_the_run_with_their_names(tmp_path):
     folder = tmp_path / "run"
 
     def kill():
-        while not (folder / "events.jsonl").exists():
-            time.sleep(0.1)
         killed = set()
-        while not (folder / "summary.json").exists() and len(killed) < 2:
-            time.sleep(0.1)
-            for line in (folder / "events.jsonl").read_text().splitlines():
-                event = json.loads(line) if line.endswith("}") else {"kind": ""}
-                if event["kind"] == "spawn" and event["process"] == "learner-0":
-                    if event["version" if "version" in event else "pid"] not in killed:
-                        killed.add(event["pid"])
-                        os.kill(event["pid"], signal.SIGKILL)
+        while len(killed) < 2:
+            time.sleep(0.2)
+            events = []
+            with contextlib.suppress(UserError):  # a line is being written
+                events = read_lines(folder / "events.jsonl")
+            spawned = [e for e in events if e["kind"] == "spawn" and "learner-" in e["process"]]
+            spawned = {event["pid"] for event in spawned}
+            for pid in spawned - killed:
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
 
     threading.Thread(target=kill, daemon=True).start()
     with pytest.raises(TrainingStopped, match="1 restarts of the learners are used up"):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from runtime.config import Config
 from runtime.mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -253,3 +254,30 @@ def test_on_a_gpu_weights_travel_through_registered_memory(writes, reads):
         assert (flat == version).all()
     reader.close()
     mailbox.close()
+
+
+@pytest.mark.parametrize("dtype, share", [("bfloat16", 2), ("float8_e4m3fn", 4)])
+def test_weights_may_be_rounded_on_the_way(dtype, share):
+    """A run whose workers generate with rounded weights sends no more bytes than these have."""
+    exact = torch.randn(1000)
+    mailbox = Mailbox(exact, dtype=dtype)
+    reader = Mailbox(exact, mailbox.place, dtype)
+    assert mailbox.buffers[0].nbytes == exact.nbytes // share
+    mailbox.publish(3, exact)
+    version, found = reader.read()
+    rounded = exact.to(getattr(torch, dtype))
+    assert version == 3 and torch.equal(found.float(), rounded.float())
+    assert not torch.equal(found.float(), exact)
+    reader.close()
+    mailbox.close()
+
+
+def test_what_is_rounded_on_the_way_is_what_generates():
+    for flags, published in (
+        ({}, "float32"),
+        ({"rollout_weights": "bfloat16"}, "bfloat16"),
+        ({"rollout_weights": "float8_e4m3fn", "dtype": "bfloat16"}, "float8_e4m3fn"),
+        ({"dtype": "bfloat16"}, "bfloat16"),  # float32 is no coarser
+        ({"rollout_weights": "bfloat16", "lora": 4}, "float32"),  # rounded when it is merged
+    ):
+        assert Config(**flags).published == published, flags
