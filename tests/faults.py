@@ -63,8 +63,9 @@ KINDS = {
     ("learner", "checkpoint"): ("SIGKILL", "full disk"),
     ("learner", "log"): ("SIGKILL", "full disk"),
 }
-KINDS |= {("team", event): HURT for event in ("start", "step", "meeting", "collective")}
-KINDS |= {("team", event): HURT for event in ("moments", "publish")}
+TEAM_EVENTS = ("step", "meeting", "collective", "moments", "publish")
+KINDS |= {("team", event): HURT for event in TEAM_EVENTS}
+KINDS["team", "start"] = ("SIGKILL", "exception", "slow")
 ROLES = ("rollout", "reward", "learner", "team")
 FATAL = ("SIGKILL", "full disk", "exception")  # in the learner they end the run
 STEPS, BATCH = 30, 4
