@@ -238,6 +238,9 @@ def check_together(config: Config) -> None:
     else:
         n = config.group_size
         require(n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
+    samples = config.groups_per_step * config.group_size
+    said = f"--learners {config.learners}: must be at most the {samples} samples of a step"
+    require(config.learners <= samples, said)
     least = 2 * config.reward_seconds
     said = f"--silence {config.silence}: must be at least {least} (2 time limits)"
     require(config.silence >= least, said)

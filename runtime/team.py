@@ -21,6 +21,7 @@ Left out: which micro-batches a learner has (learner.py); messages between paren
 """
 
 import os
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -63,6 +64,7 @@ class Team:
     last: str | None = None  # meeting; None: they have not met at all
     wire: str | None = "cpu"  # where tensors must be that travel; None: where they are
     others: list = field(default_factory=list)  # rank 0: where messages to them are put
+    seconds: float = 0.0  # in meetings so far, waiting included
 
     @property
     def apart(self) -> bool:
@@ -87,9 +89,10 @@ def meeting(team: Team, version: int, name: str):
     allowed = ORDER.get(team.last, ())
     where = f"learner {team.ranks[0]} of {team.size}, version {version}"
     assert name in allowed, f"{where}: {name} after {team.last!r}, must be one of {allowed}"
-    team.last = name
+    team.last, begin = name, time.monotonic()
     with named(team, version, name):
         yield
+    team.seconds += time.monotonic() - begin
 
 
 def join_team(team: Team, place: str, own_gpus: bool, limit: float) -> None:

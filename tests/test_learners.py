@@ -13,8 +13,9 @@ import pytest
 from faults import fail_at, run_plan
 
 import train_async
+from lab.team import STEPS, run_team
 from runtime.checkpoint import load_checkpoint, whole_moments
-from runtime.config import Config, TrainingStopped, UserError
+from runtime.config import Config, TrainingStopped, UserError, check
 from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.processes import REFILL_SECONDS, Pool
@@ -119,3 +120,16 @@ def test_moments_that_are_elsewhere_are_never_written_as_zeros(tmp_path):
     learner.version = 7
     with pytest.raises(TrainingStopped, match="the learners are apart since the beginning"):
         whole_moments(learner)
+
+
+def test_a_step_of_a_team_is_measured():
+    config = config_of(Path("nowhere"), learners=2)
+    rows, size = run_team(config)
+    assert len(rows) == STEPS and size == 4 * 119872
+    assert all(0 < meetings < seconds for seconds, meetings in rows)
+
+
+def test_no_more_learners_than_samples():
+    check(config_of(Path("nowhere"), learners=16))
+    with pytest.raises(UserError, match="--learners 17: must be at most the 16 samples of a step"):
+        check(config_of(Path("nowhere"), learners=17))
