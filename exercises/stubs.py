@@ -332,3 +332,26 @@ def skip_observation_gae(
     Behind the last generated token of a sequence V and A are 0. Outside the mask the result is 0.
     """
     raise NotImplementedError("ex21: skip-observation GAE")
+
+
+def where_they_wait(
+    programs: list[list[tuple]],
+) -> tuple[dict[int, tuple[int, list[int]]], list[int]] | None:
+    """Which ranks of a run wait for ever, where, for whom, and which of them in a circle.
+
+    programs[r] is what rank r does: a list of steps, one after the other. A step is a tuple:
+        ("meet", name, ranks)   a collective; `ranks` is an ascending tuple, with r in it. All of
+                                them pass it together, when each stands at a step equal to this one
+        ("send", to)            it passes together with the step ("receive", r) of rank `to`, when
+                                both stand there: a send waits, too
+        ("receive", sender)     the other side: together with the step ("send", r) of that rank
+    Nobody sends to itself. A rank stands at its first step that it has not passed; behind its last
+    one it has ended and stands nowhere. Steps pass as long as any can -> None if all ranks end.
+    Otherwise (waits, circle). waits: for each rank that does not end, (step, missing): the place
+    of the step at which it stands, its first is 0, and the ranks that keep it from passing,
+    ascending: those in `ranks` that do not stand at an equal step; of a send or a receive, the
+    other rank. circle: ascending, the ranks r that wait for themselves: from r to one of its
+    missing ranks, from there to one of that one's, and so on, there is a way back to r. It is
+    empty where all waiting is for ranks that have ended.
+    """
+    raise NotImplementedError("ex22: find the deadlock")

@@ -51,6 +51,7 @@ NAMES = {
     "ex19": "turn_advantages",
     "ex20": "repair",
     "ex21": "skip_observation_gae",
+    "ex22": "where_they_wait",
 }
 
 
@@ -231,3 +232,31 @@ def skip_observation_gae(rewards, values, mask, lengths, gamma, lam):
     result = torch.zeros_like(values).detach()
     result[mask] = losses.skip_observation_gae(rewards[mask], values[mask], own, lam, gamma)
     return result
+
+
+def where_they_wait(programs):
+    """Nothing in the project searches: runtime/team.py has one ORDER instead. This is a search."""
+    ranks, at = range(len(programs)), [0] * len(programs)
+
+    def step(r):
+        return programs[r][at[r]] if at[r] < len(programs[r]) else None
+
+    def missing(r):
+        kind, about, *members = step(r)
+        if kind == "meet":
+            return [other for other in members[0] if step(other) != step(r)]
+        answer = ("receive" if kind == "send" else "send", r)
+        return [] if step(about) == answer else [about]
+
+    while ready := [r for r in ranks if step(r) and not missing(r)]:
+        for r in ready:
+            at[r] += 1
+    waits = {r: (at[r], missing(r)) for r in ranks if step(r)}
+
+    def reached(r):
+        found, new = set(), {r}
+        while new := {other for one in new & set(waits) for other in waits[one][1]} - found:
+            found |= new
+        return found
+
+    return (waits, [r for r in waits if r in reached(r)]) if waits else None

@@ -1188,3 +1188,236 @@ def multiplies_by_the_mask_at_last(rewards, values, mask, lengths, gamma, lam):
 def learns_through_the_values(rewards, values, mask, lengths, gamma, lam):
     found = walked_back(rewards, values, mask, lengths, gamma, lam)
     return found + (values - values.detach()).where(mask, 0.0)
+
+
+# ---- ex22 ----
+
+
+def misses(r, step, here):
+    """The ranks that keep rank r from passing `step`; here: where everybody stands."""
+    kind, about, *members = step
+    if kind == "meet":
+        return [other for other in members[0] if here.get(other) != step]
+    answer = ("receive" if kind == "send" else "send", r)
+    return [] if here.get(about) == answer else [about]
+
+
+def everybody(others):
+    return others
+
+
+def reached(waits, r, follow=everybody):
+    """To whom the ways from rank r lead; follow: which of the missing ranks it looks at."""
+    found, todo = set(), [r]
+    while todo:
+        new = set(follow(waits.get(todo.pop(), (0, []))[1])) - found
+        found |= new
+        todo += new
+    return found
+
+
+def in_circle(waits, follow=everybody):
+    return [r for r in waits if r in reached(waits, r, follow)]
+
+
+def waited(programs, blocks=misses, missing=misses, circle=in_circle, rounds=100):
+    """The right answer, but for the parts that are given."""
+    at = [0] * len(programs)
+    for _ in range(rounds):
+        here = {r: p[at[r]] for r, p in enumerate(programs) if at[r] < len(p)}
+        for r, step in here.items():
+            at[r] += not blocks(r, step, here)
+    here = {r: p[at[r]] for r, p in enumerate(programs) if at[r] < len(p)}
+    waits = {r: (at[r], missing(r, step, here)) for r, step in here.items()}
+    return (waits, circle(waits)) if waits else None
+
+
+@wrong("ex22", "not the place in the list")
+def compares_place_by_place(programs):
+    for i in range(max(map(len, programs))):
+        here = {r: program[i] for r, program in enumerate(programs) if i < len(program)}
+        waits = {r: (i, misses(r, step, here)) for r, step in here.items()}
+        waits = {r: wait for r, wait in waits.items() if wait[1]}
+        if waits:
+            return waits, in_circle(waits)
+    return None
+
+
+@wrong("ex22", "look again until nothing moves")
+def looks_at_every_rank_once(programs):
+    at = [0] * len(programs)
+
+    def standing():
+        return {r: p[at[r]] for r, p in enumerate(programs) if at[r] < len(p)}
+
+    for r in range(len(programs)):
+        while r in standing() and not misses(r, standing()[r], standing()):
+            kind, about, *members = standing()[r]
+            for member in members[0] if kind == "meet" else (r, about):
+                at[member] += 1
+    waits = {r: (at[r], misses(r, step, standing())) for r, step in standing().items()}
+    return (waits, in_circle(waits)) if waits else None
+
+
+@wrong("ex22", "counting them is not enough")
+def counts_meetings(programs):
+    steps = [sorted(step for step in program if step[0] == "meet") for program in programs]
+    alike = all(
+        steps[r].count(step) == steps[other].count(step)
+        for r in range(len(programs))
+        for step in steps[r]
+        for other in step[2]
+    )
+    return None if alike else waited(programs)
+
+
+@wrong("ex22", "two names are two meetings")
+def meets_whatever_the_name(programs):
+    def blocks(r, step, here):
+        return misses(r, nameless(step), {q: nameless(other) for q, other in here.items()})
+
+    def nameless(step):
+        return ("meet", "", step[2]) if step[0] == "meet" else step
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "the same name with other ranks is another meeting")
+def meets_by_name_alone(programs):
+    def blocks(r, step, here):
+        if step[0] != "meet":
+            return misses(r, step, here)
+        return [other for other in step[2] if here.get(other, ())[:2] != step[:2]]
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "does not stand at this one")
+def remembers_who_came(programs):
+    came = set()
+
+    def blocks(r, step, here):
+        came.update((other, there) for other, there in here.items())
+        if step[0] != "meet":
+            return misses(r, step, here)
+        return [other for other in step[2] if (other, step) not in came]
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "who has ended comes to no meeting")
+def asks_only_who_is_there(programs):
+    def blocks(r, step, here):
+        return [other for other in misses(r, step, here) if other in here]
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "without a circle")
+def believes_in_circles_only(programs):
+    found = waited(programs)
+    return found if found and found[1] else None
+
+
+@wrong("ex22", "there is no buffer")
+def sends_do_not_wait(programs):
+    sent = set()
+
+    def blocks(r, step, here):
+        if step[0] == "send":
+            sent.add((r, step[1]))
+            return []
+        if step[0] == "receive":
+            return [] if (step[1], r) in sent else [step[1]]
+        return misses(r, step, here)
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "a receive names its sender")
+def receives_from_anybody(programs):
+    def blocks(r, step, here):
+        other = here.get(step[1], ("",))
+        if step[0] == "send" and other[0] == "receive":
+            return []
+        if step[0] == "receive":
+            return [] if ("send", r) in here.values() else [step[1]]
+        return misses(r, step, here)
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "two of three are not enough")
+def passes_with_a_majority(programs):
+    def blocks(r, step, here):
+        found = misses(r, step, here)
+        return found if step[0] != "meet" or 2 * len(found) >= len(step[2]) else []
+
+    return waited(programs, blocks)
+
+
+@wrong("ex22", "it is not missing")
+def lists_all_the_others(programs):
+    def missing(r, step, here):
+        return [q for q in step[2] if q != r] if step[0] == "meet" else misses(r, step, here)
+
+    return waited(programs, missing=missing)
+
+
+@wrong("ex22", "a circle may be longer than two")
+def knows_pairs_only(programs):
+    def circle(waits):
+        return [r for r in waits if any(r in waits.get(q, (0, []))[1] for q in waits[r][1])]
+
+    return waited(programs, circle=circle)
+
+
+@wrong("ex22", "there may be more than one circle")
+def stops_at_the_first_circle(programs):
+    def circle(waits):
+        found = in_circle(waits)
+        return [r for r in found if r in reached(waits, found[0])]
+
+    return waited(programs, circle=circle)
+
+
+@wrong("ex22", "follow all missing ranks")
+def follows_the_first_missing(programs):
+    return waited(programs, circle=lambda waits: in_circle(waits, lambda others: others[:1]))
+
+
+@wrong("ex22", "follow all missing ranks")
+def follows_the_last_missing(programs):
+    return waited(programs, circle=lambda waits: in_circle(waits, lambda others: others[-1:]))
+
+
+@wrong("ex22", "to wait is not to be in the circle")
+def puts_all_who_wait_in_the_circle(programs):
+    return waited(programs, circle=list)
+
+
+@wrong("ex22", "your function itself goes round for ever")
+def walks_until_it_is_back(programs):
+    def back(waits, r):
+        here = r
+        while here in waits:
+            here = waits[here][1][0]
+            if here == r:
+                return True
+        return False
+
+    return waited(programs, circle=lambda waits: [r for r in waits if back(waits, r)])
+
+
+@wrong("ex22", "the first step of a program is 0")
+def counts_from_one(programs):
+    found = waited(programs)
+    return found and ({r: (i + 1, others) for r, (i, others) in found[0].items()}, found[1])
+
+
+@wrong("ex22", "was changed in place")
+def empties_the_programs(programs):
+    found = waited(programs)
+    for r, program in enumerate(programs):
+        del program[: found[0].get(r, (len(program),))[0] if found else None]
+    return found

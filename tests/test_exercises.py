@@ -7,6 +7,7 @@ runs it on the stub and on typical wrong solutions. Oracles are loops, or in flo
 PYTEST_DONT_REWRITE: of a failure a learner reads the message, and no page of tensors below it.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -72,7 +73,7 @@ def pure(check):
     def watching(function, *rest):
         def call(*arguments):
             before = [
-                x.detach().clone() if isinstance(x, Tensor) else copy.copy(x) for x in arguments
+                x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x) for x in arguments
             ]
             result = function(*arguments)
             for i, (old, now) in enumerate(zip(before, arguments, strict=True), 1):
@@ -1454,6 +1455,238 @@ def check_ex21(skip_observation_gae):
 @pytest.mark.ex21
 def test_ex21():
     check_ex21(adapters.get("ex21"))
+
+
+# --------------------------------------------------------------------------- ex22 find the deadlock
+
+
+@contextlib.contextmanager
+def within(seconds: float, late: str):
+    """AssertionError for what computes longer; time that other programs take does not count."""
+
+    def stop(number, frame):
+        raise AssertionError(late)
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def needed(r: int, step: tuple) -> dict:
+    """Who must stand at which step, so that rank r passes this one."""
+    kind, about, *members = step
+    if kind == "meet":
+        return dict.fromkeys(members[0], step)
+    return {r: step, about: ("receive" if kind == "send" else "send", r)}
+
+
+def waiting_in_any_order(programs):
+    """Passes steps in every order there is: all must end alike. Circles by closure of a matrix."""
+    ends, seen, todo = [], set(), [(0,) * len(programs)]
+    while todo:
+        at = todo.pop()
+        here = {r: programs[r][i] for r, i in enumerate(at) if i < len(programs[r])}
+        moves = [needed(r, step) for r, step in here.items()]
+        moves = [move for move in moves if move.items() <= here.items()]
+        after = {tuple(i + (r in move) for r, i in enumerate(at)) for move in moves}
+        todo += after - seen
+        seen |= after
+        ends += [] if moves else [(at, here)]
+    ((at, here),) = ends  # a rank stands at one step only, so no step takes another's place
+    waits = {}
+    for r, step in here.items():
+        others = [q for q, wanted in needed(r, step).items() if here.get(q) != wanted]
+        waits[r] = at[r], sorted(others)
+    way = {(r, q) for r, (_, others) in waits.items() for q in others}
+    for k, r, q in itertools.product(range(len(programs)), repeat=3):
+        if (r, k) in way and (k, q) in way:
+            way.add((r, q))
+    return (waits, [r for r in sorted(waits) if (r, r) in way]) if waits else None
+
+
+def random_programs(chance: random.Random) -> list[list[tuple]]:
+    """Ranks that do the same things in one order, of which one or two then do something else."""
+    size = chance.randint(2, 4)
+    programs = [[] for _ in range(size)]
+    for _ in range(chance.randint(0, 6)):
+        if chance.random() < 0.35:
+            sender, receiver = chance.sample(range(size), 2)
+            programs[sender].append(("send", receiver))
+            programs[receiver].append(("receive", sender))
+        else:
+            members = tuple(sorted(chance.sample(range(size), chance.randint(1, size))))
+            step = ("meet", chance.choice("ab"), members)
+            for r in members:
+                programs[r].append(step)
+    for _ in range(chance.choice([0, 1, 1, 2])):
+        program = chance.choice(programs)
+        i = chance.randrange(max(1, len(program)))
+        if program[i + 1 :] and chance.random() < 0.6:
+            program[i], program[i + 1] = program[i + 1], program[i]
+        elif program:
+            del program[i]
+    return programs
+
+
+def wrong_waiting(got, want, hint: str, whole: bool) -> str:
+    """What is wrong with an answer, in words, or ""; `hint` is what its case is about."""
+    if got is None and want is None:
+        return ""
+    if got is None or want is None:
+        return hint or ("somebody waits for ever" if got is None else "all ranks end here")
+    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], dict)):
+        return "the answer is None or a pair, (waits, circle), and waits is a dict"
+    if not all(isinstance(x, tuple) and isinstance(x[-1], list) for x in got[0].values()):
+        return "waits[r] is a pair, (step, list of missing ranks)"
+    (waits, circle), (right, ring) = got, want
+    if set(waits) != set(right):
+        return hint or "waits has the ranks that do not end, all of them and no other"
+    ahead = {waits[r][0] - right[r][0] for r in right}
+    if ahead == {1}:
+        return "the first step of a program is 0, not 1"
+    if ahead != {0}:
+        return hint or "a rank stands at the first step that it has not passed"
+    for r, (_, missing) in right.items():
+        extra, lacking = set(waits[r][1]) - set(missing), set(missing) - set(waits[r][1])
+        if r in extra:
+            return f"rank {r} stands there itself: it is not missing"
+        if extra:
+            return f"rank {min(extra)} does not keep rank {r} from passing: it is not missing"
+        if lacking:
+            return f"rank {r} waits for rank {min(lacking)}, too"
+        if list(waits[r][1]) != missing:
+            return "missing ranks are ascending, each once"
+    if list(circle) == ring or not whole:
+        return ""
+    if sorted(circle) == sorted(waits):
+        return "to wait is not to be in the circle: there must be a way back"
+    return hint or "circle has the ranks that have a way back to themselves, ascending"
+
+
+def meet(name: str, *ranks: int) -> tuple:
+    return "meet", name, ranks
+
+
+def chain(order: tuple) -> list[list[tuple]]:
+    """Each rank can pass its first step only when the next in `order` has passed its own."""
+    programs = [[] for _ in order]
+    for a, b in reversed(list(itertools.pairwise(order))):
+        for r in (a, b):
+            programs[r].append(meet(f"{a} and {b}", *sorted((a, b))))
+    return programs
+
+
+# programs, the right answer, and what is misunderstood by who does not find it
+WAITING = [
+    ([[], []], None, "programs without steps have ended"),
+    (
+        [[meet("a", 0, 1), meet("b", 0, 2)], [meet("a", 0, 1)], [meet("b", 0, 2)]],
+        None,
+        "the second step of one rank meets the first of another: it counts where they stand, "
+        "not the place in the list",
+    ),
+    (
+        chain((0, 1, 2, 3)),
+        None,
+        "whoever waited goes on when the others have come: look again until nothing moves",
+    ),
+    (
+        chain((3, 2, 1, 0)),
+        None,
+        "whoever waited goes on when the others have come: look again until nothing moves",
+    ),
+    ([[meet("a", 0)], []], None, "a meeting of one rank has all it needs"),
+    (
+        [[meet("a", 0, 1), meet("b", 0, 1)], [meet("b", 0, 1), meet("a", 0, 1)]],
+        ({0: (0, [1]), 1: (0, [0])}, [0, 1]),
+        "the same meetings in another order: two names are two meetings, and counting them is "
+        "not enough",
+    ),
+    (
+        [[meet("g", 0, 1)], [meet("g", 1, 2)], [meet("g", 0, 2)]],
+        ({0: (0, [1]), 1: (0, [2]), 2: (0, [0])}, [0, 1, 2]),
+        "the same name with other ranks is another meeting",
+    ),
+    (
+        [
+            [meet("a", 0, 1), meet("a", 0, 1), meet("b", 0, 1)],
+            [meet("a", 0, 1), meet("b", 0, 1), meet("a", 0, 1)],
+        ],
+        ({0: (1, [1]), 1: (1, [0])}, [0, 1]),
+        "a second meeting of the same name: who came to the first one does not stand at this one",
+    ),
+    (
+        [[meet("a", 0, 1), meet("a", 0, 1)], [meet("a", 0, 1)]],
+        ({0: (1, [1])}, []),
+        "who has ended comes to no meeting: this waits for ever without a circle",
+    ),
+    (
+        [[("send", 1), ("receive", 1)], [("send", 0), ("receive", 0)]],
+        ({0: (0, [1]), 1: (0, [0])}, [0, 1]),
+        "a send waits until the other receives: there is no buffer",
+    ),
+    (
+        [[("send", 1)], [("receive", 2)], [("send", 1)]],
+        ({0: (0, [1])}, []),
+        "a receive names its sender: nobody else may pass with it",
+    ),
+    (
+        [[meet("a", 0, 1, 2)], [meet("a", 0, 1, 2)], [meet("b", 0, 1, 2)]],
+        ({0: (0, [2]), 1: (0, [2]), 2: (0, [0, 1])}, [0, 1, 2]),
+        "all of `ranks` must come: two of three are not enough",
+    ),
+]
+CIRCLES = [
+    (
+        [[("send", 1)], [("send", 2)], [("send", 0)]],
+        ({0: (0, [1]), 1: (0, [2]), 2: (0, [0])}, [0, 1, 2]),
+        "a circle may be longer than two",
+    ),
+    (
+        [[("send", 1)], [("send", 0)], [("send", 3)], [("send", 2)]],
+        ({0: (0, [1]), 1: (0, [0]), 2: (0, [3]), 3: (0, [2])}, [0, 1, 2, 3]),
+        "there may be more than one circle",
+    ),
+    (
+        [[meet("a", 0, 1, 2)], [], [meet("b", 0, 2)]],
+        ({0: (0, [1, 2]), 2: (0, [0])}, [0, 2]),
+        "follow all missing ranks, not one of them",
+    ),
+    (
+        [[meet("a", 0, 1, 2)], [meet("b", 0, 1)], []],
+        ({0: (0, [1, 2]), 1: (0, [0])}, [0, 1]),
+        "follow all missing ranks, not one of them",
+    ),
+    (
+        [[("send", 2)], [("send", 2)], [("send", 1)]],
+        ({0: (0, [2]), 1: (0, [2]), 2: (0, [1])}, [1, 2]),
+        "to wait is not to be in the circle: there must be a way back",
+    ),
+]
+
+
+@pure
+def check_ex22(where_they_wait):
+    chance = random.Random(3)
+    cases = [random_programs(chance) for _ in range(400)]
+    cases = [(programs, waiting_in_any_order(programs), "") for programs in cases]
+    first = [(*case, False) for case in WAITING]  # who waits and where; then the circles, too
+    for programs, want, hint, whole in first + [(*case, True) for case in CIRCLES + cases]:
+        shown = "\n".join(f"    rank {r}: {program}" for r, program in enumerate(programs))
+        endless = f"your function itself goes round for ever: remember where it has been\n{shown}"
+        with within(1.0, endless):
+            got = where_they_wait(programs)
+        why = wrong_waiting(got, want, hint, whole)
+        assert not why, f"{why}; must be {want}, got {got}, for\n{shown}"
+
+
+@pytest.mark.ex22
+def test_ex22():
+    check_ex22(adapters.get("ex22"))
 
 
 CHECKS = {name: globals()[f"check_{name}"] for name in adapters.NAMES}
