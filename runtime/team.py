@@ -103,6 +103,8 @@ def join_team(team: Team, place: str, own_gpus: bool, limit: float) -> None:
     """
     os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # its time limit is an error, not the end
     backend, team.wire = ("nccl", None) if own_gpus else ("gloo", "cpu")
+    # torch names a group by how many there were: after one that failed, no newcomer would find it
+    dist.distributed_c10d._world.group_count = 0
     with named(team, 0, "the first meeting"):
         seconds = timedelta(seconds=limit)
         dist.init_process_group(backend, place, seconds, team.size, team.ranks[0])

@@ -40,7 +40,7 @@ def test_a_team_that_is_hurt_ends_as_if_nothing_had_been(tmp_path):
         fail_at("team", "collective", "SIGKILL", after=5),
         fail_at("team", "moments", "SIGKILL", after=8),
         fail_at("team", "start", "exception", after=9),  # of a successor
-        fail_at("team", "meeting", "SIGSTOP", after=11),
+        fail_at("team", "meeting", "SIGSTOP"),  # the very first one
     ]
     flags = {"learners": 3, "rollout_workers": 1, "steps": 14, "max_staleness": 0}
     hurt = run_plan(tmp_path / "hurt", plan, **flags)
