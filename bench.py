@@ -103,7 +103,7 @@ def asynchronous_facts(run) -> dict:
     return {
         "staleness_bound": run.config.max_staleness,
         "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "published_bytes": run.mailbox.buffers[0].nbytes,
+        "published_bytes": run.mailbox.nbytes,
         "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
         "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),

@@ -164,6 +164,7 @@ class Config:
     kl_threshold: float = flag(1.0, "mean KL above which training is damped (GLM-5: 0.15)")
 
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", group="machines")
+    cluster: str = flag("", "Ray cluster of the workers: local, or HOST:PORT ('': this machine)")
     threads: int = flag(1, "CPU threads of each process (0: share the cores out)")
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
     reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)

@@ -8,6 +8,8 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from buffer import Buffer
 from reward import problem_of
 from runtime import sessions, workers
@@ -17,7 +19,7 @@ from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
-from runtime.processes import Pool, Worker
+from runtime.processes import Pool, Worker, start_here
 from runtime.setup import Run, open_training
 from runtime.team import leave_team
 
@@ -41,6 +43,8 @@ class AsyncRun(Run):
 
     def meeting_place(self, number: int) -> str:
         """Where the learners of a run find each other, this time."""
+        if self.config.cluster:
+            return self.mailbox.meeting_address()
         path = self.folder.resolve() / "checkpoints" / f"meeting-{number}"
         path.unlink(missing_ok=True)
         return f"file://{path}"
@@ -62,14 +66,15 @@ def open_async(config: Config):
     buffer = Buffer(start.task.shares, config.max_staleness, config.on_stale)
     flat = learner.model.flat
     try:
-        mailbox = Mailbox(flat, dtype=config.published)
+        mailbox = mailbox_of(config, flat)
         mailbox.publish(learner.version, flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
         run.pool = start_workers(run)
     except OSError as error:  # too little shared memory, too many processes
         if not state:
             shutil.rmtree(start.folder)
-        raise UserError(f"--model {config.model}: {error.strerror}") from error
+        where = f"--cluster {config.cluster}" if config.cluster else f"--model {config.model}"
+        raise UserError(f"{where}: {error.strerror}") from error
     if state:
         for group in completed_groups(state):
             buffer.restore(group)
@@ -95,6 +100,15 @@ def open_async(config: Config):
         log.flush()
 
 
+def mailbox_of(config: Config, flat: Tensor):
+    """Where published weights are put: memory of this machine, or of each node of a cluster."""
+    if not config.cluster:
+        return Mailbox(flat, dtype=config.published)
+    from runtime.cluster import Mailboxes  # importing Ray takes a second
+
+    return Mailboxes(flat, config)
+
+
 def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
     config, shape = run.config, run.learner.model.config
@@ -110,7 +124,9 @@ def start_workers(run: AsyncRun) -> Pool:
         return flaw(answer, work, config.group_size, *allowed)
 
     logs, restarts, silence = run.folder / "logs", config.restarts, config.silence
-    return Pool(roles, logs=logs, restarts=restarts, silence=silence, flaw=examine)
+    start = run.mailbox.start if config.cluster else start_here
+    how = {"logs": logs, "restarts": restarts, "silence": silence, "start": start}
+    return Pool(roles, flaw=examine, **how)
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:

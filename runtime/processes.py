@@ -13,6 +13,7 @@ middle of a message holds up nobody else. One more thread replaces those that ar
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import threading
@@ -119,6 +120,7 @@ class Worker:
     process: object
     connection: Connection
     log: str
+    serial: int  # no other worker of the pool has had it
     heard: float  # time of its last delivery, or of its start
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
@@ -191,7 +193,7 @@ class Pool:
         # Guards news, workers and their work: of this process only, never shared with a worker.
         self.books = threading.Condition()
         self.closing = self.closed = False
-        self.restarted = {}  # name -> times
+        self.restarted, self.serials = {}, itertools.count()  # name -> times
         self.workers = {}  # name -> Worker
         for role, (_, count, *_) in roles.items():
             for number in range(count):
@@ -284,7 +286,9 @@ class Pool:
         name = f"{role}-{number}"
         log = str(self.logs / f"{name}.log")
         process, connection = self.start(name, function, number, log, arguments)
-        worker = Worker(role, number, process, connection, log, time.monotonic())
+        worker = Worker(
+            role, number, process, connection, log, next(self.serials), time.monotonic()
+        )
         for function in (post, self._listen):
             threading.Thread(target=function, args=(worker,), daemon=True).start()
         return worker
@@ -316,8 +320,8 @@ class Pool:
                 if flaw := self.flaw(answer, worker.work):
                     raise ValueError(flaw)
                 match answer:
-                    case Call():
-                        self._ask(answer)
+                    case Call(key):  # process ids of two machines may be the same
+                        self._ask(answer._replace(key=(worker.serial, *key[1:])))
                     case Result(key):
                         del worker.work[key]
                         self._tell(answer)
@@ -343,7 +347,7 @@ class Pool:
     def _tell(self, result: Result) -> None:
         """A result goes to the generator that has called, if it still lives."""
         for worker in self.of("rollout"):
-            if worker.process.pid == result.key[0]:
+            if worker.serial == result.key[0]:
                 self.send(worker, [result])
 
     def _watch(self) -> None:
@@ -393,7 +397,7 @@ class Pool:
             for call in calls:  # sessions are made again
                 self._ask(call)
             if worker.role == "rollout":
-                self._ask(Call((worker.process.pid,), {}, None))
+                self._ask(Call((worker.serial,), {}, None))
             self._put(worker, Lost(reason, groups))
 
     def _may_restart(self, name: str) -> bool:

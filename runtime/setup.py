@@ -28,6 +28,9 @@ from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from tasks import limits
 from tasks.exam import Host, evaluate
 
+# flags that a run may have anew when it goes on
+MAY_CHANGE = ("steps", "export", "learners", "rollout_workers", "cluster")
+
 
 @dataclass
 class Run:
@@ -64,6 +67,11 @@ def open_training(config: Config, mode: str) -> Run:
             _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
     if config.model not in PRESETS:  # a run may go on from another place
         config = dataclasses.replace(config, model=os.path.abspath(config.model))
+    if config.cluster:
+        require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
+        from runtime.cluster import open_cluster  # it takes a second, and needs Ray
+
+        config = open_cluster(config)
     learners, rollouts = pick_devices(config)
     set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
     task = task_of(config)
@@ -87,7 +95,7 @@ def open_training(config: Config, mode: str) -> Run:
                 Path(config.export).mkdir(parents=True, exist_ok=True)
         if state:
             drop_what_follows(folder, state)
-            changed = {name: getattr(config, name) for name in ("steps", "export", "learners")}
+            changed = {name: getattr(config, name) for name in MAY_CHANGE}
             write_config(folder, record | changed)
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
@@ -189,12 +197,12 @@ def worker_model(config: Config, shape: ModelConfig) -> GPT:
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     """The configuration of the run to resume (or to replay), and all that its config.json holds.
 
-    Only --steps, --export and --learners may change, and only to resume. A folder may come from
-    somebody else: it runs code of a file only if the user names that file, too. Raises UserError.
+    Only the flags in MAY_CHANGE may change, and only to resume. A folder may come from somebody
+    else: it runs code of a file only if the user names that file, too. Raises UserError.
     """
     folder = Path(getattr(config, flag))
     old, stored = stored_config(folder, f"--{flag}")
-    free = {"resume", "steps", "export", "learners"} if flag == "resume" else {flag}
+    free = {"resume", *MAY_CHANGE} if flag == "resume" else {flag}
     for f in dataclasses.fields(Config):
         given, had = getattr(config, f.name), getattr(old, f.name)
         said = f"{flag_name(f.name)} {given}: must be left out with --{flag} (the run has {had})"

@@ -1,0 +1,346 @@
+"""cluster.py: the workers of a run on the nodes of a Ray cluster (`--cluster local`, or HOST:PORT).
+
+Ray places, connects, and tells who is dead. Everything above stays as on one machine: the same
+pool, the same messages, the same worker code. A worker is an actor, its `Seat`, that starts the
+worker's process beside itself and carries deliveries between it and the parent. A `Keeper` on every
+node has the node's mailbox: the parent puts a version into Ray's object store once, Ray brings it
+to each node once, and the workers of a node read it from the shared memory of their keeper.
+When a seat dies, its worker dies with it; when a keeper dies, the workers of its node are replaced.
+Left out: who gets which work (processes.py), learners' own meetings, which are torch's (team.py).
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import torch
+from torch import Tensor
+
+from runtime.config import Config, UserError, require
+from runtime.devices import cores
+from runtime.mailbox import Mailbox
+from runtime.processes import next_delivery, start_here
+
+try:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+except ImportError:
+    ray = None
+
+VERSION = "2.60.0"  # the one that was tried
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = "the mailbox of the node"  # stands for its place among the arguments of a worker
+ANSWER_SECONDS = 15.0  # so long a cluster may take to answer at the beginning
+LOST = () if ray is None else (ray.exceptions.RayError,)
+
+
+# --------------------------------------------------------------------------------- on the nodes
+
+
+class Seat:
+    """An actor: one worker's process on the actor's node, and what it says."""
+
+    def __init__(self, name: str, function, number: int, arguments: tuple):
+        self.given, self.said = (name, function, number), SimpleQueue()
+        self.arguments, self.process = arguments, None
+        sys.modules["__main__"].__file__ = None  # the process shall not begin with Ray's program
+        os.environ.pop("OMP_NUM_THREADS", None)
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def begin(self, place: str) -> int:
+        """Start the process; returns its id. place: of the mailbox on this node."""
+        started = SimpleQueue()
+        threading.Thread(target=self._run, args=(place, started), daemon=True).start()
+        return started.get()
+
+    def _run(self, place: str, started: SimpleQueue) -> None:
+        """A thread that lives as long as the process, which would die with it."""
+        name, *function = self.given
+        log = Path(f"/tmp/nanoglm-{os.getpid()}-{name}.log")
+        arguments = [place if argument == KEPT else argument for argument in self.arguments]
+        self.process, self.connection = start_here(name, *function, str(log), arguments)
+        started.put(self.process.pid)
+        while delivery := next_delivery(self.connection):
+            self.said.put(delivery)
+        self.process.join()
+        text = log.read_bytes()[-10000:] if log.exists() else b""
+        log.unlink(missing_ok=True)
+        self.said.put((self.process.exitcode, text))
+
+    def put(self, delivery: bytes) -> None:
+        """For the process; blocks while it does not read."""
+        self.connection.send_bytes(delivery)
+
+    def take(self) -> list:
+        """What the process has said, at least one delivery; at its end: exit code and log."""
+        found = [self.said.get()]
+        while True:
+            try:
+                found.append(self.said.get_nowait())
+            except Empty:
+                return found
+
+
+class Keeper:
+    """An actor: the newest weights in the shared memory of its node."""
+
+    def __init__(self, size: int, dtype: str):
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        self.mailbox, self.dtype = Mailbox(torch.empty(size), dtype=dtype), getattr(torch, dtype)
+
+    def place(self) -> str:
+        return self.mailbox.place
+
+    def publish(self, version: int, box: list) -> None:
+        """box: the reference to the weights; they are read where Ray has them, without a copy."""
+        self.mailbox.publish(version, torch.frombuffer(ray.get(box[0]), dtype=self.dtype))
+
+
+def facts_of_code(root: str) -> dict:
+    """What must be the same on all nodes."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(root).rglob("*.py")):
+        if not {"runs", "tests", "exercises"} & {*path.relative_to(root).parts}:
+            digest.update(path.read_bytes())
+    versions = {"Python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
+    return {"code": f"{digest.hexdigest()[:12]} in {root}", **versions}
+
+
+def facts_on_node(root: str) -> dict:
+    """The same, on a node."""
+    return facts_of_code(root)
+
+
+# ------------------------------------------------------------------------------- in the parent
+
+
+def open_cluster(config: Config) -> Config:
+    """Connect to the cluster; returns a config that says how many rollout workers it gets.
+    UserError: it cannot be reached, has too little room, or its nodes are not alike."""
+    name = f"--cluster {config.cluster}"
+    require(ray, f'{name}: must have Ray (pip install "ray=={VERSION}")')
+    ray.shutdown()  # of an earlier run of this process
+    if config.cluster == "local":
+        rollouts = config.rollout_workers or max(1, cores() - config.team_size)
+        config = dataclasses.replace(config, rollout_workers=rollouts)
+        wanted = rollouts + config.team_size + config.reward_workers
+        connect(num_cpus=2 * wanted, include_dashboard=False)  # room for successors
+    else:
+        host, _, port = config.cluster.rpartition(":")
+        needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
+        require(host and port.isdigit(), needed)
+        try:
+            socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+            connect(address=config.cluster)
+        except (OSError, RuntimeError, ValueError, *LOST) as error:
+            raise UserError(f"{needed} ({str(error).splitlines()[0]:.200})") from error
+    compare_nodes(name)
+    return with_room(config, name)
+
+
+def connect(**options) -> None:
+    """Join the cluster as its driver. Signals stay with whom they were: Ray would take SIGTERM."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ray.init(log_to_driver=False, logging_level="error", **options)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def compare_nodes(name: str) -> None:
+    """UserError that names the first node whose code or libraries are not this process's."""
+    here, look = facts_of_code(str(ROOT)), ray.remote(num_cpus=0)(facts_on_node)
+    nodes = alive()
+    places = [On(node["NodeID"], soft=False) for node in nodes]
+    found = [look.options(scheduling_strategy=place).remote(str(ROOT)) for place in places]
+    for node, there in zip(nodes, found, strict=True):
+        try:
+            facts = ray.get(there, timeout=60)
+        except LOST as error:
+            facts = {"code": f"none that it can read ({type(error).__name__})"}
+        where = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+        for what, value in facts.items():
+            said = f"{name}: {where} must have {what} {here[what]}, has {value}"
+            require(value == here[what], said)
+
+
+def alive() -> list[dict]:
+    """The nodes of the cluster."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def with_room(config: Config, name: str) -> Config:
+    """UserError when the cluster has too few CPUs or GPUs for the workers that are asked for."""
+    room, team = ray.cluster_resources(), config.team_size - 1
+    kind = kind_of(config)
+    has, others = int(room.get(kind, 0)), team
+    if kind == "CPU":
+        others += config.reward_workers
+    rollouts = config.rollout_workers or max(1, has - others)
+    needed = f"{name}: must have {rollouts + others} {kind}s, for {rollouts} rollout workers"
+    require(rollouts + others <= has, f"{needed} and {others} others; it has {has}")
+    return dataclasses.replace(config, rollout_workers=rollouts)
+
+
+def kind_of(config: Config) -> str:
+    """What rollout workers and learners need one of."""
+    gpus = config.device != "cpu" and ray.cluster_resources().get("GPU")
+    return "GPU" if gpus or config.device.startswith("cuda") else "CPU"
+
+
+class Mailboxes:
+    """What a `Mailbox` is to a trainer, where every node has its own."""
+
+    place = KEPT
+
+    def __init__(self, like: Tensor, config: Config):
+        """Every node that may have workers gets a mailbox for such weights [P]; OSError names the
+        one that has no room."""
+        self.kind, self.size, self.dtype = kind_of(config), len(like), config.published
+        self.nbytes = self.size * getattr(torch, self.dtype).itemsize
+        self.news, self.version, self.box = threading.Condition(), -1, None
+        self.keepers, self.there = {}, defaultdict(set)  # node -> keeper, workers
+        self.closed, self.workers, self.threads = False, [], []
+        for node in alive():
+            has = node["Resources"].get("object_store_memory", 0)
+            said = f"node {node['NodeManagerAddress']} must have {2 * self.nbytes >> 20} MB "
+            if has < 2 * self.nbytes:
+                raise OSError(errno.ENOMEM, f"{said} for two versions, has {int(has) >> 20}")
+            if node["Resources"].get(self.kind):
+                try:
+                    self.on(node["NodeID"])
+                except LOST as error:
+                    raise OSError(errno.ENOMEM, f"{said} of shared memory ({error})") from error
+
+    def publish(self, version: int, flat: Tensor) -> None:
+        """Put weights [P] into the object store; it waits for no node and no reader."""
+        assert version > self.version, f"version {version} published after {self.version}"
+        rounded = flat.detach().to("cpu", getattr(torch, self.dtype))
+        box = [ray.put(rounded.view(torch.uint8).numpy())]
+        with self.news:
+            self.version, self.box = version, box
+            self.news.notify_all()
+
+    def on(self, node: str, *workers) -> str:
+        """The place of a node's mailbox, for workers there; a new node gets a keeper."""
+        with self.news:
+            self.there[node].update(workers)
+            if node not in self.keepers:
+                keeper = ray.remote(num_cpus=0, max_concurrency=2)(Keeper)
+                keeper = keeper.options(scheduling_strategy=On(node, soft=False))
+                self.keepers[node] = keeper.remote(self.size, self.dtype)
+                self.threads.append(threading.Thread(target=self._feed, args=(node,), daemon=True))
+                self.threads[-1].start()
+            keeper = self.keepers[node]
+        return ray.get(keeper.place.remote())
+
+    def _feed(self, node: str) -> None:
+        """A thread for each keeper: it gets the newest version, whatever it has missed."""
+        keeper, sent = self.keepers[node], -1
+        try:
+            while not self.closed:
+                with self.news:
+                    if self.version == sent:
+                        self.news.wait(1.0)
+                    version, box = self.version, self.box
+                if version > sent:
+                    ray.get(keeper.publish.remote(version, box))
+                    sent = version
+                else:
+                    ray.get(keeper.place.remote())  # does it live?
+        except Exception:  # its workers would go on with old weights
+            with self.news:
+                self.keepers.pop(node)
+                orphans = self.there.pop(node, ())
+            for worker in () if self.closed else orphans:
+                worker.kill()
+
+    def start(self, name: str, function, number: int, log: str, arguments: list) -> tuple:
+        """A worker where there is room, for a pool; Ray looks for it, and nobody waits here."""
+        gpu = self.kind == "GPU" and not name.startswith("reward")
+        needs = {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
+        seat = ray.remote(max_concurrency=4, scheduling_strategy="SPREAD", **needs)(Seat)
+        actor = seat.remote(name, function, number, tuple(arguments))
+        self.workers.append(Remote(name, actor, self, log))
+        return self.workers[-1], self.workers[-1]
+
+    def meeting_address(self) -> str:
+        """Where learners of several nodes find each other: a free port of this one."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def close(self) -> None:
+        """The end of the run, and of its time with the cluster."""
+        with self.news:
+            self.closed = True
+            self.news.notify_all()
+        for worker in self.workers:
+            worker.left.wait(5.0)
+        for thread in self.threads:  # Ray does not bear a thread that asks while it shuts down
+            thread.join(5.0)
+        ray.shutdown()
+
+
+class Remote:
+    """A worker on some node: to the pool both its process and the connection to it."""
+
+    def __init__(self, name: str, actor, mailboxes: Mailboxes, log: str):
+        self.name, self.actor, self.mailboxes, self.log = name, actor, mailboxes, log
+        self.pid, self.exitcode, self.heard = 0, None, []
+        self.begun, self.ended, self.left = (threading.Event() for _ in range(3))
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.ended.wait(timeout)
+
+    def recv_bytes(self) -> bytes:
+        """The next delivery; EOFError when the worker, its seat or its node is gone."""
+        try:
+            if not self.begun.is_set():
+                node = ray.get(self.actor.node.remote())
+                self.pid = ray.get(self.actor.begin.remote(self.mailboxes.on(node, self)))
+                self.begun.set()
+            while not self.heard:
+                self.heard = ray.get(self.actor.take.remote())
+        except Exception as error:
+            self.heard = [(-signal.SIGKILL, f"{type(error).__name__}: {error}".encode())]
+        match self.heard.pop(0):
+            case (self.exitcode, text):
+                Path(self.log).write_bytes(text)
+                self.begun.set()
+                self.ended.set()
+                raise EOFError
+            case delivery:
+                return delivery
+
+    def send_bytes(self, delivery: bytes) -> None:
+        """Blocks while the worker does not read, as a pipe does."""
+        self.begun.wait()
+        try:
+            ray.get(self.actor.put.remote(delivery))
+        except Exception as error:
+            raise OSError(str(error)) from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.ended.set()
+        with contextlib.suppress(Exception):  # it may be gone, and Ray, too
+            self.kill()
+        self.left.set()
