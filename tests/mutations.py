@@ -1259,6 +1259,11 @@ def looks_at_every_rank_once(programs):
     return (waits, in_circle(waits)) if waits else None
 
 
+@wrong("ex22", "not a fixed number of times")
+def looks_once_for_every_rank(programs):
+    return waited(programs, rounds=len(programs))
+
+
 @wrong("ex22", "counting them is not enough")
 def counts_meetings(programs):
     steps = [sorted(step for step in program if step[0] == "meet") for program in programs]
@@ -1364,6 +1369,14 @@ def lists_all_the_others(programs):
     return waited(programs, missing=missing)
 
 
+@wrong("ex22", "rank 0 waits for rank 1, too")
+def misses_only_who_waits(programs):
+    def missing(r, step, here):
+        return [other for other in misses(r, step, here) if other in here]
+
+    return waited(programs, missing=missing)
+
+
 @wrong("ex22", "a circle may be longer than two")
 def knows_pairs_only(programs):
     def circle(waits):
@@ -1394,6 +1407,16 @@ def follows_the_last_missing(programs):
 @wrong("ex22", "to wait is not to be in the circle")
 def puts_all_who_wait_in_the_circle(programs):
     return waited(programs, circle=list)
+
+
+@wrong("ex22", "circle is ascending")
+def lists_the_last_of_the_circle_first(programs):
+    return waited(programs, circle=lambda waits: in_circle(waits)[::-1])
+
+
+@wrong("ex22", "circle is a list, empty if there is none")
+def has_none_for_an_empty_circle(programs):
+    return waited(programs, circle=lambda waits: in_circle(waits) or None)
 
 
 @wrong("ex22", "your function itself goes round for ever")

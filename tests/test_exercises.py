@@ -1540,9 +1540,12 @@ def wrong_waiting(got, want, hint: str, whole: bool) -> str:
         return hint or ("somebody waits for ever" if got is None else "all ranks end here")
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], dict)):
         return "the answer is None or a pair, (waits, circle), and waits is a dict"
-    if not all(isinstance(x, tuple) and isinstance(x[-1], list) for x in got[0].values()):
-        return "waits[r] is a pair, (step, list of missing ranks)"
     (waits, circle), (right, ring) = got, want
+    shapes = [[type(x) for x in wait] if isinstance(wait, tuple) else [] for wait in waits.values()]
+    if not all(shape == [int, list] for shape in shapes):
+        return "waits[r] is a pair, (step, list of missing ranks)"
+    if not isinstance(circle, list):
+        return f"circle is a list, empty if there is none; it is a {type(circle).__name__}"
     if set(waits) != set(right):
         return hint or "waits has the ranks that do not end, all of them and no other"
     ahead = {waits[r][0] - right[r][0] for r in right}
@@ -1558,10 +1561,12 @@ def wrong_waiting(got, want, hint: str, whole: bool) -> str:
             return f"rank {min(extra)} does not keep rank {r} from passing: it is not missing"
         if lacking:
             return f"rank {r} waits for rank {min(lacking)}, too"
-        if list(waits[r][1]) != missing:
+        if waits[r][1] != missing:
             return "missing ranks are ascending, each once"
-    if list(circle) == ring or not whole:
+    if circle == ring or not whole:
         return ""
+    if sorted(circle) == ring:
+        return "circle is ascending"
     if sorted(circle) == sorted(waits):
         return "to wait is not to be in the circle: there must be a way back"
     return hint or "circle has the ranks that have a way back to themselves, ascending"
@@ -1598,6 +1603,11 @@ WAITING = [
         chain((3, 2, 1, 0)),
         None,
         "whoever waited goes on when the others have come: look again until nothing moves",
+    ),
+    (
+        [[meet(name, 0, 1) for name in "abcde"] for _ in range(2)],
+        None,
+        "look again until nothing moves, not a fixed number of times: a program may be long",
     ),
     ([[meet("a", 0)], []], None, "a meeting of one rank has all it needs"),
     (
