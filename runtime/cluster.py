@@ -291,6 +291,8 @@ class Mailboxes:
             worker.left.wait(5.0)
         for thread in self.threads:  # Ray does not bear a thread that asks while it shuts down
             thread.join(5.0)
+        for keeper in list(self.keepers.values()):
+            ray.kill(keeper)
         ray.shutdown()
 
 
@@ -319,14 +321,14 @@ class Remote:
                 self.heard = ray.get(self.actor.take.remote())
         except Exception as error:
             self.heard = [(-signal.SIGKILL, f"{type(error).__name__}: {error}".encode())]
-        match self.heard.pop(0):
-            case (self.exitcode, text):
-                Path(self.log).write_bytes(text)
-                self.begun.set()
-                self.ended.set()
-                raise EOFError
-            case delivery:
-                return delivery
+        said = self.heard.pop(0)
+        if isinstance(said, bytes):
+            return said
+        self.exitcode, text = said
+        Path(self.log).write_bytes(text)
+        self.begun.set()
+        self.ended.set()
+        raise EOFError
 
     def send_bytes(self, delivery: bytes) -> None:
         """Blocks while the worker does not read, as a pipe does."""

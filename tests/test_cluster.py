@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -52,70 +51,74 @@ def checked(folder: Path, steps: int) -> list[dict]:
     return read_lines(folder / "events.jsonl")
 
 
-def when(folder: Path, step: int, then) -> threading.Thread:
-    """Do something once a run has made so many steps."""
-
-    def wait():
-        path = folder / "metrics.jsonl"
-        while not path.exists() or len(path.read_text().splitlines()) <= step:
-            time.sleep(0.05)
-        then()
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
+def start(nodes, folder: Path, steps: int, **flags) -> subprocess.Popen:
+    """A run as a process of its own, which is the driver."""
+    flags = SMALL | flags | {"cluster": nodes.address, "out": folder, "steps": steps}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    command = [sys.executable, "train_async.py", *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=subprocess.PIPE, text=True)
 
 
-def pids_of(what: str) -> list[int]:
-    """Processes whose title has this in it: Ray gives its actors one."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def wait_for_step(process, folder: Path, step: int) -> None:
+    """Until the run has made so many steps."""
+    path, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not path.exists() or len(path.read_text().splitlines()) <= step:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.05)
+
+
+def actors(kind: str) -> dict[int, list[int]]:
+    """The processes of actors, which Ray gives a title, with their children."""
+    lines, parents = {}, {}
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if what in path.read_text():
-                found.append(int(path.parent.name))
+            lines[int(path.name)] = (path / "cmdline").read_text()
+            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    return found
+    found = [pid for pid, line in lines.items() if line.startswith(f"ray::{kind}")]
+    return {pid: [child for child, parent in parents.items() if parent == pid] for pid in found}
+
+
+def gone(pids) -> None:
+    """Within a moment these processes have ended."""
+    deadline = time.monotonic() + 20
+    while left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def test_seats_keepers_and_nodes_may_be_lost(nodes, tmp_path):
     """And one is added; two learners, who meet over TCP."""
-    folder, added = tmp_path / "run", []
-    (victim,) = list(nodes.worker_nodes)[:1]
-
-    def kill_seat():
-        os.kill(pids_of("ray::Seat")[0], signal.SIGKILL)
-
-    def kill_keeper():
-        os.kill(pids_of("ray::Keeper")[0], signal.SIGKILL)
-
-    def lose_node():
-        added.append(nodes.add_node(num_cpus=3, object_store_memory=100 << 20))
-        nodes.remove_node(victim, allow_graceful=False)
-
-    threads = [when(folder, 4, kill_seat), when(folder, 12, kill_keeper)]
-    threads.append(when(folder, 20, lose_node))
-    train_async.train(config_of(nodes, folder, steps=200, learners=2))
-    for thread in threads:
-        thread.join(5)
+    folder = tmp_path / "run"
+    process = start(nodes, folder, 200, learners=2)
+    wait_for_step(process, folder, 4)
+    seats = actors("Seat")
+    os.kill(list(seats)[0], signal.SIGKILL)
+    os.kill(list(seats.values())[1][0], signal.SIGKILL)
+    wait_for_step(process, folder, 12)
+    os.kill(list(actors("Keeper"))[0], signal.SIGKILL)
+    wait_for_step(process, folder, 20)
+    nodes.add_node(num_cpus=3, object_store_memory=100 << 20)
+    nodes.remove_node(list(nodes.worker_nodes)[0], allow_graceful=False)
+    assert process.wait(120) == 0, process.stderr.read()
     events = checked(folder, 200)
     exits = [e for e in events if e["kind"] == "exit" and e["reason"] != "end"]
-    assert len(exits) >= 3, exits
-    assert pids_of("ray::Seat") == pids_of("ray::Keeper") == []
+    assert len(exits) >= 4, exits
+    gone({**actors("Seat"), **actors("Keeper")})
 
 
 def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(nodes, tmp_path):
     folder = tmp_path / "run"
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    command = [sys.executable, "train_async.py", f"--out={folder}", "--steps=3000", *flags]
-    command.append(f"--cluster={nodes.address}")
-    process = subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=-3)
-    when(folder, 6, process.kill).join(60)
-    assert process.wait(10) == -signal.SIGKILL
-    deadline = time.monotonic() + 20
-    while pids_of("ray::Seat") or pids_of("ray::Keeper") or pids_of("multiprocessing.spawn"):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    process = start(nodes, folder, 3000)
+    wait_for_step(process, folder, 6)
+    left = {**actors("Seat"), **actors("Keeper")}
+    left = {*left, *sum(left.values(), [])}
+    assert len(left) >= 8  # three workers beside their seats, two keepers
+    process.kill()
+    process.wait()
+    gone(left)
     version = int(sorted((folder / "checkpoints").glob("*.pt"))[-1].stem.removeprefix("step"))
     flags = {"resume": str(folder), "steps": version + 5, "cluster": nodes.address}
     train_async.train(dataclasses.replace(Config(), **flags))
