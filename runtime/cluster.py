@@ -215,14 +215,14 @@ class Mailboxes:
         self.closed, self.workers, self.threads = False, [], []
         for node in alive():
             has = node["Resources"].get("object_store_memory", 0)
-            said = f"node {node['NodeManagerAddress']} must have {2 * self.nbytes >> 20} MB "
+            said = f"node {node['NodeManagerAddress']} must have {2e-6 * self.nbytes:.1f} MB "
             if has < 2 * self.nbytes:
-                raise OSError(errno.ENOMEM, f"{said} for two versions, has {int(has) >> 20}")
+                raise OSError(errno.ENOMEM, f"{said}for two versions, has {1e-6 * has:.1f}")
             if node["Resources"].get(self.kind):
                 try:
                     self.on(node["NodeID"])
                 except LOST as error:
-                    raise OSError(errno.ENOMEM, f"{said} of shared memory ({error})") from error
+                    raise OSError(errno.ENOMEM, f"{said}of shared memory ({error})") from error
 
     def publish(self, version: int, flat: Tensor) -> None:
         """Put weights [P] into the object store; it waits for no node and no reader."""

@@ -37,8 +37,8 @@ def nodes():
 
 
 def config_of(nodes, folder: Path, **flags) -> Config:
-    flags = SMALL | flags
-    return dataclasses.replace(Config(), cluster=nodes.address, out=str(folder), **flags)
+    flags = {"cluster": nodes.address, "steps": 2} | SMALL | flags
+    return dataclasses.replace(Config(), out=str(folder), **flags)
 
 
 def checked(folder: Path, steps: int) -> list[dict]:
@@ -128,6 +128,8 @@ def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(nodes, tmp_path):
 def test_bad_input_is_one_line(nodes, tmp_path, monkeypatch):
     from runtime import cluster
 
+    alive = cluster.alive
+
     def said(**flags) -> str:
         folder = tmp_path / "run"
         begin = time.monotonic()
@@ -143,7 +145,10 @@ def test_bad_input_is_one_line(nodes, tmp_path, monkeypatch):
         rollout_workers=40
     )
     assert "must have 2 GPUs, for 2 rollout workers" in said(device="cuda")
-    assert "MB for two versions, has 100" in said(model="medium", task="sum", dtype="float32")
+    small = [{**node, "Resources": {"CPU": 2, "object_store_memory": 1000}} for node in alive()]
+    monkeypatch.setattr(cluster, "alive", lambda: small)
+    assert "must have 1.0 MB for two versions, has 0.0" in said()
+    monkeypatch.undo()
     real = cluster.facts_of_code
     monkeypatch.setattr(cluster, "facts_of_code", lambda root: real(root) | {"torch": "1.0"})
     assert "must have torch 1.0, has 2." in said()
