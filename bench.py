@@ -43,6 +43,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "objectives": ("campaigns", 17, "objectives.json", "eight objectives on stale data"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "learners": ("team", 3, "learners.json", "a step of several learners, a CPU thread each"),
+    "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
     "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),

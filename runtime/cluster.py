@@ -32,6 +32,10 @@ from runtime.devices import cores
 from runtime.mailbox import Mailbox
 from runtime.processes import next_delivery, start_here
 
+# Ray would wait two minutes for somebody who does not answer
+os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
+os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "3")
+os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "2")
 try:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -137,7 +141,8 @@ def open_cluster(config: Config) -> Config:
         rollouts = config.rollout_workers or max(1, cores() - config.team_size)
         config = dataclasses.replace(config, rollout_workers=rollouts)
         wanted = rollouts + config.team_size + config.reward_workers
-        connect(num_cpus=2 * wanted, include_dashboard=False)  # room for successors
+        room = {"num_cpus": 2 * wanted, "include_dashboard": False}  # for successors, too
+        connect(address="local", **room)  # a new one, whatever else runs here
     else:
         host, _, port = config.cluster.rpartition(":")
         needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"

@@ -212,4 +212,5 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     if not config.export and Path(old.export, "config.json").exists():  # the run had ended
         old = dataclasses.replace(old, export="")
     changed = {name: getattr(config, name) or getattr(old, name) for name in free}
+    changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
     return check(dataclasses.replace(old, **changed)), stored

@@ -4,12 +4,11 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from cluster_faults import actors, gone, start, wait_for_step
 
 import train_async
 from runtime.config import Config, UserError
@@ -51,48 +50,10 @@ def checked(folder: Path, steps: int) -> list[dict]:
     return read_lines(folder / "events.jsonl")
 
 
-def start(nodes, folder: Path, steps: int, **flags) -> subprocess.Popen:
-    """A run as a process of its own, which is the driver."""
-    flags = SMALL | flags | {"cluster": nodes.address, "out": folder, "steps": steps}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    command = [sys.executable, "train_async.py", *words]
-    return subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_step(process, folder: Path, step: int) -> None:
-    """Until the run has made so many steps."""
-    path, deadline = folder / "metrics.jsonl", time.monotonic() + 60
-    while not path.exists() or len(path.read_text().splitlines()) <= step:
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline, f"no step {step}"
-        time.sleep(0.05)
-
-
-def actors(kind: str) -> dict[int, list[int]]:
-    """The processes of actors, which Ray gives a title, with their children."""
-    lines, parents = {}, {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            lines[int(path.name)] = (path / "cmdline").read_text()
-            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = [pid for pid, line in lines.items() if line.startswith(f"ray::{kind}")]
-    return {pid: [child for child, parent in parents.items() if parent == pid] for pid in found}
-
-
-def gone(pids) -> None:
-    """Within a moment these processes have ended."""
-    deadline = time.monotonic() + 20
-    while left := {pid for pid in pids if Path(f"/proc/{pid}").exists()}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
-
-
 def test_seats_keepers_and_nodes_may_be_lost(nodes, tmp_path):
     """And one is added; two learners, who meet over TCP."""
     folder = tmp_path / "run"
-    process = start(nodes, folder, 200, learners=2)
+    process = start(nodes.address, out=folder, steps=200, learners=2, **SMALL)
     wait_for_step(process, folder, 4)
     seats = actors("Seat")
     os.kill(list(seats)[0], signal.SIGKILL)
@@ -111,7 +72,7 @@ def test_seats_keepers_and_nodes_may_be_lost(nodes, tmp_path):
 
 def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(nodes, tmp_path):
     folder = tmp_path / "run"
-    process = start(nodes, folder, 3000)
+    process = start(nodes.address, out=folder, steps=3000, **SMALL)
     wait_for_step(process, folder, 6)
     left = {**actors("Seat"), **actors("Keeper")}
     left = {*left, *sum(left.values(), [])}

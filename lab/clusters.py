@@ -1,0 +1,102 @@
+"""clusters.py: what Ray costs beside the transport of one machine, and what a cluster survives.
+
+`python bench.py cluster` runs it: a message there and back, and a version of the weights from
+`publish` until a worker has read it, by pipes and shared memory and by Ray on the same machine;
+then runs on three nodes of this machine that lose workers, nodes and drivers
+(tests/cluster_faults.py).
+Left out: a network. What passes between two machines costs what that network costs.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from lab.plots import print_table, save_result, spread
+from runtime.config import Config
+from runtime.devices import describe_machine
+from runtime.mailbox import Mailbox
+from runtime.processes import Line, start_here
+
+SIZES, ROUNDS = {"0.4 MB": 400_000, "40 MB": 40_000_000, "1.2 GB": 1_200_000_000}, 5
+
+
+def answer(line: Line, place: str, size: int) -> None:
+    """A worker that sends back what it is sent, and says which version of the weights it has."""
+    mailbox, last = Mailbox(torch.empty(size // 4), place), -1
+    while True:
+        if line.connection.poll(0.0005):
+            delivery = line.connection.recv_bytes()
+            if not delivery:
+                raise SystemExit(0)
+            line.connection.send_bytes(delivery)
+        elif mailbox.version > last:
+            last, _ = mailbox.read()
+            line.connection.send_bytes(str(last).encode())
+
+
+def timed(connection, mailbox, flat: torch.Tensor) -> dict:
+    """Milliseconds of a message there and back, of a publication, and until its reader has it."""
+    assert connection.recv_bytes() == b"0"  # the first version
+    message, found = bytes(flat.nbytes), {"message": [], "publish": [], "adopted": []}
+    for version in range(1, 1 + ROUNDS):
+        begin = time.perf_counter()
+        connection.send_bytes(message)
+        assert len(connection.recv_bytes()) == len(message)
+        found["message"].append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        mailbox.publish(version, flat)
+        found["publish"].append(time.perf_counter() - begin)
+        assert connection.recv_bytes() == str(version).encode()
+        found["adopted"].append(time.perf_counter() - begin)
+    return {f"{name}_ms": spread([1e3 * s for s in seconds]) for name, seconds in found.items()}
+
+
+def cost(size: int, ray: bool) -> dict:
+    """Both, of so many bytes; ray: a local cluster, and not pipes and shared memory."""
+    flat = torch.zeros(size // 4)
+    config = Config(cluster="local", reward_workers=0, rollout_workers=1)
+    with tempfile.TemporaryDirectory() as folder:
+        log = f"{folder}/log"
+        if not ray:
+            mailbox = Mailbox(flat)
+            start = start_here
+        else:
+            from runtime.cluster import Mailboxes, open_cluster
+
+            open_cluster(config)
+            mailbox = Mailboxes(flat, config)
+            start = mailbox.start
+        mailbox.publish(0, flat)
+        process, connection = start("worker-0", answer, 0, log, [mailbox.place, size])
+        found = timed(connection, mailbox, flat)
+        connection.send_bytes(b"")
+        if ray:
+            with connection:
+                pass
+        process.kill()
+        mailbox.close()
+    return found
+
+
+def bench_cluster(folder: Path, losses: int = 30) -> None:
+    """Costs, and losses; cluster.json in `folder`."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+    from cluster_faults import losses_of_a_cluster
+
+    rows = []
+    result = {"machine": describe_machine(), "costs": rows}
+    for name, size in tqdm(SIZES.items(), "costs"):
+        for ray in (False, True):
+            rows.append({"size": name, "by": "Ray" if ray else "pipe"} | cost(size, ray))
+            save_result(folder, "cluster", result)
+    flat = []
+    for row in rows:
+        flat.append({k: v["median"] if isinstance(v, dict) else v for k, v in row.items()})
+    print_table(flat)
+    for so_far in losses_of_a_cluster(folder / "losses", losses):
+        save_result(folder, "cluster", result | {"losses": so_far})
+    print(so_far)
