@@ -144,6 +144,8 @@ def fault_rows(result: dict) -> list[list[str]]:
     """What a campaign of faults has shown so far."""
     dead, silent = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
     kills, ends = result["checkpoint_kills"], result["ends"]
+    again = result["noticed_after_s"].get("learners again")
+    again = again and f"{again['median']:.1f}, at most {again['max']:.1f}"
     hangs = sum("hangs" in said for said in column(result["failures"], "said"))
     by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
     cells = {
@@ -154,6 +156,7 @@ def fault_rows(result: dict) -> list[list[str]]:
         "groups made again": result["requeued"],
         "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
         "until a silent one is": f"{silent['median']:.1f}, at most {silent['max']:.1f}",
+        **({"until all learners are there again": again} if again else {}),
         "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
         "kills in the middle of a checkpoint": kills["kills"],
         "weights at the end as without kills": "yes" if kills["bitwise_equal"] else "NO",
@@ -228,6 +231,36 @@ def disk_lines(result: dict) -> list[str]:
     return markdown(["run folders", "how it ended", "otherwise"], rows)
 
 
+def learner_lines(result: dict) -> list[str]:
+    """A step of several learners; see lab/team.py."""
+    rows = []
+    for row in result["rows"]:
+        cells = [f"{row['step_s'][name]:.2f}" for name in ("median", "min", "max")]
+        meetings = f"{row['in_meetings']['median']:.1%}"
+        seconds = "{} ({} to {})".format(*cells)
+        rows.append(
+            [row["model"], str(row["learners"]), seconds, f"{row['speed_up']:.2f}×", meetings]
+        )
+    return markdown(["model", "learners", "seconds a step", "speed-up", "of it in meetings"], rows)
+
+
+def cluster_lines(result: dict) -> list[str]:
+    """What Ray costs, and what runs on three nodes have survived; see lab/clusters.py."""
+    rows, names = [], ("message_ms", "publish_ms", "adopted_ms")
+    for row in result["costs"]:
+        rows.append([row["size"], row["by"], *[f"{row[name]['median']:.1f}" for name in names]])
+    head = ["size", "by", "message there and back, ms", "publish, ms", "published and read, ms"]
+    losses = result["losses"]
+    solved = between(column(losses["runs"], "solved"), ".0%")
+    text = ", ".join(f"{count} {kind}" for kind, count in losses["kinds"].items())
+    text = f"""
+Three nodes, 4 rollout and 2 reward actors: {losses["losses"]} losses on purpose ({text}) in
+{len(losses["runs"])} runs: {losses["lost"]} groups lost, {losses["duplicated"]} trained twice,
+{len(losses["failures"])} runs that failed. Solved at their ends (small groups): {solved}.
+"""
+    return [*markdown(head, rows), text]
+
+
 def machine_lines() -> list[str]:
     """Which figures come from which machine."""
     found: dict[str, list[str]] = {}
@@ -249,6 +282,8 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Staleness": (staleness_lines, "staleness"),
     "Objectives on stale data": (objective_lines, "objectives"),
     "Faults and replay": (fault_lines, "faults", "replay"),
+    "Several learners": (learner_lines, "learners"),
+    "Workers on a Ray cluster": (cluster_lines, "cluster"),
     "Run folders: damaged, killed, hostile": (disk_lines, "disk"),
     "A Hugging Face folder learns": (folder_lines, "folder"),
     "Sparse attention: training it": (recipe_lines, "recipe"),
