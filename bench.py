@@ -50,6 +50,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
+    "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
     "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
     "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
