@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +26,15 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.config import TrainingStopped
-from runtime.messages import Answer, Call, Group, Result, pack_messages, unpack_messages
+from runtime.messages import (
+    Answer,
+    Call,
+    Group,
+    Result,
+    ToVerify,
+    pack_messages,
+    unpack_messages,
+)
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 END = b""  # a delivery: the last one
@@ -123,19 +132,14 @@ class Worker:
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
-    # groups that are out with it, by id, and calls of environments, by key
-    work: dict = field(default_factory=dict)
+    work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
+    calls: dict[tuple, Call] = field(default_factory=dict)  # of environments, by key
     noticed: float = 0.0  # `heard` when its silence was reported
     gone: str = ""  # what it died of, until `renew`
 
     @property
     def name(self) -> str:
         return self.process.name
-
-    @property
-    def groups(self) -> dict[int, Group]:
-        """The groups that are out with it, by id."""
-        return {group_id: x for group_id, x in self.work.items() if isinstance(x, Group)}
 
 
 class Lost(NamedTuple):
@@ -192,10 +196,10 @@ class Pool:
         self.books = threading.Condition()
         self.closing = self.closed = False
         self.restarted = {}  # name -> times
+        self.names = {role: [f"{role}-{n}" for n in range(of[1])] for role, of in roles.items()}
         self.workers = {}  # name -> Worker
-        for role, (_, count, *_) in roles.items():
-            for number in range(count):
-                self.workers[f"{role}-{number}"] = self._spawn(role, number)
+        for role, names in self.names.items():
+            self.workers |= {name: self._spawn(role, n) for n, name in enumerate(names)}
         self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.thread.start()
 
@@ -203,7 +207,7 @@ class Pool:
 
     def of(self, role: str) -> list[Worker]:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
-        return [worker for worker in self.workers.values() if worker.role == role]
+        return [self.workers[name] for name in self.names.get(role, ())]
 
     def send(self, worker: Worker, messages: list) -> None:
         """Queue groups, calls or results for a worker; it never blocks."""
@@ -214,20 +218,23 @@ class Pool:
         name of the worker of each."""
         names, orders = [], {}  # orders: worker -> its groups
         with self.books:
+            heap = [(len(worker.work), worker.number, worker) for worker in self.of(role)]
+            heapify(heap)
             for group in groups:
-                worker = min(self.of(role), key=lambda worker: len(worker.groups))
+                load, number, worker = heap[0]
                 worker.work[group.group_id] = group
                 orders.setdefault(worker, []).append(group)
                 names.append(worker.name)
+                heapreplace(heap, (load + 1, number, worker))
             for worker, own in orders.items():
-                self.send(worker, own)
+                self.send(worker, [ToVerify(group) for group in own] if role == "reward" else own)
         return names
 
     def out(self) -> dict[int, str]:
         """Every group that is out, or in a message that `receive` has not given out yet, with the
         name of its worker."""
         with self.books:
-            found = {g: w.name for w in self.workers.values() for g in w.groups}
+            found = {g: w.name for w in self.workers.values() for g in w.work}
             for worker, message in self.news:
                 groups = getattr(message, "groups", [getattr(message, "group", None)])
                 found |= {group.group_id: worker.name for group in groups if group}
@@ -313,13 +320,14 @@ class Pool:
         with self.books:
             worker.status, worker.said = {**worker.status, **status}, "alive"
             for answer in answers:
-                if flaw := self.flaw(answer, worker.work):
+                work = worker.calls if isinstance(answer, Result) else worker.work
+                if flaw := self.flaw(answer, work):
                     raise ValueError(flaw)
                 match answer:
                     case Call():
                         self._ask(answer)
                     case Result(key):
-                        del worker.work[key]
+                        del worker.calls[key]
                         self._tell(answer)
                     case Answer(group_id, group, judgement):
                         worker.said = f"group {group_id}"
@@ -337,7 +345,7 @@ class Pool:
             workers = [workers[sum(call.key[1:]) % len(workers)]]
         for worker in workers:
             if call.answers is not None:
-                worker.work[call.key] = call
+                worker.calls[call.key] = call
             self.send(worker, [call])
 
     def _tell(self, result: Result) -> None:
@@ -388,8 +396,8 @@ class Pool:
                 text = f"{worker.name} {reason}; {self.budget} restarts are used up {last}"
                 return self._put(worker, TrainingStopped(text))
             self.workers[worker.name] = self._spawn(worker.role, worker.number)
-            groups = list(worker.groups.values())
-            calls, worker.work = [x for x in worker.work.values() if isinstance(x, Call)], {}
+            groups, calls = [*worker.work.values()], [*worker.calls.values()]
+            worker.work, worker.calls = {}, {}
             for call in calls:  # sessions are made again
                 self._ask(call)
             if worker.role == "rollout":
