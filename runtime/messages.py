@@ -14,7 +14,7 @@ import pickle
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without gen
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 ARRAYS |= {"kept_sizes": np.int32, "kept": np.int32}  # empty where sampling is not cut
-nothing = partial(np.empty, 0, np.int32)
+EMPTY = np.empty(0, np.int32)
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Trajectory:
     finished: float = 0.0
     swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
     # int32 [M]: from how many tokens each one was sampled; [0] where sampling is not cut
-    kept_sizes: np.ndarray = field(default_factory=nothing)
-    kept: np.ndarray = field(default_factory=nothing)  # int32 [K]: which ones, laid end to end
+    kept_sizes: np.ndarray = field(default_factory=lambda: EMPTY)
+    kept: np.ndarray = field(default_factory=lambda: EMPTY)  # int32 [K]: which ones, laid end to end
 
     @property
     def key(self) -> tuple[int, int]:
@@ -94,7 +94,8 @@ class Group:
         read = [t for t in self.trajectories if not t.failed]
         crc = zlib.crc32(repr([t.reward for t in read]).encode())
         for name in ARRAYS:
-            crc = zlib.crc32(b"".join([getattr(t, name) for t in read]), crc)
+            for t in read:
+                crc = zlib.crc32(getattr(t, name), crc)
         return crc
 
     @property

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import struct
 import threading
 import time
 from dataclasses import dataclass, field
@@ -104,9 +105,38 @@ def child_main(function, connection: Connection, worker: int, log: str, parent: 
 # ------------------------------------------------------------------------------ the parent's side
 
 
+class Inlet(Connection):
+    """The parent's end of a pipe. What arrives goes straight to its place: 0.4 MB take 0.02 ms, and
+    not 0.12."""
+
+    def recv_bytes(self) -> bytearray:
+        """What the other side gave to `send_bytes`, in the framing of multiprocessing."""
+        (size,) = struct.unpack("!i", self._fill(4))
+        if size == -1:
+            (size,) = struct.unpack("!Q", self._fill(8))
+        return self._fill(size)
+
+    def _fill(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            count = os.readv(self.fileno(), [left])
+            if not count:
+                raise EOFError
+            left = left[count:]
+        return data
+
+
+def private_pipe() -> tuple[Inlet, Connection]:
+    """The parent's end, and the worker's."""
+    here, there = Pipe()
+    with here:
+        return Inlet(os.dup(here.fileno())), there
+
+
 def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
     """A process of this machine, and this end of its pipe; it dies with the thread that calls."""
-    here, there = Pipe()
+    here, there = private_pipe()
     given = (function, there, number, log, os.getpid(), arguments)
     process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
     # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
@@ -317,12 +347,13 @@ class Pool:
 
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
-        with self.books:
-            worker.status, worker.said = {**worker.status, **status}, "alive"
-            for answer in answers:
-                work = worker.calls if isinstance(answer, Result) else worker.work
-                if flaw := self.flaw(answer, work):
-                    raise ValueError(flaw)
+        worker.status, worker.said = {**worker.status, **status}, "alive"
+        for answer in answers:
+            # before the lock: a look at megabytes lets other threads run, and they may want it, too
+            work = worker.calls if isinstance(answer, Result) else worker.work
+            if flaw := self.flaw(answer, work):
+                raise ValueError(flaw)
+            with self.books:
                 match answer:
                     case Call():
                         self._ask(answer)
@@ -331,7 +362,8 @@ class Pool:
                         self._tell(answer)
                     case Answer(group_id, group, judgement):
                         worker.said = f"group {group_id}"
-                        group = group or worker.work[group_id]
+                        asked = worker.work[group_id]  # KeyError: it is lost meanwhile
+                        group = group or asked
                         if judgement is None:
                             self.issue("reward", [group])
                         del worker.work[group_id]
