@@ -51,7 +51,8 @@ class Trajectory:
     swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
     # int32 [M]: from how many tokens each one was sampled; [0] where sampling is not cut
     kept_sizes: np.ndarray = field(default_factory=lambda: EMPTY)
-    kept: np.ndarray = field(default_factory=lambda: EMPTY)  # int32 [K]: which ones, laid end to end
+    # int32 [K]: which ones, laid end to end
+    kept: np.ndarray = field(default_factory=lambda: EMPTY)
 
     @property
     def key(self) -> tuple[int, int]:
