@@ -4,6 +4,7 @@
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
+    python bench.py split N [TASK] [--billions B]  # how to split N devices, in one line
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
@@ -303,13 +304,19 @@ def main(arguments: list[str]) -> None:
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
+        elif name == "split":
+            from lab.simulate import suggest
+
+            print(suggest(rest))
         elif name == "tables" and not rest:
             from lab.tables import write_tables
 
             print(f"written: {write_tables()}")
         else:
             print(describe())
-            raise UserError(f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode or tables")
+            raise UserError(
+                f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode, split or tables"
+            )
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:
