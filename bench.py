@@ -4,6 +4,7 @@
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
+    python bench.py split N [TASK] [--billions B]  # how to split N devices, in one line
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
@@ -51,6 +52,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
+    "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
     "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
     "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
@@ -303,13 +305,19 @@ def main(arguments: list[str]) -> None:
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
+        elif name == "split":
+            from lab.simulate import suggest
+
+            print(suggest(rest))
         elif name == "tables" and not rest:
             from lab.tables import write_tables
 
             print(f"written: {write_tables()}")
         else:
             print(describe())
-            raise UserError(f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode or tables")
+            raise UserError(
+                f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode, split or tables"
+            )
     except UserError as error:
         fail(error)
     except KeyboardInterrupt:

@@ -51,9 +51,14 @@ class Costs:
     all_reduce: float = 0.0  # several learners join their gradients
     publish: float = 0.0  # new weights are written for the workers
     after: float = 0.0  # metrics and books after a step
+    parent_group: float = 0.0  # the parent's, to issue a group, take it in, pass it on and note it
+    parent_mb: float = 0.0  # added for each megabyte of it (parent.py)
     alone: float = 1.0  # factor on generation in the learner's own process (synchronous)
     # One row a group: version at its start, tokens of its prompt, tokens of each episode.
     groups: list[list[int]] = field(default_factory=list)
+
+
+TOKEN_MB = 13e-6  # of a token that travels: its id, mask, log-prob and version
 
 
 class PipelineLog(NamedTuple):
@@ -103,6 +108,7 @@ class Pipeline:
         self.workers = []
         for i in range(config.rollout_workers):
             self.workers.append(SimulatedWorker(f"rollout-{i}", config.slots))
+        self.parent_free = 0.0  # when it has handled what has arrived: one group at a time
         self.verifiers = [0.0] * config.reward_workers  # heap: when each reward worker is free
         self.agenda = []  # heap of (time, order, what happens)
         self.order, self.group_ids = count(), count()
@@ -238,9 +244,11 @@ class Pipeline:
     # ------------------------------------------------------- verification and learning
 
     def verify(self, group, now):
-        """Verify a group by the reward worker that is free first."""
+        """Verify a group by the reward worker that is free first, once the parent has it."""
         if not self.config.reward_workers:
             return self.arrive(group, now)  # who trains verifies: see `work`
+        if not self.synchronous:
+            now = self.by_parent(group, now)
         begin = max(now + self.costs.delivery, self.verifiers[0])
         stop = begin + self.costs.score
         heapq.heapreplace(self.verifiers, stop)
@@ -248,6 +256,16 @@ class Pipeline:
         facts = {"group": group.group_id, "lengths": lengths, "seconds": stop - begin}
         self.note("reward-0", "score", begin, **facts)
         self.plan(stop, self.arrive, group)
+
+    def by_parent(self, group, now):
+        """When the parent is done with a group that has just been generated. It does so beside the
+        learner's step, which a GPU computes."""
+        costs, tokens = self.costs, sum(t.tokens for t in group.trajectories)
+        seconds = costs.parent_group + costs.parent_mb * TOKEN_MB * tokens
+        begin = max(now, self.parent_free)
+        self.parent_free = begin + seconds
+        self.note("parent", "handle", begin, group=group.group_id, seconds=seconds)
+        return self.parent_free
 
     def arrive(self, group, now):
         """A verified group reaches the learner."""
@@ -362,8 +380,10 @@ def pipeline_metrics(log: PipelineLog) -> dict[str, float]:
             work += max(0.0, inside) * devices
     # In a synchronous run the devices that train are those that generate.
     devices = config.rollout_workers + config.team_size * (not log.synchronous)
+    handled = [e["seconds"] for e in log.events["handle"] if begin <= e["t"] < stop]
     return {
         "tokens_per_s": sum(column(rows, "sequence_tokens")) / seconds,
         "idle": 1 - work / (seconds * devices),
         "staleness": float(np.mean(column(rows, "staleness_mean"))),
+        "parent": sum(handled) / seconds,  # the share of the time in which it is busy
     }

@@ -6,13 +6,16 @@ version, where staleness is less) and the idle share of all processes is within 
 
 `bench_scale` predicts what published systems have gained over synchronous training, from costs
 that arithmetic gives for a language model on a GPU (`ASSUMED`): nobody has published an event log.
+It also says at how many GPUs the parent, as measured by parent.py, becomes the limit.
+`python bench.py split N [TASK] [--billions B]` suggests how to split N devices (`suggest`).
 
 Left out: how costs are found in a log (calibrate.py), and memory: every split of the devices fits.
 """
 
 import tempfile
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +23,9 @@ from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
 from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
-from lab.plots import column, print_table, save_result
+from lab.plots import column, load_result, print_table, save_result
 from lab.races import run_each
-from runtime.config import Config
+from runtime.config import Config, flag, parse, require
 from runtime.devices import describe_machine
 
 COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more
@@ -95,13 +98,16 @@ def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs])
 
 
 def best_split(config: Config, costs: Costs, devices: int) -> dict:
-    """`predict` for the quickest split of the devices (a multiple of 8) in eighths.
+    """`predict` for the quickest split of the devices in eighths; one device takes turns.
 
     Speed rises with the number of learners, then falls: the search ends where it falls.
     """
+    if devices == 1:
+        roles = {"rollout_workers": 1, "learners": 1}
+        alone = replace(config, **roles, max_staleness=0)
+        return roles | predict(alone, costs, synchronous=True)
     best = {"tokens_per_s": 0.0}
-    for eighths in range(1, 8):
-        learners = devices * eighths // 8
+    for learners in sorted({max(1, devices * eighths // 8) for eighths in range(1, 8)}):
         roles = {"rollout_workers": devices - learners, "learners": learners}
         row = roles | predict(replace(config, **roles), costs)
         if row["tokens_per_s"] < best["tokens_per_s"]:
@@ -120,6 +126,7 @@ ASSUMED = (
     "answers: 16 to a prompt, 512 prompts a step, log-normal with sigma 0.6 between prompts and "
     "0.6 inside a group, mean about 6,000 tokens, at most 27,648; prompts of 512 tokens",
     "eta = 2, caches kept, nobody fails; a verification takes 0.1 s, and 16 run at once",
+    "one parent, on two cores of the machine of parent.json, beside the learner's step",
     "the baseline generates with continuous batching, then trains, on the same devices",
 )
 
@@ -132,12 +139,20 @@ PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
 )
 
 PROMPTS = 512  # a step
+ANSWER = 6000  # tokens, about, on the mean
+PARENT_WORKERS = 64  # the case of parent.json that speaks for a parent
 
 
-def language_model(billions: float) -> Costs:
-    """Costs of a language model on a GPU by arithmetic: see ASSUMED."""
+def parent_costs() -> dict:
+    """What a group costs the parent, and a megabyte of it, as measured (parent.py)."""
+    (row,) = (r for r in load_result("parent")["costs"] if r["workers"] == PARENT_WORKERS)
+    return {"parent_group": row["group_s"], "parent_mb": row["mb_s"]}
+
+
+def language_model(billions: float, answer: float = ANSWER) -> Costs:
+    """Costs of a language model on a GPU by arithmetic: see ASSUMED. answer: its mean length."""
     random, weights = np.random.default_rng(0), 1e9 * billions
-    prompts = 4200 * np.exp(0.6 * random.standard_normal((KEEP, 1)))
+    prompts = 0.7 * answer * np.exp(0.6 * random.standard_normal((KEEP, 1)))
     answers = prompts * np.exp(0.6 * random.standard_normal((KEEP, 16)))
     lengths = 512 + np.clip(answers, 64, 27648).astype(int)
     cache = 2e4 * billions**0.5 * float((lengths**2).sum() / lengths.sum()) / 2
@@ -149,6 +164,7 @@ def language_model(billions: float) -> Costs:
         train_token=8 * weights / 4e14,
         all_reduce=2 * 2 * weights / 1e11,
         publish=1.0,
+        **parent_costs(),
         groups=[[0, 512, *row] for row in lengths.tolist()],
     )
 
@@ -164,13 +180,68 @@ def compare(config: Config, costs: Costs, devices: int) -> dict:
     }
 
 
+SCALE = {"steps": 12, "slots": 256, "reward_workers": 16, "reference_every": 0}
+
+
 def bench_scale(folder: Path) -> None:
-    """Predicted speed-ups of published systems, beside what they say themselves; scale.json."""
-    sizes = {"steps": 12, "groups_per_step": PROMPTS, "slots": 256}
-    config, published = Config(**sizes, reward_workers=16, reference_every=0), []
+    """Predicted speed-ups of published systems, beside what they say themselves, and where one
+    parent is not enough; scale.json."""
+    config, published = Config(**SCALE, groups_per_step=PROMPTS), []
     for what, source, devices, billions, claim in tqdm(PUBLISHED):
         row = {"what": what, "source": source, "billions": billions, "published": claim}
         published.append(row | compare(config, language_model(billions), devices))
-    save_result(folder, "scale", {"assumed": ASSUMED, "published": published})
+    limits = [parent_limit(config, *case) for case in tqdm(LIMITS)]
+    save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "parent": limits})
     print("assumed:", *ASSUMED, sep="\n")
     print_table(published)
+    print_table(limits)
+
+
+LIMITS = ((0.5, 500), (0.5, ANSWER), (1.5, ANSWER), (7.0, ANSWER), (32.0, ANSWER))
+
+
+def parent_limit(config: Config, billions: float, answer: float, devices: int = 128) -> dict:
+    """From how many devices on one parent is the limit: as many times more than these as it is
+    less than busy with them. So larger machines are to have larger batches, too."""
+    costs = language_model(billions, answer)
+    found = best_split(config, costs, devices)
+    tokens = np.mean([sum(lengths) for _, _, *lengths in costs.groups])  # of a group
+    row = {"billions": billions, "answer": answer, "devices": devices}
+    row["groups_per_s"] = float(found["tokens_per_s"] / tokens)
+    return row | {"parent_busy": found["parent"], "limit": round(devices / found["parent"])}
+
+
+# ----------------------------------------------------------------------------- how to split devices
+
+
+@dataclass(frozen=True)
+class SplitConfig:
+    """What is to be split, and for what."""
+
+    devices: int = flag(8, "how many", 1)
+    task: str = flag("", "on cores of a CPU, as calibrated ('': a language model on GPUs)")
+    billions: float = flag(7.0, "parameters of the language model", 0.01)
+
+
+def suggest(words: list[str]) -> str:
+    """One line: a split of N devices for a task, and what to expect of it."""
+    plain = list(takewhile(lambda word: not word.startswith("-"), words))
+    require(len(plain) <= 2, f"split {' '.join(plain)}: must be split N [TASK] [--billions B]")
+    flags = [word for pair in zip(("--devices", "--task"), plain, strict=False) for word in pair]
+    asked = parse("how to split devices", flags + words[len(plain) :], SplitConfig)
+    known, devices = load_result("simulate-costs"), asked.devices
+    require(asked.task in ("", *known), f"--task {asked.task}: must be one of {', '.join(known)}")
+    if asked.task:
+        costs, what = Costs(**known[asked.task] | parent_costs()), f"{asked.task} on CPU cores"
+        config = Config(task=asked.task, steps=12, reference_every=0)
+    else:
+        costs, what = language_model(asked.billions), f"{asked.billions:g}B on H100s"
+        config = Config(**SCALE, groups_per_step=min(PROMPTS, 16 * devices))
+    found = best_split(config, costs, devices)
+    split = f"{found['learners']} learners, {found['rollout_workers']} rollout workers"
+    split = split if devices > 1 else "generation and training in turn (train_sync.py)"
+    return (
+        f"for {devices} devices ({what}, {config.groups_per_step} prompts a step): {split}, "
+        f"expected {found['tokens_per_s']:,.0f} tokens/s, staleness {found['staleness']:.1f}, "
+        f"parent busy {found['parent']:.2%}"
+    )

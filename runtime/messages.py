@@ -14,7 +14,7 @@ import pickle
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without gen
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 ARRAYS |= {"kept_sizes": np.int32, "kept": np.int32}  # empty where sampling is not cut
-nothing = partial(np.empty, 0, np.int32)
+EMPTY = np.empty(0, np.int32)
 
 
 @dataclass
@@ -50,8 +50,9 @@ class Trajectory:
     finished: float = 0.0
     swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
     # int32 [M]: from how many tokens each one was sampled; [0] where sampling is not cut
-    kept_sizes: np.ndarray = field(default_factory=nothing)
-    kept: np.ndarray = field(default_factory=nothing)  # int32 [K]: which ones, laid end to end
+    kept_sizes: np.ndarray = field(default_factory=lambda: EMPTY)
+    # int32 [K]: which ones, laid end to end
+    kept: np.ndarray = field(default_factory=lambda: EMPTY)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -94,7 +95,8 @@ class Group:
         read = [t for t in self.trajectories if not t.failed]
         crc = zlib.crc32(repr([t.reward for t in read]).encode())
         for name in ARRAYS:
-            crc = zlib.crc32(b"".join([getattr(t, name) for t in read]), crc)
+            for t in read:
+                crc = zlib.crc32(getattr(t, name), crc)
         return crc
 
     @property
@@ -109,7 +111,19 @@ class Group:
 
     def __reduce__(self):
         """Pickled as a few long arrays: a third of the time that many short ones take."""
+        if not self.trajectories:  # as it is issued
+            return Group, (self.group_id, self.start, self.problem)
         return group_from_parts, group_to_parts(self)
+
+
+class ToVerify(NamedTuple):
+    """A group on its way to a reward worker, where it arrives as a `Group`: of its arrays only the
+    tokens travel, a third of the bytes."""
+
+    group: Group
+
+    def __reduce__(self):
+        return group_from_parts, group_to_parts(self.group, ("tokens",))
 
 
 def apply_verdicts(group: Group, verdicts: Sequence) -> None:
@@ -124,16 +138,16 @@ def apply_verdicts(group: Group, verdicts: Sequence) -> None:
 PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]  # the other fields
 
 
-def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
-    """A group as plain data, and the arrays of its episodes laid end to end."""
+def group_to_parts(group: Group, names=tuple(ARRAYS)) -> tuple[dict, dict[str, np.ndarray]]:
+    """A group as plain data, and these arrays of its episodes laid end to end."""
     episodes = group.trajectories
     header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
     header["fields"] = [{name: getattr(t, name) for name in PLAIN} for t in episodes]
     header["lengths"], arrays = {}, {}
-    for name, kind in ARRAYS.items():
+    for name in names:
         own = [getattr(t, name) for t in episodes]
         header["lengths"][name] = [len(array) for array in own]
-        arrays[name] = np.concatenate([np.empty(0, kind), *own])
+        arrays[name] = np.concatenate([np.empty(0, ARRAYS[name]), *own])
     return header, arrays
 
 
@@ -224,7 +238,8 @@ def flaw(answer, work: dict, *allowed) -> str | None:
         sound = abs(answer.reward) <= LARGEST_REWARD and isinstance(answer.failure, str)
         return None if sound else f"{answer}: must have a finite reward and a text"
     if answer.group:
-        found = group_flaw(answer.group, *allowed)
+        sound = looks_sound(answer.group, *allowed)
+        found = None if sound else group_flaw(answer.group, *allowed)
         if found or answer.judgement is None:
             return found
     judged = answer.group or work[answer.group_id]
@@ -299,6 +314,50 @@ def group_flaw(
     if not np.array_equal(at[own], every):
         return "a token that is not, once, in the set that it was sampled from"
     return None
+
+
+def looks_sound(
+    group: Group,
+    size: int,
+    newest: int,
+    vocabulary: int,
+    cut=False,
+) -> bool:
+    """Whether a group is sound, by a look at all episodes at once: half the time of `group_flaw`,
+    which has the last word on any other. It never says yes where that one finds a flaw."""
+    episodes, kinds = group.trajectories, list(ARRAYS.values())
+    if cut or [t.sample_index for t in episodes] != list(range(size)):
+        return False
+    own = [[getattr(t, name) for t in episodes] for name in ARRAYS]
+    lengths = [[len(array) for array in arrays] for arrays in own]
+    arrays = [np.concatenate(arrays) for arrays in own]
+    empty = [0] * size
+    if lengths != [lengths[0]] * 4 + [empty] * 2 or [a.dtype for a in arrays] != kinds:
+        return False
+    tokens, mask, logprobs, versions, *_ = arrays
+    said, first = np.zeros_like(mask), 0  # where the policy's turns are
+    for t, length in zip(episodes, lengths[0], strict=True):
+        before = 1
+        for start, stop in t.turns:
+            if not before <= start <= stop <= length:
+                return False
+            said[first + start : first + stop], before = True, stop
+        if len(t.turn_rewards) > len(t.turns):
+            return False
+        first += length
+    rewards = [reward for t in episodes for reward in t.turn_rewards]
+    return bool(
+        np.array_equal(said, mask)
+        and 0 <= tokens.min(initial=0)
+        and tokens.max(initial=0) < vocabulary
+        and -1e30 <= logprobs.min(initial=0)  # NaN, if there is one
+        and logprobs.max(initial=0) <= 1e-3
+        and np.array_equal(versions >= group.start, mask)
+        and np.array_equal(versions >= 0, mask)
+        and -1 <= versions.min(initial=-1)
+        and versions.max(initial=-1) <= newest
+        and all([abs(reward) <= LARGEST_REWARD for reward in rewards])
+    )
 
 
 def verdict_flaw(verdicts: list, size: int) -> str | None:

@@ -16,9 +16,11 @@ import ctypes
 import itertools
 import os
 import signal
+import struct
 import threading
 import time
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +28,15 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.config import TrainingStopped
-from runtime.messages import Answer, Call, Group, Result, pack_messages, unpack_messages
+from runtime.messages import (
+    Answer,
+    Call,
+    Group,
+    Result,
+    ToVerify,
+    pack_messages,
+    unpack_messages,
+)
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 END = b""  # a delivery: the last one
@@ -96,9 +106,38 @@ def child_main(function, connection: Connection, worker: int, log: str, parent: 
 # ------------------------------------------------------------------------------ the parent's side
 
 
+class Inlet(Connection):
+    """The parent's end of a pipe. What arrives goes straight to its place: 0.4 MB take 0.02 ms, and
+    not 0.12."""
+
+    def recv_bytes(self) -> bytearray:
+        """What the other side gave to `send_bytes`, in the framing of multiprocessing."""
+        (size,) = struct.unpack("!i", self._fill(4))
+        if size == -1:
+            (size,) = struct.unpack("!Q", self._fill(8))
+        return self._fill(size)
+
+    def _fill(self, size: int) -> bytearray:
+        data = bytearray(size)
+        left = memoryview(data)
+        while left:
+            count = os.readv(self.fileno(), [left])
+            if not count:
+                raise EOFError
+            left = left[count:]
+        return data
+
+
+def private_pipe() -> tuple[Inlet, Connection]:
+    """The parent's end, and the worker's."""
+    here, there = Pipe()
+    with here:
+        return Inlet(os.dup(here.fileno())), there
+
+
 def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
     """A process of this machine, and this end of its pipe; it dies with the thread that calls."""
-    here, there = Pipe()
+    here, there = private_pipe()
     given = (function, there, number, log, os.getpid(), arguments)
     process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
     # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
@@ -125,19 +164,14 @@ class Worker:
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
-    # groups that are out with it, by id, and calls of environments, by key
-    work: dict = field(default_factory=dict)
+    work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
+    calls: dict[tuple, Call] = field(default_factory=dict)  # of environments, by key
     noticed: float = 0.0  # `heard` when its silence was reported
     gone: str = ""  # what it died of, until `renew`
 
     @property
     def name(self) -> str:
         return self.process.name
-
-    @property
-    def groups(self) -> dict[int, Group]:
-        """The groups that are out with it, by id."""
-        return {group_id: x for group_id, x in self.work.items() if isinstance(x, Group)}
 
 
 class Lost(NamedTuple):
@@ -194,10 +228,10 @@ class Pool:
         self.books = threading.Condition()
         self.closing = self.closed = False
         self.restarted, self.serials = {}, itertools.count()  # name -> times
+        self.names = {role: [f"{role}-{n}" for n in range(of[1])] for role, of in roles.items()}
         self.workers = {}  # name -> Worker
-        for role, (_, count, *_) in roles.items():
-            for number in range(count):
-                self.workers[f"{role}-{number}"] = self._spawn(role, number)
+        for role, names in self.names.items():
+            self.workers |= {name: self._spawn(role, n) for n, name in enumerate(names)}
         self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.thread.start()
 
@@ -205,7 +239,7 @@ class Pool:
 
     def of(self, role: str) -> list[Worker]:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
-        return [worker for worker in self.workers.values() if worker.role == role]
+        return [self.workers[name] for name in self.names.get(role, ())]
 
     def send(self, worker: Worker, messages: list) -> None:
         """Queue groups, calls or results for a worker; it never blocks."""
@@ -216,20 +250,23 @@ class Pool:
         name of the worker of each."""
         names, orders = [], {}  # orders: worker -> its groups
         with self.books:
+            heap = [(len(worker.work), worker.number, worker) for worker in self.of(role)]
+            heapify(heap)
             for group in groups:
-                worker = min(self.of(role), key=lambda worker: len(worker.groups))
+                load, number, worker = heap[0]
                 worker.work[group.group_id] = group
                 orders.setdefault(worker, []).append(group)
                 names.append(worker.name)
+                heapreplace(heap, (load + 1, number, worker))
             for worker, own in orders.items():
-                self.send(worker, own)
+                self.send(worker, [ToVerify(group) for group in own] if role == "reward" else own)
         return names
 
     def out(self) -> dict[int, str]:
         """Every group that is out, or in a message that `receive` has not given out yet, with the
         name of its worker."""
         with self.books:
-            found = {g: w.name for w in self.workers.values() for g in w.groups}
+            found = {g: w.name for w in self.workers.values() for g in w.work}
             for worker, message in self.news:
                 groups = getattr(message, "groups", [getattr(message, "group", None)])
                 found |= {group.group_id: worker.name for group in groups if group}
@@ -314,20 +351,23 @@ class Pool:
 
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
-        with self.books:
-            worker.status, worker.said = {**worker.status, **status}, "alive"
-            for answer in answers:
-                if flaw := self.flaw(answer, worker.work):
-                    raise ValueError(flaw)
+        worker.status, worker.said = {**worker.status, **status}, "alive"
+        for answer in answers:
+            # before the lock: a look at megabytes lets other threads run, and they may want it, too
+            work = worker.calls if isinstance(answer, Result) else worker.work
+            if flaw := self.flaw(answer, work):
+                raise ValueError(flaw)
+            with self.books:
                 match answer:
                     case Call(key):  # process ids of two machines may be the same
                         self._ask(answer._replace(key=(worker.serial, *key[1:])))
                     case Result(key):
-                        del worker.work[key]
+                        del worker.calls[key]
                         self._tell(answer)
                     case Answer(group_id, group, judgement):
                         worker.said = f"group {group_id}"
-                        group = group or worker.work[group_id]
+                        asked = worker.work[group_id]  # KeyError: it is lost meanwhile
+                        group = group or asked
                         if judgement is None:
                             self.issue("reward", [group])
                         del worker.work[group_id]
@@ -341,7 +381,7 @@ class Pool:
             workers = [workers[sum(call.key[1:]) % len(workers)]]
         for worker in workers:
             if call.answers is not None:
-                worker.work[call.key] = call
+                worker.calls[call.key] = call
             self.send(worker, [call])
 
     def _tell(self, result: Result) -> None:
@@ -392,8 +432,8 @@ class Pool:
                 text = f"{worker.name} {reason}; {self.budget} restarts are used up {last}"
                 return self._put(worker, TrainingStopped(text))
             self.workers[worker.name] = self._spawn(worker.role, worker.number)
-            groups = list(worker.groups.values())
-            calls, worker.work = [x for x in worker.work.values() if isinstance(x, Call)], {}
+            groups, calls = [*worker.work.values()], [*worker.calls.values()]
+            worker.work, worker.calls = {}, {}
             for call in calls:  # sessions are made again
                 self._ask(call)
             if worker.role == "rollout":

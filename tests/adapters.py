@@ -152,7 +152,8 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
     buffer = Buffer(groups_per_step, max_staleness)
     buffer.completed = {i: Group(i, start, {}) for i, start in completed}
     unnamed = {-1 - i: start for i, start in enumerate(running)}
-    buffer.outstanding = dict(completed) | unnamed
+    for group_id, start in (dict(completed) | unnamed).items():
+        buffer.outstanding[group_id] = start
     batch = buffer.next_batch(version)
     return None if batch is None else [group.group_id for group in batch]
 

@@ -118,7 +118,8 @@ def test_only_bench_opens_the_laboratory():
         if name != "bench" and not name.startswith("lab."):
             assert not [other for other in imports(path) if other.startswith("lab.")], name
     for name in ("bench", *[name for name in FILES if name.startswith("lab.")]):
-        assert not imports(FILES[name]) & {"train_sync", "train_async"}, name
+        if name != "lab.parent":  # it measures the asynchronous loop itself
+            assert not imports(FILES[name]) & {"train_sync", "train_async"}, name
 
 
 def test_the_synchronous_trainer_knows_nothing_of_processes():
