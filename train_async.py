@@ -138,9 +138,10 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
         case Answer(_, group, judgement, events):
             for at, kind, group_id, version, details in events:
                 details |= {"group": group_id, "version": version}
-                run.log.event(worker.name, kind, at, **details)
+                run.log.event(worker.name, kind, at + worker.behind, **details)
             if judgement:  # verified, too
-                land(run, group, judgement, worker.name)
+                began = judgement.began + worker.behind
+                land(run, group, judgement._replace(began=began), worker.name)
         case Silent(reason):
             run.log.say(f"{worker.name} {reason} (last: {worker.said}; log: {worker.log})")
         case Lost(reason, groups):

@@ -17,6 +17,7 @@ import os
 import platform
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import warnings
@@ -27,15 +28,11 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from runtime.config import Config, UserError, require
+from runtime.config import Config, require
 from runtime.devices import cores
 from runtime.mailbox import Mailbox
 from runtime.processes import next_delivery, start_here
 
-# Ray would wait two minutes for somebody who does not answer
-os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
-os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "3")
-os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "2")
 try:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -147,13 +144,25 @@ def open_cluster(config: Config) -> Config:
         host, _, port = config.cluster.rpartition(":")
         needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
         require(host and port.isdigit(), needed)
-        try:
-            socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
-            connect(address=config.cluster)
-        except (OSError, RuntimeError, ValueError, *LOST) as error:
-            raise UserError(f"{needed} ({str(error).splitlines()[0]:.200})") from error
+        wrong = trial(config.cluster)
+        require(not wrong, f"{needed} ({wrong:.200})")
+        connect(address=config.cluster)
     compare_nodes(name)
     return with_room(config, name)
+
+
+def trial(address: str) -> str:
+    """What keeps a process from joining the cluster; '' if nothing does. Another process tries: Ray
+    itself waits for minutes where something else listens, and may end who waits."""
+    code = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='error')"
+    command = [sys.executable, "-c", code, address]
+    try:
+        subprocess.run(command, check=True, capture_output=True, timeout=ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {ANSWER_SECONDS:.0f} s"
+    except subprocess.CalledProcessError as error:
+        return error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return ""
 
 
 def connect(**options) -> None:

@@ -14,6 +14,7 @@ middle of a message holds up nobody else. One more thread replaces those that ar
 import contextlib
 import ctypes
 import itertools
+import math
 import os
 import signal
 import struct
@@ -74,7 +75,8 @@ class Line:
         """Send answers as one delivery: it wakes two threads of the parent."""
         self.last = time.monotonic()
         try:
-            self.connection.send_bytes(pack_messages((self.status, answers)))
+            status = {**self.status, "clock": self.last}
+            self.connection.send_bytes(pack_messages((status, answers)))
         except OSError:
             raise SystemExit(0) from None  # the parent is gone
 
@@ -166,6 +168,7 @@ class Worker:
     outbox: SimpleQueue = field(default_factory=SimpleQueue)
     work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
     calls: dict[tuple, Call] = field(default_factory=dict)  # of environments, by key
+    behind: float = math.inf  # what its clock lacks to this one's, on another machine
     noticed: float = 0.0  # `heard` when its silence was reported
     gone: str = ""  # what it died of, until `renew`
 
@@ -351,7 +354,9 @@ class Pool:
 
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
+        lag = worker.heard - status.pop("clock", worker.heard)  # the way here is in it, too
         worker.status, worker.said = {**worker.status, **status}, "alive"
+        worker.behind = 0.0 if self.start is start_here else min(worker.behind, lag)
         for answer in answers:
             # before the lock: a look at megabytes lets other threads run, and they may want it, too
             work = worker.calls if isinstance(answer, Result) else worker.work

@@ -294,14 +294,17 @@ def simulated_runs(plan, folder, **alike):
 
 def test_scale_compares_devices(tmp_path, monkeypatch, capsys):
     groups = [[version, prompt, *n, *n] for version, prompt, *n in KNOWN.groups]  # of 16
-    costs = dataclasses.replace(KNOWN, groups=groups)
+    costs = dataclasses.replace(KNOWN, groups=groups, parent_group=1e-4)
     monkeypatch.setattr(simulate, "PUBLISHED", [("a run", "a paper", 8, 1.5, "about 2x")])
-    monkeypatch.setattr(simulate, "language_model", lambda billions: costs)
+    monkeypatch.setattr(simulate, "language_model", lambda billions, answer=0: costs)
+    monkeypatch.setattr(simulate, "LIMITS", [(1.5, 6000)])
     monkeypatch.setattr(simulate, "PROMPTS", 16)
     simulate.bench_scale(tmp_path)
     result = load_result("scale", tmp_path)
     (row,) = result["published"]
     assert row["published"] == "about 2x" and 0.5 < row["speed_up"] < 4
+    (limit,) = result["parent"]  # more devices than the 128 that leave the parent idle at times
+    assert 0 < limit["parent_busy"] < 1 and limit["limit"] > limit["devices"]
     assert "a paper" in capsys.readouterr().out
 
 
