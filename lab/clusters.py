@@ -19,7 +19,7 @@ from lab.plots import print_table, save_result, spread
 from runtime.config import Config
 from runtime.devices import describe_machine
 from runtime.mailbox import Mailbox
-from runtime.processes import Line, start_here
+from runtime.pipes import Line, start_here
 
 SIZES, ROUNDS = {"0.4 MB": 400_000, "40 MB": 40_000_000, "1.2 GB": 1_200_000_000}, 5
 

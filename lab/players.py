@@ -14,7 +14,7 @@ from contextlib import suppress
 import numpy as np
 
 from runtime.messages import Answer, Group, Judgement, Trajectory, pack_messages, unpack_messages
-from runtime.processes import BEAT_SECONDS, next_delivery
+from runtime.pipes import BEAT_SECONDS, next_delivery
 
 MARK = 0x5EED1DEA  # stands for the number of a group in what was packed before
 PROMPT = 8  # tokens

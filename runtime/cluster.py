@@ -31,7 +31,7 @@ from torch import Tensor
 from runtime.config import Config, require
 from runtime.devices import cores
 from runtime.mailbox import Mailbox
-from runtime.processes import next_delivery, start_here
+from runtime.pipes import next_delivery, start_here
 
 try:
     import ray
@@ -336,7 +336,7 @@ class Remote:
         except Exception as error:
             self.heard = [(-signal.SIGKILL, f"{type(error).__name__}: {error}".encode())]
         said = self.heard.pop(0)
-        if isinstance(said, bytes):
+        if not isinstance(said, tuple):
             return said
         self.exitcode, text = said
         Path(self.log).write_bytes(text)

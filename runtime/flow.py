@@ -19,7 +19,8 @@ from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
-from runtime.processes import Pool, Worker, start_here
+from runtime.pipes import start_here
+from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
 from runtime.team import leave_team
 

@@ -32,7 +32,7 @@ import numpy as np
 from reward import Task, advance, ask, forget, part_of, task_of, verify_group
 from runtime.config import Config
 from runtime.messages import Answer, Call, Group, Judgement, Result
-from runtime.processes import Line, die_with
+from runtime.pipes import Line, die_with
 
 GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but not C
 

@@ -21,7 +21,7 @@ from runtime.config import Config
 from runtime.devices import own_gpus, take_place
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
-from runtime.processes import Line
+from runtime.pipes import Line
 from runtime.sessions import judge
 from runtime.setup import base_model, task_of, worker_model
 from runtime.team import CALL, Begin, Parted, join_team

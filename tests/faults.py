@@ -47,7 +47,8 @@ from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
 from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
 from runtime.messages import Answer, Group, pack_messages  # noqa: E402
-from runtime.processes import Line, Lost, Silent  # noqa: E402
+from runtime.pipes import Line  # noqa: E402
+from runtime.processes import Lost, Silent  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
 POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")

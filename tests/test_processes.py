@@ -20,7 +20,8 @@ from toys import answer_with, light_children, mute, pool_of, short_lived, starte
 from runtime import processes
 from runtime.config import TrainingStopped
 from runtime.messages import Answer, Group, unpack_messages
-from runtime.processes import Line, Lost, Pool, Silent, last_words
+from runtime.pipes import Line
+from runtime.processes import Lost, Pool, Silent, last_words
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -137,14 +138,16 @@ def test_messages_travel_together_and_in_order():
     line.send(*(answer_with(group(n)) for n in range(3)))
     delivery = here.recv_bytes()
     status, answers = unpack_messages(delivery)
-    assert status == {"n": 1} and [answer.group.group_id for answer in answers] == [0, 1, 2]
+    assert status == {"n": 1, "clock": line.last} and [
+        answer.group.group_id for answer in answers
+    ] == [0, 1, 2]
     with pytest.raises(ValueError, match="torn or damaged"):
         unpack_messages(delivery[:-1])
     line.beat()
     assert not here.poll()  # it has just spoken
     line.last -= 60.0
     line.beat()
-    assert unpack_messages(here.recv_bytes()) == ({"n": 1}, ())
+    assert unpack_messages(here.recv_bytes()) == ({"n": 1, "clock": line.last}, ())
     assert line.receive(0.0) == []
     here.close()
     with pytest.raises(SystemExit):  # the parent is gone
@@ -152,6 +155,17 @@ def test_messages_travel_together_and_in_order():
 
 
 # ------------------------------------------------------------------------------------------- pool
+
+
+def test_clocks_of_other_machines_are_set_to_this_one():
+    """By the delivery that took least long; those of this machine have one clock."""
+    pool = Pool.__new__(Pool)
+    worker = SimpleNamespace(status={}, behind=float("inf"), heard=0.0)
+    for pool.start, expected in ((None, 95.0), (processes.start_here, 0.0)):
+        worker.behind = float("inf")
+        for worker.heard, told in ((100.0, 4.9), (101.0, 6.0), (102.0, 6.5)):
+            pool._take(worker, {"clock": told}, [])
+        assert worker.behind == expected and worker.status == {}
 
 
 @posix

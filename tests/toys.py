@@ -12,9 +12,10 @@ import time
 from multiprocessing import spawn
 from pathlib import Path
 
-from runtime import processes
+from runtime import pipes
 from runtime.messages import Answer, Group, Judgement, pack_messages, stray
-from runtime.processes import Line, Pool
+from runtime.pipes import Line
+from runtime.processes import Pool
 
 
 def answer_with(group: Group) -> Answer:
@@ -23,7 +24,7 @@ def answer_with(group: Group) -> Answer:
 
 def toy(line: Line, *extra) -> None:
     """Does to each group what its problem says: answer, mostly."""
-    processes.BEAT_SECONDS = 0.1
+    pipes.BEAT_SECONDS = 0.1
     blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     line.status = {"pid": os.getpid(), "extra": extra, "blocked": blocked}
     line.send()
