@@ -235,8 +235,9 @@ class Pool:
 
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
-        lag = worker.heard - status.pop("clock", worker.heard)  # the way here is in it, too
         worker.status, worker.said = {**worker.status, **status}, "alive"
+        # the way here is in it, too
+        lag = worker.heard - worker.status.pop("clock", worker.heard)
         worker.behind = 0.0 if self.start is start_here else min(worker.behind, lag)
         for answer in answers:
             # before the lock: a look at megabytes lets other threads run, and they may want it, too
