@@ -19,7 +19,6 @@ from runtime.devices import pick_devices
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
-from runtime.pipes import start_here
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
 from runtime.team import leave_team
@@ -125,8 +124,9 @@ def start_workers(run: AsyncRun) -> Pool:
         return flaw(answer, work, config.group_size, *allowed)
 
     logs, restarts, silence = run.folder / "logs", config.restarts, config.silence
-    start = run.mailbox.start if config.cluster else start_here
-    how = {"logs": logs, "restarts": restarts, "silence": silence, "start": start}
+    how = {"logs": logs, "restarts": restarts, "silence": silence}
+    if config.cluster:
+        how["start"] = run.mailbox.start
     return Pool(roles, flaw=examine, **how)
 
 
