@@ -36,7 +36,8 @@ from runtime.devices import describe_machine
 from runtime.folder import Log, read_json
 from runtime.ledger import Ledger
 from runtime.messages import Group
-from runtime.processes import Inlet, Pool, private_pipe
+from runtime.pipes import Inlet, private_pipe
+from runtime.processes import Pool
 from runtime.runlog import RunLog
 
 ROOT = Path(__file__).parent.parent

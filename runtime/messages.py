@@ -166,15 +166,11 @@ def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data with names, for a checkpoint, and the arrays laid end to end."""
-    episodes = group.trajectories
-    header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-    header["fields"] = [{name: getattr(t, name) for name in PLAIN} for t in episodes]
-    header["lengths"], arrays = {}, {}
-    for name, kind in ARRAYS.items():
-        own = [getattr(t, name) for t in episodes]
-        header["lengths"][name] = [len(array) for array in own]
-        arrays[name] = np.concatenate([np.empty(0, kind), *own])
-    return header, arrays
+    *own, rows, lengths, laid = pack_group(group)
+    header = dict(zip(("group_id", "start", "problem"), own, strict=True))
+    header["fields"] = [dict(zip(PLAIN, row, strict=True)) for row in rows]
+    header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
+    return header, dict(zip(ARRAYS, laid, strict=False))
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
@@ -341,24 +337,19 @@ def group_flaw(
     return None
 
 
-def looks_sound(
-    group: Group,
-    size: int,
-    newest: int,
-    vocabulary: int,
-    cut=False,
-) -> bool:
-    """Whether a group is sound, by a look at all episodes at once: half the time of `group_flaw`,
-    which has the last word on any other. It never says yes where that one finds a flaw."""
-    episodes, kinds = group.trajectories, list(ARRAYS.values())
+def looks_sound(group: Group, size: int, newest: int, vocabulary: int, cut=False) -> bool:
+    """Whether a group is sound, by a look at all episodes at once: a third of the time of
+    `group_flaw`, which has the last word on any other. It never says yes where that finds a flaw.
+    """
+    episodes = group.trajectories
     if cut or [t.sample_index for t in episodes] != list(range(size)):
         return False
     own = [*zip(*map(arrays_of, episodes), strict=True)]
-    lengths = [[*map(len, each)] for each in own]
-    tokens, mask, logprobs, versions, *_ = arrays = [*map(np.concatenate, own)]
-    same = lengths == [lengths[0]] * 4 + [[0] * size] * 2
-    if not same or not len(tokens) or [array.dtype for array in arrays] != kinds:
+    lengths, laid = [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
+    same = lengths == [lengths[0]] * 4 + [[0] * size] * 2 and any(lengths[0])
+    if not same or [array.dtype for array in laid] != list(ARRAYS.values()):
         return False
+    tokens, mask, logprobs, versions, *_ = laid
     said, first = bytearray(len(mask)), 0  # where the policy's turns are
     for t, length in zip(episodes, lengths[0], strict=True):
         before = 1
@@ -366,21 +357,14 @@ def looks_sound(
             if not before <= start <= stop <= length:
                 return False
             said[first + start : first + stop], before = b"\1" * (stop - start), stop
-        if len(t.turn_rewards) > len(t.turns):
-            return False
         first += length
-    rewards = [reward for t in episodes for reward in t.turn_rewards]
-    return bool(
-        mask.tobytes() == said
-        and (versions >= group.start).tobytes() == said
-        and (versions >= 0).tobytes() == said
-        and -1 <= versions.min()
-        and versions.max() <= newest
-        and 0 <= tokens.min()
-        and tokens.max() < vocabulary
-        and -1e30 <= logprobs.min()  # NaN, if there is one
-        and logprobs.max() <= 1e-3
-        and all([abs(reward) <= LARGEST_REWARD for reward in rewards])
+    generated = mask, versions >= group.start, versions >= 0  # by each account
+    limits = (versions, -1, newest), (tokens, 0, vocabulary - 1), (logprobs, -1e30, 1e-3)
+    return (
+        all([account.tobytes() == said for account in generated])
+        and all([low <= array.min() and array.max() <= high for array, low, high in limits])
+        and all([len(t.turn_rewards) <= len(t.turns) for t in episodes])
+        and all([abs(reward) <= LARGEST_REWARD for t in episodes for reward in t.turn_rewards])
     )
 
 

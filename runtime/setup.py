@@ -80,6 +80,7 @@ def open_training(config: Config, mode: str) -> Run:
     if state:
         restore(learner, state, config, ledger)
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
+    gc.set_threshold(50_000)  # nor the episodes on their way, ten times a step: 8% of the parent
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
         if config.export:
             check_export(Path(config.export), model.config)  # it is not --out, either

@@ -22,7 +22,7 @@ CEILINGS = {
     "lab": (2000, 21760, None),
 }
 FILE, README = 300, 200  # lines of any file but dsa_triton.py; lines of the README
-LEAVES = "config devices folder ledger mailbox messages processes runlog"
+LEAVES = "config devices folder ledger mailbox messages pipes processes runlog"
 LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")]
 
 
