@@ -121,8 +121,8 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
         failed = {int(i): reason for i, reason in event.get("failed", {}).items()}
         for i, pairs in enumerate(swaps):
             if i in failed:
-                none = (np.empty(0, ARRAYS[name]) for name in list(ARRAYS)[:4])
-                group.trajectories.append(Trajectory(group_id, i, 0, *none, finish=failed[i]))
+                none = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
+                group.trajectories.append(Trajectory(group_id, i, 0, finish=failed[i], **none))
             else:
                 begin[worker, pairs[1]].append((group, i))
     return generators, begin

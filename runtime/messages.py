@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +35,6 @@ class Trajectory:
     group_id: int
     sample_index: int
     noise_key: int  # decides its sampling noise, position by position (rollout.py)
-    # int32 [T]: prompt, generated and environment tokens, never re-tokenised
-    tokens: np.ndarray = None
-    loss_mask: np.ndarray = None  # bool [T]: True where the policy generated
-    logprobs: np.ndarray = None  # float32 [T]: behaviour log-probs, exactly as sampled; 0 elsewhere
-    versions: np.ndarray = None  # int32 [T]: policy version that produced the token; -1 elsewhere
     # start and stop of each of the policy's turns
     turns: list[tuple[int, int]] = field(default_factory=list)
     finish: str = "stop"  # stop, length, env_error, env_timeout, verifier_error, ...
@@ -49,6 +45,11 @@ class Trajectory:
     started: float = 0.0  # seconds on the machine's monotonic clock
     finished: float = 0.0
     swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
+    # int32 [T]: prompt, generated and environment tokens, never re-tokenised
+    tokens: np.ndarray = None
+    loss_mask: np.ndarray = None  # bool [T]: True where the policy generated
+    logprobs: np.ndarray = None  # float32 [T]: behaviour log-probs, exactly as sampled; 0 elsewhere
+    versions: np.ndarray = None  # int32 [T]: policy version that produced the token; -1 elsewhere
     # int32 [M]: from how many tokens each one was sampled; [0] where sampling is not cut
     kept_sizes: np.ndarray = field(default_factory=lambda: EMPTY)
     # int32 [K]: which ones, laid end to end
@@ -113,7 +114,7 @@ class Group:
         """Pickled as a few long arrays: a third of the time that many short ones take."""
         if not self.trajectories:  # as it is issued
             return Group, (self.group_id, self.start, self.problem)
-        return group_from_parts, group_to_parts(self)
+        return unpack_group, pack_group(self)
 
 
 class ToVerify(NamedTuple):
@@ -123,7 +124,7 @@ class ToVerify(NamedTuple):
     group: Group
 
     def __reduce__(self):
-        return group_from_parts, group_to_parts(self.group, ("tokens",))
+        return unpack_group, pack_group(self.group, arrays=1)
 
 
 def apply_verdicts(group: Group, verdicts: Sequence) -> None:
@@ -138,17 +139,38 @@ def apply_verdicts(group: Group, verdicts: Sequence) -> None:
 PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]  # the other fields
 
 
-def group_to_parts(group: Group, names=tuple(ARRAYS)) -> tuple[dict, dict[str, np.ndarray]]:
-    """A group as plain data, and these arrays of its episodes laid end to end."""
+plain_of, arrays_of = attrgetter(*PLAIN), attrgetter(*ARRAYS)
+
+
+def pack_group(group: Group, arrays: int = len(ARRAYS)) -> tuple:
+    """A group as it is pickled: plain data by position, which takes two thirds of the time that it
+    takes by name, and the first few arrays of its episodes laid end to end."""
     episodes = group.trajectories
-    header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-    header["fields"] = [{name: getattr(t, name) for name in PLAIN} for t in episodes]
-    header["lengths"], arrays = {}, {}
-    for name in names:
-        own = [getattr(t, name) for t in episodes]
-        header["lengths"][name] = [len(array) for array in own]
-        arrays[name] = np.concatenate([np.empty(0, ARRAYS[name]), *own])
-    return header, arrays
+    own = [*zip(*map(arrays_of, episodes), strict=True)][:arrays]
+    lengths, laid = [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
+    rows = [plain_of(t) for t in episodes]
+    return group.group_id, group.start, group.problem, rows, lengths, laid
+
+
+def unpack_group(group_id: int, start: int, problem: dict, rows, lengths, laid) -> Group:
+    """The inverse of `pack_group`."""
+    pieces = [pieces_of(array, own) for array, own in zip(laid, lengths, strict=True)]
+    episodes = zip(rows, *pieces, strict=True)
+    return Group(group_id, start, problem, [Trajectory(*row, *own) for row, *own in episodes])
+
+
+def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    """Pieces of an array; the last one is the rest: nothing that has arrived is overlooked."""
+    return [array[start:stop] for start, stop in pairwise([0, *accumulate(lengths[:-1]), None])]
+
+
+def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
+    """A group as plain data with names, for a checkpoint, and the arrays laid end to end."""
+    *own, rows, lengths, laid = pack_group(group)
+    header = dict(zip(("group_id", "start", "problem"), own, strict=True))
+    header["fields"] = [dict(zip(PLAIN, row, strict=True)) for row in rows]
+    header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
+    return header, dict(zip(ARRAYS, laid, strict=False))
 
 
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
@@ -157,10 +179,9 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     for plain in header["fields"]:
         group.trajectories.append(Trajectory(**plain))
     for name, array in arrays.items():
-        # the last one gets the rest: nothing that has arrived is overlooked
-        cuts = [0, *accumulate(header["lengths"][name][:-1]), None]
-        for trajectory, (start, stop) in zip(group.trajectories, pairwise(cuts), strict=False):
-            setattr(trajectory, name, array[start:stop])
+        pieces = pieces_of(array, header["lengths"][name])
+        for trajectory, piece in zip(group.trajectories, pieces, strict=False):
+            setattr(trajectory, name, piece)
     return group
 
 
@@ -316,47 +337,34 @@ def group_flaw(
     return None
 
 
-def looks_sound(
-    group: Group,
-    size: int,
-    newest: int,
-    vocabulary: int,
-    cut=False,
-) -> bool:
-    """Whether a group is sound, by a look at all episodes at once: half the time of `group_flaw`,
-    which has the last word on any other. It never says yes where that one finds a flaw."""
-    episodes, kinds = group.trajectories, list(ARRAYS.values())
+def looks_sound(group: Group, size: int, newest: int, vocabulary: int, cut=False) -> bool:
+    """Whether a group is sound, by a look at all episodes at once: a third of the time of
+    `group_flaw`, which has the last word on any other. It never says yes where that finds a flaw.
+    """
+    episodes = group.trajectories
     if cut or [t.sample_index for t in episodes] != list(range(size)):
         return False
-    own = [[getattr(t, name) for t in episodes] for name in ARRAYS]
-    lengths = [[len(array) for array in arrays] for arrays in own]
-    arrays = [np.concatenate(arrays) for arrays in own]
-    empty = [0] * size
-    if lengths != [lengths[0]] * 4 + [empty] * 2 or [a.dtype for a in arrays] != kinds:
+    own = [*zip(*map(arrays_of, episodes), strict=True)]
+    lengths, laid = [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
+    same = lengths == [lengths[0]] * 4 + [[0] * size] * 2 and any(lengths[0])
+    if not same or [array.dtype for array in laid] != list(ARRAYS.values()):
         return False
-    tokens, mask, logprobs, versions, *_ = arrays
-    said, first = np.zeros_like(mask), 0  # where the policy's turns are
+    tokens, mask, logprobs, versions, *_ = laid
+    said, first = bytearray(len(mask)), 0  # where the policy's turns are
     for t, length in zip(episodes, lengths[0], strict=True):
         before = 1
         for start, stop in t.turns:
             if not before <= start <= stop <= length:
                 return False
-            said[first + start : first + stop], before = True, stop
-        if len(t.turn_rewards) > len(t.turns):
-            return False
+            said[first + start : first + stop], before = b"\1" * (stop - start), stop
         first += length
-    rewards = [reward for t in episodes for reward in t.turn_rewards]
-    return bool(
-        np.array_equal(said, mask)
-        and 0 <= tokens.min(initial=0)
-        and tokens.max(initial=0) < vocabulary
-        and -1e30 <= logprobs.min(initial=0)  # NaN, if there is one
-        and logprobs.max(initial=0) <= 1e-3
-        and np.array_equal(versions >= group.start, mask)
-        and np.array_equal(versions >= 0, mask)
-        and -1 <= versions.min(initial=-1)
-        and versions.max(initial=-1) <= newest
-        and all([abs(reward) <= LARGEST_REWARD for reward in rewards])
+    generated = mask, versions >= group.start, versions >= 0  # by each account
+    limits = (versions, -1, newest), (tokens, 0, vocabulary - 1), (logprobs, -1e30, 1e-3)
+    return (
+        all([account.tobytes() == said for account in generated])
+        and all([low <= array.min() and array.max() <= high for array, low, high in limits])
+        and all([len(t.turn_rewards) <= len(t.turns) for t in episodes])
+        and all([abs(reward) <= LARGEST_REWARD for t in episodes for reward in t.turn_rewards])
     )
 
 

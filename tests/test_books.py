@@ -78,10 +78,9 @@ def test_a_run_in_which_nearly_every_group_was_dead_says_what_to_try(tmp_path):
 def test_an_episode_is_shown_in_one_line():
     def shown(text: str, mask: bool = True) -> str:
         tokens = np.int32(encode(text))
-        rest = np.full(len(tokens), mask), np.zeros(len(tokens), np.float32)
-        versions = np.arange(len(tokens), dtype=np.int32)
-        turns = [(0, len(tokens))]
-        t = Trajectory(7, 0, 1, tokens, *rest, versions, turns, reward=0.5)
+        t = Trajectory(7, 0, 1, tokens=tokens, turns=[(0, len(tokens))], reward=0.5)
+        t.loss_mask = np.full(len(tokens), mask)
+        t.versions = np.arange(len(tokens), dtype=np.int32)
         return show_group(Group(7, 0, {}, [t]), make_task("guess"))
 
     last = len(encode("guess\n12")) - 1

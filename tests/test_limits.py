@@ -233,9 +233,8 @@ def test_every_episode_of_a_group_has_a_limit_of_its_own(said, late):
     group, beats = Group(0, 0, {}), []
     for i, text in enumerate(said):
         tokens = np.array(encode(f"{text} {i}"), np.int32)
-        none, mask = np.zeros(len(tokens), np.float32), np.ones(len(tokens), bool)
-        turns = [(0, len(tokens))]
-        group.trajectories.append(Trajectory(0, i, 0, tokens, mask, none, tokens, turns))
+        episode = Trajectory(0, i, 0, tokens=tokens, turns=[(0, len(tokens))])
+        group.trajectories.append(episode)
     task = replace(make_task("reverse"), step=step)
     start = time.perf_counter()
     verdicts = verify_group(group, task, Config(reward_seconds=0.25), lambda: beats.append(1))
@@ -255,10 +254,10 @@ def test_equal_answers_are_verified_once():
             raise ValueError("no")
         return Step(None, float(answers[-1]), True)
 
-    group, none = Group(0, 0, {}), np.zeros(1, np.float32)
+    group = Group(0, 0, {})
     for i, text in enumerate("121321"):
         tokens = np.array(encode(text), np.int32)
-        episode = Trajectory(0, i, 0, tokens, np.ones(1, bool), none, tokens, [(0, 1)])
+        episode = Trajectory(0, i, 0, tokens=tokens, turns=[(0, 1)])
         group.trajectories.append(episode)
     verdicts = verify_group(group, replace(make_task("reverse"), step=step), Config())
     assert asked == ["1", "2", "3"]
