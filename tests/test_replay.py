@@ -48,7 +48,7 @@ class Workers:
         """A new worker under this number."""
         name, process = f"rollout-{number}", SimpleNamespace(pid=0)
         worker = SimpleNamespace(name=name, role="rollout", number=number, process=process, work={})
-        worker.log, worker.said = "nowhere", "alive"
+        worker.log, worker.said, worker.behind = "nowhere", "alive", 0.0
         model = make_model(self.config, self.task)
         self.generators[name] = make_generator(self.config, self.task, model, number)
         self.generators[name].version = -1

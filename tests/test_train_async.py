@@ -287,7 +287,7 @@ class PoolHere:
         process = SimpleNamespace(pid=1, exitcode=0)
         facts = {"process": process, "work": {}, "status": {}}
         facts |= {"role": role, "number": number, "name": f"{role}-{number}"}
-        return SimpleNamespace(**facts, said="alive", log="its log")
+        return SimpleNamespace(**facts, said="alive", log="its log", behind=0.0)
 
     def of(self, role: str) -> list:
         return [worker for worker in self.workers.values() if worker.role == role]
