@@ -149,7 +149,7 @@ def run_case(case: dict, folder: Path) -> dict:
     }
 
 
-def bench_parent(folder: Path, sizes=SIZES, rounds: int = 3) -> None:
+def bench_parent(folder: Path, sizes=SIZES, rounds: int = 2) -> None:
     """Rates of every case, in turn (A B C A B C); then once more, where the CPU time goes."""
     cases = []
     for workers, groups, *steps in sizes:
