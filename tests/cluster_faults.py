@@ -59,8 +59,9 @@ def wait_for_step(process, folder: Path, step: int, seconds: float = 90.0) -> No
         time.sleep(0.05)
 
 
-def actors(kind: str) -> dict[int, list[int]]:
-    """The processes of actors, which Ray gives a title, with their children."""
+def actors(kind: str, address: str) -> dict[int, list[int]]:
+    """The processes of actors of a cluster, with their children. Ray gives them a title; the
+    process that has started them, the node's, is told the address of the cluster."""
     lines, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -69,7 +70,13 @@ def actors(kind: str) -> dict[int, list[int]]:
         except OSError:
             continue
     found = [pid for pid, line in lines.items() if line.startswith(f"ray::{kind}")]
+    found = [pid for pid in found if address in lines.get(parents[pid], "")]
     return {pid: [child for child, parent in parents.items() if parent == pid] for pid in found}
+
+
+def everybody(address: str) -> dict[int, list[int]]:
+    """All of them."""
+    return actors("Seat", address) | actors("Keeper", address)
 
 
 def gone(pids) -> None:
@@ -86,7 +93,7 @@ def strike(kind: str, cluster, choose: random.Random) -> None:
         cluster.add_node(num_cpus=4, **MEMORY)
         cluster.remove_node(choose.choice(list(cluster.worker_nodes)[:-1]), allow_graceful=False)
         return
-    found = actors("Keeper" if kind == "keeper" else "Seat")
+    found = actors("Keeper" if kind == "keeper" else "Seat", cluster.address)
     pids = list(found) if kind != "worker" else sum(found.values(), [])
     number = signal.SIGSTOP if kind == "actor stopped" else signal.SIGKILL
     os.kill(choose.choice(pids), number)
@@ -100,7 +107,7 @@ def run_once(cluster, folder: Path, plan: list, choose: random.Random, **flags) 
     process = start(cluster.address, out=folder / "run", **flags)
     for kind in plan:
         wait_for_step(process, folder / "run", steps_of(folder / "run") + choose.randrange(5, 15))
-        left, before, struck = {**actors("Seat"), **actors("Keeper")}, 0, time.monotonic()
+        left, before, struck = everybody(cluster.address), 0, time.monotonic()
         if kind == "driver":
             process.kill()
             process.communicate()
@@ -113,7 +120,7 @@ def run_once(cluster, folder: Path, plan: list, choose: random.Random, **flags) 
         seconds.append([kind, round(time.monotonic() - struck, 2)])
     _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said[-2000:]
-    gone({**actors("Seat"), **actors("Keeper")})
+    gone(everybody(cluster.address))
     result = judged(folder / "run", folder, flags)
     names = ("lost", "duplicated", "staleness", "requeued", "replayed")
     solved = json.loads((folder / "run" / "summary.json").read_text())["eval_after"]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_faults import actors, gone, start, wait_for_step
+from cluster_faults import actors, everybody, gone, start, wait_for_step
 
 import train_async
 from runtime.config import Config, UserError
@@ -55,11 +55,11 @@ def test_seats_keepers_and_nodes_may_be_lost(nodes, tmp_path):
     folder = tmp_path / "run"
     process = start(nodes.address, out=folder, steps=200, learners=2, **SMALL)
     wait_for_step(process, folder, 4)
-    seats = actors("Seat")
+    seats = actors("Seat", nodes.address)
     os.kill(list(seats)[0], signal.SIGKILL)
     os.kill(list(seats.values())[1][0], signal.SIGKILL)
     wait_for_step(process, folder, 12)
-    os.kill(list(actors("Keeper"))[0], signal.SIGKILL)
+    os.kill(list(actors("Keeper", nodes.address))[0], signal.SIGKILL)
     wait_for_step(process, folder, 20)
     nodes.add_node(num_cpus=3, object_store_memory=100 << 20)
     nodes.remove_node(list(nodes.worker_nodes)[0], allow_graceful=False)
@@ -67,14 +67,14 @@ def test_seats_keepers_and_nodes_may_be_lost(nodes, tmp_path):
     events = checked(folder, 200)
     exits = [e for e in events if e["kind"] == "exit" and e["reason"] != "end"]
     assert len(exits) >= 4, exits
-    gone({**actors("Seat"), **actors("Keeper")})
+    gone(everybody(nodes.address))
 
 
 def test_a_driver_that_is_killed_leaves_nothing_and_is_resumed(nodes, tmp_path):
     folder = tmp_path / "run"
     process = start(nodes.address, out=folder, steps=3000, **SMALL)
     wait_for_step(process, folder, 6)
-    left = {**actors("Seat"), **actors("Keeper")}
+    left = everybody(nodes.address)
     left = {*left, *sum(left.values(), [])}
     assert len(left) >= 8  # three workers beside their seats, two keepers
     process.kill()
