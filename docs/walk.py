@@ -78,8 +78,8 @@ BREAKS = 5  # of so many calls of the tool one breaks off
 
 def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespace:
     """What the trainer needs of a Pool, without a process; notes what the stations look at."""
-    rollout = SimpleNamespace(name="rollout-0", role="rollout")
-    reward = SimpleNamespace(name="reward-0", role="reward")
+    rollout = SimpleNamespace(name="rollout-0", role="rollout", behind=0.0)
+    reward = SimpleNamespace(name="reward-0", role="reward", behind=0.0)
     generator = make_generator(run.config, run.task, make_model(run.config, run.task))
     generator.version = -1  # the first weights come from the mailbox, too
     work, news = {}, []
