@@ -54,9 +54,9 @@ class Seat:
 
     def __init__(self, name: str, function, number: int, arguments: tuple):
         self.given, self.said = (name, function, number), SimpleQueue()
-        self.arguments, self.process = arguments, None
+        self.arguments = arguments
         sys.modules["__main__"].__file__ = None  # the process shall not begin with Ray's program
-        os.environ.pop("OMP_NUM_THREADS", None)
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: --threads decides
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
@@ -72,14 +72,14 @@ class Seat:
         name, *function = self.given
         log = Path(f"/tmp/nanoglm-{os.getpid()}-{name}.log")
         arguments = [place if argument == KEPT else argument for argument in self.arguments]
-        self.process, self.connection = start_here(name, *function, str(log), arguments)
-        started.put(self.process.pid)
+        process, self.connection = start_here(name, *function, str(log), arguments)
+        started.put(process.pid)
         while delivery := next_delivery(self.connection):
             self.said.put(delivery)
-        self.process.join()
+        process.join()
         text = log.read_bytes()[-10000:] if log.exists() else b""
         log.unlink(missing_ok=True)
-        self.said.put((self.process.exitcode, text))
+        self.said.put((process.exitcode, text))
 
     def put(self, delivery: bytes) -> None:
         """For the process; blocks while it does not read."""
@@ -118,11 +118,6 @@ def facts_of_code(root: str) -> dict:
             digest.update(path.read_bytes())
     versions = {"Python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
     return {"code": f"{digest.hexdigest()[:12]} in {root}", **versions}
-
-
-def facts_on_node(root: str) -> dict:
-    """The same, on a node."""
-    return facts_of_code(root)
 
 
 # ------------------------------------------------------------------------------- in the parent
@@ -175,7 +170,7 @@ def connect(**options) -> None:
 
 def compare_nodes(name: str) -> None:
     """UserError that names the first node whose code or libraries are not this process's."""
-    here, look = facts_of_code(str(ROOT)), ray.remote(num_cpus=0)(facts_on_node)
+    here, look = facts_of_code(str(ROOT)), ray.remote(num_cpus=0)(facts_of_code)
     nodes = alive()
     places = [On(node["NodeID"], soft=False) for node in nodes]
     found = [look.options(scheduling_strategy=place).remote(str(ROOT)) for place in places]
@@ -274,11 +269,14 @@ class Mailboxes:
                     sent = version
                 else:
                     ray.get(keeper.place.remote())  # does it live?
-        except Exception:  # its workers would go on with old weights
+        except Exception as error:  # its workers would go on with old weights
             with self.news:
                 self.keepers.pop(node)
                 orphans = self.there.pop(node, ())
-            for worker in () if self.closed else orphans:
+            if self.closed:
+                return
+            sys.stderr.write(f"the keeper of node {node[:8]} is lost: {error!r:.200}\n")
+            for worker in orphans:
                 worker.kill()
 
     def start(self, name: str, function, number: int, log: str, arguments: list) -> tuple:

@@ -45,10 +45,10 @@ def team_of(run: AsyncRun, state: dict) -> None:
                 raise Parted(f"{worker.name} {worker.gone}")
     run.meetings += 1
     team.others = [worker.outbox for worker in workers]
-    place = run.meeting_place(run.meetings)
+    begin = Begin(run.meeting_place(run.meetings), own_gpus(run.config))
     for worker in workers:
-        run.pool.send(worker, [Begin(place)])
-    join_team(team, place, own_gpus(run.config), run.config.learner_seconds)
+        run.pool.send(worker, [begin])
+    join_team(team, *begin, run.config.learner_seconds)
     share(run.learner, state)
 
 

@@ -238,7 +238,7 @@ class Pool:
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
         worker.status, worker.said = {**worker.status, **status}, "alive"
-        # the way here is in it, too
+        # The time on its way counts, too: the least of all is nearest to what the clocks differ by.
         lag = worker.heard - worker.status.pop("clock", worker.heard)
         worker.behind = 0.0 if self.start is start_here else min(worker.behind, lag)
         for answer in answers:

@@ -50,9 +50,11 @@ class Parted(TrainingStopped):
 
 
 class Begin(NamedTuple):
-    """The message that calls a learner to the first meeting, at a file or an address."""
+    """The message that calls a learner to the first meeting: a file or an address, and by what
+    they meet there (`join_team`). The parent decides: a learner may see other GPUs than it does."""
 
     place: str
+    own_gpus: bool
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """workers.py: what runs in the processes of an asynchronous run, beside the learner.
 
 A rollout worker generates, a learner of rank 1 or more trains on its share of each batch. Each
-talks to the parent through one `Line` (processes.py), and has nothing else in common with the
+talks to the parent through one `Line` (pipes.py), and has nothing else in common with the
 others but the mailbox.
 Left out: reward workers (sessions.py), who gets which work, and what happens when one of them dies
 (train_async.py).
@@ -18,7 +18,7 @@ from model import ModelConfig
 from rollout import COUNTED, make_generator
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
-from runtime.devices import own_gpus, take_place
+from runtime.devices import take_place
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
 from runtime.pipes import Line
@@ -88,8 +88,8 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig):
     try:
         while True:
             match line.receive(0.5):
-                case [Begin(place)]:
-                    join_team(learner.team, place, own_gpus(config), config.learner_seconds)
+                case [Begin(place, own_gpus)]:
+                    join_team(learner.team, place, own_gpus, config.learner_seconds)
                     share(learner)
                 case [call] if call == CALL:
                     whole_moments(learner)

@@ -90,8 +90,9 @@ def gone(pids) -> None:
 def strike(kind: str, cluster, choose: random.Random) -> None:
     """One loss, but that of the driver."""
     if kind == "node":
+        victim = choose.choice(list(cluster.worker_nodes))  # not the one that is added
         cluster.add_node(num_cpus=4, **MEMORY)
-        cluster.remove_node(choose.choice(list(cluster.worker_nodes)[:-1]), allow_graceful=False)
+        cluster.remove_node(victim, allow_graceful=False)
         return
     found = actors("Keeper" if kind == "keeper" else "Seat", cluster.address)
     pids = list(found) if kind != "worker" else sum(found.values(), [])
