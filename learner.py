@@ -14,22 +14,22 @@ import copy
 import math
 import time
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+import dampers
 import losses
 from buffer import deal, pack, repaired
 from critic import Critic, criticise, make_critic, teach
-from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
+from logprobs import token_logprobs
+from model import GPT, allowed_of, pack_tokens
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
 from runtime.team import MOMENTS, Team, add_gradients, share_facts, share_weights, slice_of
 
-PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
 SMALLEST_SPREAD = 0.1  # of rewards, beside a critic: advantages are no larger where all are alike
 
 
@@ -74,7 +74,7 @@ class Learner:
     weights: nn.Parameter
     slices: list  # of the weights, with their gradients: those that this learner steps
     optimizer: torch.optim.Optimizer
-    damper: losses.Damper
+    damper: dampers.Damper
     alphabet: Tensor  # int64 [V], token ids the policy may emit
     allowed: Tensor | None = None  # what each of several tasks may emit: see `allowed_of`
     critic: Critic | None = None
@@ -85,6 +85,7 @@ class Learner:
     skipped: int = 0  # steps left out because loss or gradient was not finite
     skipped_in_row: int = 0
     team: Team = field(default_factory=Team)
+    moments: tuple = MOMENTS  # what the optimizer remembers of every weight
 
 
 def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) -> Learner:
@@ -103,8 +104,9 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         weight_decay=0.0,
         fused=True,
     )
+    names = MOMENTS + ("previous",) * (config.damper == "gac")
     for own in slices:  # there from the beginning
-        moments = {name: torch.zeros_like(own) for name in MOMENTS}
+        moments = {name: torch.zeros_like(own) for name in names}
         optimizer.state[own] = {"step": own.new_zeros(()), **moments}
     alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
     alphabets = [alphabet_of(part) for part in task.parts or (task,)]
@@ -113,7 +115,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         flat,
         slices,
         optimizer,
-        damper=losses.Damper(threshold=config.kl_threshold),
+        damper=dampers.Damper(config.kl_threshold if config.damper == "kl" else math.inf),
         alphabet=alphabet,
         allowed=allowed_of(alphabet, alphabets),
         critic=make_critic(config, model) if config.advantage == "gae" else None,
@@ -121,6 +123,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         begun=[0] * len(task.shares),
         reference=copy.deepcopy(model) if config.reference_every else None,
         team=Team(ranks, config.team_size),
+        moments=names,
     )
 
 
@@ -145,7 +148,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     counts as a version all the same; see `check_step` (runtime/books.py).
     """
     begin, team = time.monotonic(), learner.team
-    samples, dead = samples_of(groups, config)
+    samples, dead = samples_of(learner, groups, config)
     count = sum(t.generated for t, _ in samples)
     lengths = [len(t.tokens) for t, _ in samples]
     batches = pack(lengths, config.token_budget, team.size)
@@ -171,25 +174,29 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     gradient.copy_(total)
     if team.apart:
         add_gradients(team, learner.version, gradient)
-    norms = [float(own.grad.norm()) for own in learner.slices]
+    remembered = [learner.optimizer.state[own] for own in learner.slices]
+    pairs = zip(learner.slices, remembered, strict=True)
+    looks = [dampers.look(config.damper, own.grad, beside) for own, beside in pairs]
     if team.apart:
-        facts, norms = share_facts(team, learner.version, facts, norms)
+        facts, looks = share_facts(team, learner.version, facts, looks)
     parts = [part for _, part, _ in facts]
     metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
     loss = sum(loss for loss, _, _ in facts)
-    metrics |= update_weights(learner, config, loss, math.hypot(*norms), metrics)
+    metrics |= update_weights(learner, config, loss, dampers.together(looks), metrics)
     if learner.critic and parts:
         metrics["critic_loss"] = teach(learner.critic, [lesson for *_, lesson in facts], config)
     counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
     return metrics | counts | {"seconds": time.monotonic() - begin}
 
 
-def samples_of(groups: list, config: Config) -> tuple:
+def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     """What a step learns from, (trajectory, the advantage of each of its turns), and which groups
     teach nothing [G]. With a critic: what its advantages are multiplied with, 1 over the spread of
     all rewards."""
+    if config.objective == "dpo":
+        return preferred(learner, groups, config)
     trajectories = [t for group in groups for t in repaired(group)]
     G = len(groups)
     rewards = torch.tensor([t.reward for t in trajectories]).float().view(G, -1)  # [G, n]
@@ -198,7 +205,11 @@ def samples_of(groups: list, config: Config) -> tuple:
         factor = 1 / max(float(rewards.std()), SMALLEST_SPREAD)
         dead, credit = torch.zeros(G, dtype=torch.bool), [[factor] * T for T in turns]
     elif config.credit == "episode":
-        advantages, dead = losses.group_advantages(rewards, config.advantage)
+        if config.advantage == "opob":
+            baseline = losses.optimal_baseline(rewards, *weigh(learner, trajectories, config))
+            advantages, dead = losses.group_advantages(rewards, "grpo", baseline=baseline)
+        else:
+            advantages, dead = losses.group_advantages(rewards, config.advantage)
         credit = [[a] * T for a, T in zip(advantages.flatten().tolist(), turns, strict=True)]
     else:
         shape = *rewards.shape, max(turns)  # [G, n, T]
@@ -211,69 +222,53 @@ def samples_of(groups: list, config: Config) -> tuple:
     return [pair for pair in zip(trajectories, credit, strict=True) if pair[0].generated], dead
 
 
-def token_logprobs(model: GPT, batch: list, learner: Learner, config: Config) -> tuple:
-    """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories, and
-    the hidden states [M, d] that predict them."""
-    device = model.flat.device
-    packed = pack_tokens([t.tokens for t, _ in batch], device)
-    names = "loss_mask", "kept_sizes", "kept"
-    arrays = [np.concatenate([getattr(t, name) for t, _ in batch]) for name in names]
-    mask, *kept = (torch.from_numpy(x).to(device) for x in arrays)
-    limits = None
-    if learner.allowed is not None:
-        kinds = [t.group_id % len(learner.allowed) for t, _ in batch for _ in range(t.generated)]
-        limits = learner.allowed, torch.tensor(kinds, device=device)
-    how = learner.alphabet, config.temperature, *kept
-    return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how, limits=limits)
+@torch.no_grad()
+def seen_by(model: GPT, trajectories: list, learner: Learner, config: Config) -> list:
+    """What a policy says of whole episodes: log-probs of the generated tokens of each [M]."""
+    found = [torch.empty(0)] * len(trajectories)
+    some = [i for i, t in enumerate(trajectories) if t.generated]
+    for places in pack([len(trajectories[i].tokens) for i in some], config.token_budget):
+        batch = [(trajectories[some[place]], 0.0) for place in places]
+        logprobs, *_ = token_logprobs(model, batch, learner, config)
+        pieces = logprobs.float().cpu().split([t.generated for t, _ in batch])
+        for place, piece in zip(places, pieces, strict=True):
+            found[some[place]] = piece
+    return found
 
 
-def generated_logprobs(
-    model: GPT,
-    packed: Packed,
-    rows,  # [M] tokens of the batch
-    alphabet,  # [V'] token ids, the generator's
-    temperature: float,  # the generator's
-    sizes=(),  # [M] from how many tokens each was sampled; []: from all
-    kept=(),  # [K] from which ones: token ids, laid end to end
-    limits=None,  # of several tasks: what each may emit [K, V'], and the task of each token [M]
-) -> tuple:
-    """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient, by the distribution
-    that they were sampled from: among the tokens that were kept. And the hidden states [M, d].
+def weigh(learner: Learner, trajectories: list, config: Config) -> tuple:
+    """pi / mu of whole answers, and about how long the gradients of their log-probs are, [G, n].
 
-    Token r is predicted by token r - 1, so none may be the first of its sequence. No other hidden
-    state reaches the output matrix. Logits are never there for more than PIECE pairs of a token and
-    a word: what is over is computed piece by piece, and again in the backward pass.
+    The length is that of the gradient with respect to the logits, and of that the entry of the
+    token itself, 1 - pi: exact lengths would take a backward pass for every answer.
     """
-    shared, wanted, copies = share_prefixes(packed, rows - 1)
-    hidden = model(shared, wanted).index_select(0, copies)  # [M, d]
-    places = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
-    places[alphabet] = torch.arange(len(alphabet), device=places.device)
-    targets = places[packed.tokens[rows]]  # [M], places in the alphabet
-    outside = f"generated tokens must be in the alphabet {alphabet.tolist()}"
-    assert (targets >= 0).all(), outside
+    rows, seen = [], seen_by(learner.model, trajectories, learner, config)
+    for t, now in zip(trajectories, seen, strict=True):
+        then = torch.from_numpy(t.logprobs[t.loss_mask])
+        log = (now - then).sum().clamp(-losses.LOG_RATIO_LIMIT, losses.LOG_RATIO_LIMIT)
+        rows.append([float(log.exp()), float((1 - now.exp()).norm())])
+    ratios, norms = torch.tensor(rows).view(-1, config.group_size, 2).unbind(-1)
+    return ratios, norms
 
-    def piece(hidden, targets, first=0):
-        logits = model.logits(hidden, alphabet)  # [m, V']
-        if limits:
-            logits = logits + limits[0][limits[1][first : first + len(hidden)]]
-        if len(sizes):
-            own, before = sizes[first : first + len(hidden)], sizes[:first].sum()
-            at = torch.arange(len(own), device=own.device).repeat_interleave(own)  # [k]
-            left_out = torch.ones_like(logits, dtype=torch.bool)
-            inside = places[kept[before : before + len(at)]]
-            assert (inside >= 0).all(), outside
-            left_out[at, inside] = False
-            logits = logits.masked_fill(left_out, -1e9)  # not -inf: 0 times it is NaN
-        logprobs = torch.log_softmax(logits / temperature, -1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
-    size = PIECE // len(alphabet)
-    if len(rows) <= size:
-        return *piece(hidden, targets), hidden
-    firsts = range(0, len(rows), size)
-    pieces = map(partial(recomputed, piece), hidden.split(size), targets.split(size), firsts)
-    return *(torch.cat(part) for part in zip(*pieces, strict=True)), hidden
+def preferred(learner: Learner, groups: list, config: Config) -> tuple:
+    """Online DPO's samples: the best and the worst answer of a group, and what pushes them apart.
+
+    Divided by tokens later, as every loss is; so multiplied here: the loss is a mean over pairs.
+    """
+    pairs, dead = [], []
+    for group in groups:
+        sound = sorted([t for t in repaired(group) if t.generated], key=lambda t: -t.reward)
+        dead.append(not sound or sound[0].reward == sound[-1].reward)
+        pairs += [] if dead[-1] else [sound[0], sound[-1]]
+    sums = []  # log-probs of whole answers, by the policy and by the reference
+    for model in (learner.model, learner.reference):
+        sums.append(torch.tensor([float(x.sum()) for x in seen_by(model, pairs, learner, config)]))
+    margins = (sums[0] - sums[1]).view(-1, 2) @ torch.tensor([1.0, -1.0])  # [P]
+    push = losses.preference_advantages(margins, config.dpo_beta).T.flatten()  # [2 P]
+    scale = sum(t.generated for t in pairs) / max(1, len(margins))
+    credit = [[a * scale] * len(t.turns) for a, t in zip(push.tolist(), pairs, strict=True)]
+    return list(zip(pairs, credit, strict=True)), torch.tensor(dead)
 
 
 def micro_batch_loss(
@@ -303,13 +298,16 @@ def micro_batch_loss(
     behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
     sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
     # pi_p: with one update a step, the policy of this very forward pass
-    tokens = losses.Tokens(logprobs, logprobs.detach(), *sampled)
-    loss, touched = losses.policy_loss(config.objective, tokens, count)
+    ages = np.concatenate([learner.version - t.versions[t.loss_mask] for t, _ in batch])
+    age = torch.from_numpy(ages).to(logprobs.device)
+    tokens = losses.Tokens(logprobs, logprobs.detach(), *sampled, age)
+    bounds = losses.Constants(double_low=config.double_low, double_high=config.double_high)
+    loss, touched = losses.policy_loss(config.objective, tokens, count, bounds)
     loss = loss - config.entropy * losses.token_mean(entropy, count)
     if measured:
         # weighted with pi / mu: the samples may be stale
         kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]
-        weight = config.reference_weight * losses.reference_scale(learner.damper)
+        weight = config.reference_weight * dampers.reference_scale(learner.damper)
         loss = loss + weight * losses.token_mean(kl, count)
     return loss, losses.diagnostics(tokens, entropy, touched, reference), lesson
 
@@ -331,18 +329,21 @@ def update_weights(
     learner: Learner,
     config: Config,
     loss: float,
-    norm: float,  # of the gradient
+    whole: dampers.Look,  # at the gradient
     metrics: dict,
 ) -> dict:
-    """Clip the gradient, step the optimizer, feed the damper; or skip a step that is not finite."""
-    finite = math.isfinite(loss + norm)
+    """Damp and clip the gradient, step the optimizer; or skip a step that is not finite."""
+    finite, lr, cosine = math.isfinite(loss + whole.norm), 0.0, 0.0
     if finite and "kl_reference" in metrics:
-        learner.damper = losses.observe(learner.damper, metrics["kl_reference"])
-    progress = min(1.0, learner.version / max(1, config.steps))
-    lr = config.lr * (1 - progress * (1 - config.lr_end)) * losses.lr_scale(learner.damper)
+        learner.damper = dampers.observe(learner.damper, metrics["kl_reference"])
     if finite and metrics["tokens"]:
-        if norm > config.grad_clip > 0:
-            for own in learner.slices:
+        progress = min(1.0, learner.version / max(1, config.steps))
+        lr = config.lr * (1 - progress * (1 - config.lr_end))
+        lr *= dampers.step_scale(config.damper, learner.damper, metrics)
+        a, b, cosine, norm = dampers.bend(config.damper, whole)
+        for own in learner.slices:
+            dampers.apply_bend(config.damper, own.grad, learner.optimizer.state[own], a, b)
+            if norm > config.grad_clip > 0:
                 own.grad.mul_(config.grad_clip / norm)
         learner.optimizer.param_groups[0]["lr"] = lr
         learner.optimizer.step()
@@ -357,57 +358,9 @@ def update_weights(
         learner.reference.flat.copy_(learner.model.flat)
     return {
         "loss": loss,
-        "grad_norm": norm,
+        "grad_norm": whole.norm,
         "lr": lr,
-        "kl_window": losses.window_mean(learner.damper),
+        "cosine": cosine,
+        "kl_window": dampers.window_mean(learner.damper),
         "skipped": learner.skipped,
     }
-
-
-# ------------------------------------------------------- what is in common is computed once
-
-
-def share_prefixes(packed: Packed, rows: Tensor) -> tuple:
-    """Leaves out of a packed batch what would be computed twice, and what nobody reads.
-
-    Answers to one prompt begin alike, and equal beginnings have equal hidden states: they are
-    computed once. `rows` [M] are the tokens whose hidden states are read; nobody attends to what
-    stands in a sequence behind the last of them. The rest of the model can be read without this.
-
-    packed: what `pack_tokens` returns. Returns another one, with U distinct tokens, and sequences
-    of which none is the beginning of another; wanted [R], those of the U that are read; and
-    copies [M], with which `hidden[copies]` is what was asked for.
-
-    On one CPU thread, forward and backward of groups of 16 take 33 ms instead of 42 in `guess`, 85
-    instead of 133 in `sum`.
-    """
-    tensors = (packed.tokens, packed.grid, packed.cell[rows])
-    tokens, grid, cells = (x.cpu().numpy() for x in tensors)
-    B, T = grid.shape
-    b, t = np.divmod(cells, T)  # [M] their sequences and places
-    last = np.full((B, 1), -1)
-    np.maximum.at(last[:, 0], b, t)
-    T = padded(last.max() + 1)
-    tree = np.where(np.arange(T) > last, -1, tokens[grid[:, :T]])  # [B, T] token ids
-
-    # In sorted order, no sequence has a longer beginning in common with an earlier one than with
-    # the one just before it. Any order of bytes will do: -1 is all ones, so the longer come first.
-    order = sorted(range(B), key=lambda b: tree[b].tobytes())
-    tree = tree[order]
-    new = tree >= 0  # [B, T] tokens that the sequence before does not have
-    new[1:] &= np.logical_or.accumulate(tree[1:] != tree[:-1], axis=1)
-    numbers = new.cumsum().reshape(B, T) * new
-    numbers = np.maximum.accumulate(numbers, axis=0) - 1  # [B, T] distinct token in each cell
-    wanted, copies = np.unique(numbers[np.argsort(order)[b], t], return_inverse=True)
-
-    kept = new.any(axis=1)  # the other sequences are beginnings of these
-    arrays = (
-        tree[new],
-        new.nonzero()[1],
-        np.where(tree < 0, -1, numbers)[kept],
-        np.flatnonzero(new[kept]),
-        wanted,
-        copies,
-    )
-    *fields, wanted, copies = (torch.from_numpy(x).to(packed.tokens.device) for x in arrays)
-    return Packed(*fields), wanted, copies

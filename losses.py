@@ -1,7 +1,7 @@
-"""losses.py: the objectives of the learner: advantages, policy losses, KL, diagnostics, damper.
+"""losses.py: the objectives of the learner: advantages, policy losses, KL, diagnostics.
 
-Pure functions on packed tokens. The one thing with a memory, the KL-window damper, is a plain
-record that its caller keeps. Left out: models, optimizers, batching.
+Pure functions on packed tokens. Left out: models, optimizers, batching; what is done to a step as a
+whole when its data are stale (dampers.py).
 Call `policy_loss("tis", tokens, count)` for every micro-batch of a step; losses and statistics of
 the micro-batches add up. What the policy did not generate is not here: learner.py leaves it out.
 
@@ -14,7 +14,7 @@ Policies:  mu = behaviour (it generated the token), pi_p = proximal (recomputed 
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ class Constants:
     eps_high: float = 0.28  # PPO clip, upper side: the same; "clip-higher" of DAPO (2503.14476)
     tis_cap: float = 2.0  # truncated importance sampling: the default of slime's --tis-clip
     icepop_beta: float = 2.0  # GLM-5 section 3.2: w is kept in [1/2, 2]
-    double_low: float = 0.2  # GLM-5 gives no number for its agents: that of its section 3.2
-    double_high: float = 0.28  # likewise
+    double_low: float = 0.3  # SAO (2607.07508), reasoning; GLM-5 gives no number for its agents
+    double_high: float = 5.0  # likewise; coding agents there: 0.8 and 3.0
     cispo_low: float = 1.0  # MiniMax-M1 (2506.13585): no lower bound, hence 1 - 1 = 0
     cispo_high: float = 3.0  # so rho <= 4, Tinker's default; MiniMax-M1 gives no number
     gspo_low: float = 3e-4  # GSPO (2507.18071), experiments: clips of a sequence-level ratio
@@ -52,6 +52,7 @@ class Tokens(NamedTuple):
     behaviour: Tensor  # [N]
     advantages: Tensor  # [N]
     sequence: Tensor  # int64 [N], 0 <= sequence < S
+    age: Tensor | None = None  # int64 [N], staleness of each token; needed by `a3po` only
 
 
 # ---- building blocks ----
@@ -136,6 +137,19 @@ def decoupled_ppo(t, c):
     return weight * gain, clipped, False
 
 
+def a3po(t, c):
+    """decoupled PPO whose pi_p is not computed: it lies between mu and pi, nearer to pi the staler
+    the token is.
+
+    A-3PO (arXiv 2512.06547): log pi_p = log mu + (d - 1) / d (log pi - log mu) for a token that is
+    d versions old: pi_p is taken for the policy one version ago. Of d = 0 all three are the same.
+    So w = rho^(1 - 1/d), r = rho^(1/d), and unlike in `decoupled_ppo` the clip is not idle.
+    """
+    share = 1 - 1 / t.age.clamp_min(1).to(t.logprobs)
+    between = t.behaviour + share * (t.logprobs.detach() - t.behaviour)
+    return decoupled_ppo(t._replace(proximal=between), c)
+
+
 def tis(t, c):
     """-min(w, cap) min(r A, clip(r) A): truncated importance sampling, biased but bounded.
 
@@ -190,15 +204,26 @@ def gspo(t, c):
     return *_clip(ratio, t.advantages, c.gspo_low, c.gspo_high), False
 
 
+def dpo(t, c):
+    """-A log pi, with the A that makes it the gradient of -log sigmoid(beta m).
+
+    Online DPO (arXiv 2402.04792), as asynchronous RLHF (arXiv 2410.18252) trains it; A is that of
+    `preference_advantages`.
+    """
+    return reinforce(t, c)
+
+
 # Their names stand in runtime/config.py, too, which imports nothing of the story.
 OBJECTIVES = {  # what is done about tokens that are off-policy:
     "ppo": ppo,  # clipped around mu
     "decoupled_ppo": decoupled_ppo,  # weighted by w, clipped around pi_p
-    "tis": tis,  # the same, w cut
+    "a3po": a3po,  # the same, with a pi_p that is not computed
+    "tis": tis,  # decoupled_ppo, w cut
     "icepop": icepop,  # the same, dropped where w is far from 1
     "double_sided": double_sided,  # weighted by rho, dropped where rho is far from 1
     "cispo": cispo,  # weighted by rho, cut; never dropped
     "gspo": gspo,  # clipped around mu, the whole sequence at once
+    "dpo": dpo,  # nothing; only the best and the worst answer of a group are trained
     "reinforce": reinforce,  # nothing
 }
 
@@ -234,11 +259,13 @@ def group_advantages(
     rewards,  # [G, n]
     kind: str,
     valid=None,  # bool [G, n]
+    baseline=None,  # [G, 1], in place of the mean
 ) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
     `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
     (Dr. GRPO, arXiv 2503.20783; GLM-5's agents). `rloo`: R - mean of the others (arXiv 2402.14740).
+    With a `baseline` `grpo` is (R - baseline) / std.
     Samples that are not `valid` bool [G, n] (their environment failed) count nowhere and get 0.
     A group with fewer than two valid samples or with equal rewards is dead: exactly 0 everywhere.
     AssertionError for an unknown kind, or a valid reward that is not finite.
@@ -256,10 +283,38 @@ def group_advantages(
     dead = ((rewards == best) | ~valid).all(1)  # a single one, too
     if kind == "grpo":
         std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
+        centred = centred if baseline is None else (rewards - baseline).masked_fill(~valid, 0.0)
         centred = centred / (std + STD_EPSILON)
     elif kind == "rloo":
         centred = centred * size / others  # R - mean of others = (R - mean) n / (n - 1)
     return centred.masked_fill(dead[:, None], 0.0), dead
+
+
+def optimal_baseline(
+    rewards,  # [G, n]
+    ratios,  # [G, n]
+    norms,  # [G, n]
+) -> Tensor:
+    """The baseline [G, 1] with which stale samples of a group have the least variance.
+
+    VCPO (arXiv 2602.17616): b = sum w^2 |g|^2 R / sum w^2 |g|^2, with w = pi / mu of the whole
+    answer and |g| the norm of the gradient of its log-prob. On-policy, with equal norms, it is the
+    mean. Exactly that (and so every advantage 0) where all weights are 0.
+    """
+    weights = (ratios * norms).square()
+    weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)
+    return (weights * rewards).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+
+
+def preference_advantages(margins, beta: float) -> Tensor:
+    """What makes `reinforce` on pairs the gradient of online DPO: [P] -> [2, P], best and worst.
+
+    L = -log sigmoid(beta m), m = log(pi / pi_ref) of the better answer minus that of the worse
+    (Rafailov et al. 2023, arXiv 2305.18290, equation 7). So dL / d log pi is -beta sigmoid(-beta m)
+    for the better one, and the opposite for the worse.
+    """
+    push = beta * torch.sigmoid(-beta * margins)
+    return torch.stack([push, -push])
 
 
 def turn_advantages(
@@ -354,8 +409,11 @@ def diagnostics(
     samples of mu, so it estimates KL(mu || pi). `kl_reference` is weighted with pi / mu: on stale
     samples k3 alone is far too large.
     """
+    logs = log_ratio(t.logprobs, t.behaviour).double()
+    whole = torch.zeros_like(logs).index_add(0, t.sequence, logs)[: int(t.sequence.max()) + 1]
     values = {
-        "ratio": log_ratio(t.logprobs, t.behaviour).double().exp(),  # rho; it will be squared
+        "ratio": logs.exp(),  # rho; it will be squared
+        "whole": whole.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(),  # of each sequence [S]
         "kl_behaviour": k3(t.behaviour, t.logprobs),
         "entropy": entropy.detach(),
         **touched,
@@ -369,19 +427,26 @@ def merge_diagnostics(parts: list) -> dict:
     """The step's numbers, from all of its micro-batches.
 
     -> `tokens`; `ratio_max`, `ratio_min`; `ess`, the effective sample size (sum rho)^2 / sum rho^2
-    (Kish 1965) as a share of the tokens; all other keys as means per generated token.
+    (Kish 1965) as a share of the tokens, `ess_whole` that of the ratios of whole sequences; all
+    other keys as means per generated token.
     AssertionError when there is no part, or the parts have different keys.
     """
     assert parts and all(part.keys() == parts[0].keys() for part in parts), "parts differ in keys"
     values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    ratio = values.pop("ratio")
+    ratio, whole = values.pop("ratio"), values.pop("whole")
     means = {name: float(each.mean()) for name, each in values.items()}
     return means | {
         "tokens": len(ratio),
         "ratio_max": float(ratio.max()),
         "ratio_min": float(ratio.min()),
-        "ess": float(ratio.sum() ** 2 / ratio.square().sum() / len(ratio)),
+        "ess": effective_share(ratio),
+        "ess_whole": effective_share(whole),
     }
+
+
+def effective_share(weights) -> float:
+    """(sum w)^2 / (n sum w^2): 1 where n weights are equal, 1 / n where one is all."""
+    return float(weights.sum() ** 2 / weights.square().sum() / len(weights))
 
 
 def mismatch(parts: list) -> dict:
@@ -393,43 +458,3 @@ def mismatch(parts: list) -> dict:
         "p99": float(gaps.quantile(0.99)),
         "max": float(gaps.max()),
     }
-
-
-# ---- the KL-window damper ----
-# "Divergence-Suppressed Alignment": keep the last 1000 KL values; while their mean is above 0.15,
-# learn more slowly and hold on to the reference more. Window, threshold and 0.6 come from
-# secondary articles, no primary source is known, and none says by how much the reference term is
-# raised: doubling is this project's choice.
-
-
-@dataclass(frozen=True)
-class Damper:
-    """State of the damper: plain numbers, the newest KL value last in `window`."""
-
-    threshold: float = 0.15  # compared with the mean of the window, strictly
-    lr_factor: float = 0.6
-    reference_factor: float = 2.0
-    size: int = 1000
-    window: tuple = ()
-
-
-def observe(damper, kl: float) -> Damper:
-    """The damper after one more KL value; AssertionError, naming it, if it is not finite."""
-    # One NaN in the window would switch the damper off for the next 1000 values.
-    assert math.isfinite(kl), f"the KL value must be finite, got {kl}"
-    return replace(damper, window=(*damper.window, kl)[-damper.size :])
-
-
-def window_mean(damper) -> float:
-    """Mean of the values kept so far (0 before the first), summed without rounding."""
-    return math.fsum(damper.window) / max(1, len(damper.window))
-
-
-def lr_scale(damper) -> float:
-    """Factor on the base learning rate: `lr_factor` while the mean is above the threshold."""
-    return damper.lr_factor if window_mean(damper) > damper.threshold else 1.0
-
-
-def reference_scale(damper) -> float:
-    """Factor on the reference coefficient: raised exactly when `lr_scale` is lowered."""
-    return damper.reference_factor if window_mean(damper) > damper.threshold else 1.0

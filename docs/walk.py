@@ -31,15 +31,8 @@ import dsa
 import losses
 import train_async
 from buffer import pack, repaired, staleness, unfit
-from learner import (
-    learner_step,
-    make_learner,
-    micro_batch_loss,
-    naive_step,
-    new_groups,
-    samples_of,
-    token_logprobs,
-)
+from learner import learner_step, make_learner, micro_batch_loss, naive_step, new_groups, samples_of
+from logprobs import token_logprobs
 from model import naive_forward, pack_tokens
 from pretrain import episodes
 from reward import split_answers, task_of, verify_group

@@ -17,7 +17,7 @@ import torch
 
 from cache import decode, make_cache, prefill, reserve
 from lab.pipeline import Costs, Pipeline, end
-from learner import generated_logprobs
+from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import Config
 

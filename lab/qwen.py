@@ -23,7 +23,7 @@ import cache as caches
 from lab.plots import save_result
 from lab.races import run_command
 from lab.speed import full_cache, in_turn
-from learner import generated_logprobs
+from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import flag
 from runtime.devices import describe_machine

@@ -23,7 +23,7 @@ from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
-from runtime.team import CALL, MOMENTS, ORDER, gather_moments, hand_out_moments, share_state
+from runtime.team import CALL, ORDER, gather_moments, hand_out_moments, share_state
 
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
@@ -124,9 +124,10 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
     team, states = learner.team, [learner.optimizer.state[own] for own in learner.slices]
     if team.size == 1:
         return states[0]
-    whole = torch.stack([torch.cat([state[name] for state in states]) for name in MOMENTS])
+    names = learner.moments
+    whole = torch.stack([torch.cat([state[name] for state in states]) for name in names])
     if team.apart and learner.version == 0:
-        whole = whole.new_zeros(2, len(learner.weights))
+        whole = whole.new_zeros(len(names), len(learner.weights))
     elif team.apart:
         if CALL not in ORDER.get(team.last, ()):
             raise TrainingStopped(f"the learners are apart since {team.last or 'the beginning'}")
@@ -134,7 +135,7 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
             outbox.put(pack_messages([CALL]))
         whole = gather_moments(team, learner.version, whole, len(learner.weights))
     if whole is not None:
-        return {"step": states[0]["step"], **dict(zip(MOMENTS, whole.cpu(), strict=True))}
+        return {"step": states[0]["step"], **dict(zip(names, whole.cpu(), strict=True))}
 
 
 def moments(optimizer: torch.optim.Optimizer) -> dict:
@@ -178,7 +179,7 @@ def set_state(learner: Learner, state: dict) -> None:
     learner.weights.detach().copy_(state["weights"])
     if learner.reference:
         learner.reference.flat.copy_(state["reference"])
-    whole = [state["optimizer"][name].tensor_split(learner.team.size) for name in MOMENTS]
+    whole = [state["optimizer"][name].tensor_split(learner.team.size) for name in learner.moments]
     own = [[parts[rank] for parts in whole] for rank in learner.team.ranks]
     set_facts(learner, state, state["optimizer"]["step"], own)
 
@@ -189,7 +190,7 @@ def set_facts(learner: Learner, state: dict, step: torch.Tensor, own: list) -> N
     for part, found in zip(learner.slices, own, strict=True):
         remembered = learner.optimizer.state[part]
         remembered["step"].copy_(step)
-        for name, moment in zip(MOMENTS, found, strict=True):
+        for name, moment in zip(learner.moments, found, strict=True):
             remembered[name].copy_(moment)
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.critic:
@@ -208,8 +209,8 @@ def share(learner: Learner, state: dict | None = None) -> None:
     facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
     step = learner.optimizer.state[learner.slices[0]]["step"]
     (facts,) = share_state(team, learner.version, facts, [*tensors, step])
-    own = torch.stack([torch.empty_like(learner.slices[0].detach())] * len(MOMENTS))
-    whole = state and torch.stack([state["optimizer"][name] for name in MOMENTS])
+    own = torch.stack([torch.empty_like(learner.slices[0].detach())] * len(learner.moments))
+    whole = state and torch.stack([state["optimizer"][name] for name in learner.moments])
     own = hand_out_moments(team, learner.version, own, whole)
     set_facts(learner, facts, step, [own])
 
@@ -217,7 +218,7 @@ def share(learner: Learner, state: dict | None = None) -> None:
 def check_fit(learner: Learner, state: dict, config: Config) -> None:
     """UserError for a checkpoint that is not of the kind that this learner would write."""
     weight = torch.empty_like(learner.weights, device="meta")
-    whole = {"step": weight.new_empty(()), **dict.fromkeys(MOMENTS, weight)}
+    whole = {"step": weight.new_empty(()), **dict.fromkeys(learner.moments, weight)}
     ours = state_of(learner, whole) | {"seconds": 0.0, "marks": dict.fromkeys(LOGS, (0, 0))}
     theirs = flattened(state)
     for name, kind in flattened(ours).items():

@@ -20,8 +20,10 @@ if os.name == "nt":
 
 LONGEST_CONTEXT = 131072
 SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
-OBJECTIVES = ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
-ADVANTAGES = ("grpo", "mean", "rloo", "gae")
+OBJECTIVES = ("ppo", "decoupled_ppo", "a3po", "tis", "icepop", "double_sided", "cispo", "gspo")
+OBJECTIVES += ("dpo", "reinforce")
+ADVANTAGES = ("grpo", "mean", "rloo", "opob", "gae")
+DAMPERS = ("kl", "ess", "gac", "brake", "none")
 SWAPS = ("keep", "recompute", "drain")
 YES_NO = ("no", "yes")
 CHATS = ("no", "think", "answer")
@@ -146,6 +148,10 @@ class Config:
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))
 
     objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
+    double_low: float = flag(0.3, "double_sided: drop a token with pi / mu <= 1 - this", 0, 1)
+    double_high: float = flag(5.0, "double_sided: and one with pi / mu >= 1 + this", 0)
+    dpo_beta: float = flag(0.1, "dpo: how near to the reference policy", 1e-6, 1e6)
+    damper: str = flag("kl", "what stale data do to a step (dampers.py)", choices=DAMPERS)
     advantage: str = flag("grpo", "inside a group, or (gae) by a critic", choices=ADVANTAGES)
     credit: str = flag("episode", "what a turn is credited with", choices=("episode", "turn"))
     gae_lambda: float = flag(1.0, "gae: how far rewards are looked at, and not the critic", 0, 1)
@@ -161,7 +167,7 @@ class Config:
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
     reference_every: int = flag(5, "steps between measurements of that KL (0: no reference)")
     reference_refresh: int = flag(20, "steps between snapshots of the reference (0: keep first)")
-    kl_threshold: float = flag(1.0, "mean KL above which training is damped (GLM-5: 0.15)")
+    kl_threshold: float = flag(1.0, "kl: mean KL above which a step is damped (GLM-5: 0.15)")
 
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", group="machines")
     cluster: str = flag("", "Ray cluster of the workers: local, or HOST:PORT ('': this machine)")
@@ -233,10 +239,16 @@ def check_together(config: Config) -> None:
         own = f"must be left out with --model {config.model}, which has its own"
         require(config.positions == "learned", f"--positions {config.positions}: {own}")
         require(config.qk_norm == "no", f"--qk-norm {config.qk_norm}: {own}")
-    if config.advantage == "gae":
-        must = "must be episode with --advantage gae"
+    kind = "dpo" if config.objective == "dpo" else config.advantage
+    if kind in ("gae", "opob", "dpo"):
+        must = f"must be episode with {kind}"
         require(config.credit == "episode", f"--credit {config.credit}: {must}")
-    else:
+    if kind == "dpo":
+        said = f"--advantage {config.advantage}: must be grpo with dpo, which has its own"
+        require(config.advantage == "grpo", said)
+        said = "--reference-every 0: must be at least 1 with dpo, which compares with the reference"
+        require(config.reference_every, said)
+    if config.advantage != "gae":
         n = config.group_size
         require(n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
     samples = config.groups_per_step * config.group_size

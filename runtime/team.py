@@ -174,9 +174,10 @@ def share_weights(team: Team, version: int, weights: Tensor) -> None:
 
 
 def gather_moments(team: Team, version: int, own: Tensor, total: int) -> Tensor | None:
-    """The moments of all slices, [2, total], at rank 0; `own` are those of one, [2, n]."""
+    """The moments of all slices, [k, total], at rank 0; `own` are those of one, [k, n]."""
     sent = own.to(team.wire)
-    parts = [part.contiguous() for part in sent.new_empty(2, total).tensor_split(team.size, dim=1)]
+    whole = sent.new_empty(len(own), total)
+    parts = [part.contiguous() for part in whole.tensor_split(team.size, dim=1)]
     parts[team.ranks[0]] = sent
     with meeting(team, version, "moments"):
         if team.ranks != (0,):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import dampers
 import dsa
 import losses
 import rollout
@@ -127,9 +128,9 @@ def double_sided(logprobs, behaviour, advantages, mask, count, low, high):
 
 
 def damp(window, kl):
-    """losses.py: `observe` and the two scales."""
-    damper = losses.observe(dataclasses.replace(losses.Damper(), window=tuple(window)), kl)
-    return list(damper.window), losses.lr_scale(damper), losses.reference_scale(damper)
+    """dampers.py: `observe` and the two scales."""
+    damper = dampers.observe(dataclasses.replace(dampers.Damper(), window=tuple(window)), kl)
+    return list(damper.window), dampers.lr_scale(damper), dampers.reference_scale(damper)
 
 
 def draw(logits, keys, positions, temperature):

@@ -321,7 +321,7 @@ def break_learner(folder: str) -> None:
         else:
             die()
 
-    before(learner, "update_weights", "train", train)
+    before(learner, "gather_gradient", "train", train)  # in the middle of a step
     before(weight_mailbox.Mailbox, "publish", "publish", lambda fault, *_: hurt(fault["kind"]))
     before(checkpoint, "save_checkpoint", "checkpoint", write)
     before(run_folder.Log, "append", "log", lambda fault, log, *_: write(fault, log.path))

@@ -50,7 +50,7 @@ def refused(capsys, *argv) -> str:
         (["--lr", "nan"], ["--lr", "nan"]),
         (["--lr", "2"], ["--lr", "2.0", "at most 1.0"]),
         (["--swap", "hot"], ["--swap", "hot", "keep", "recompute", "drain"]),
-        (["--objective", "dpo"], ["--objective", "dpo", "decoupled_ppo"]),
+        (["--objective", "vpg"], ["--objective", "vpg", "decoupled_ppo"]),
         (["--model", "huge"], ["--model", "huge", "tiny"]),
         (["--slots", "5000"], ["--slots", "5000", "at most 4096"]),
         (["--entropy", "-0.1"], ["--entropy", "-0.1", "at least 0"]),

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 import cache
 import train_async
 import train_sync
-from learner import make_learner, new_groups, token_logprobs
+from learner import make_learner, new_groups
+from logprobs import token_logprobs
 from model import GPT, LORA_SCALE, ModelConfig, merged, pack_tokens
 from reward import task_of
 from rollout import generate, make_generator

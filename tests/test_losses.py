@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import statistics
-from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,9 @@ from lab.estimators import k1, k2, opsm_mask
 from losses import (
     OBJECTIVES,
     Constants,
-    Damper,
     Tokens,
     group_advantages,
     k3,
-    observe,
     policy_loss,
     skip_observation_gae,
     turn_advantages,
@@ -40,7 +37,7 @@ ALL = range(6)
 def make_batch(seed=0, noise=0.35, sequences=ALL, dtype=torch.float64):
     """Packed sequences as the learner sees them; all randomness depends on the sequence alone."""
     columns = {key: [] for key in ("logprobs", "proximal", "behaviour", "advantages")}
-    sequence = []
+    sequence, age = [], []
     for index, original in enumerate(sequences):
         random = torch.Generator().manual_seed(1000 * seed + original)
         length = LENGTHS[original]
@@ -57,13 +54,15 @@ def make_batch(seed=0, noise=0.35, sequences=ALL, dtype=torch.float64):
         for key, value in values.items():
             columns[key] += value.tolist()
         sequence += [index] * length
+        age += [(original + place) % 5 for place in range(length)]  # it changes in a sequence
     tensors = {key: torch.tensor(value, dtype=dtype) for key, value in columns.items()}
-    return SimpleNamespace(**tensors, sequence=torch.tensor(sequence), count=sum(LENGTHS))
+    whole = {"sequence": torch.tensor(sequence), "age": torch.tensor(age)}
+    return SimpleNamespace(**tensors, **whole, count=sum(LENGTHS))
 
 
 def tokens_of(batch, **changes):
     """The batch as an objective takes it."""
-    values = {name: getattr(batch, name) for name in Tokens._fields}
+    values = {name: getattr(batch, name, None) for name in Tokens._fields}
     return Tokens(**values | changes)
 
 
@@ -84,6 +83,7 @@ def single(name, logprob, proximal, behaviour, advantage, constants=Constants())
         behaviour=torch.tensor([behaviour], dtype=torch.float64),
         advantages=torch.tensor([advantage], dtype=torch.float64),
         sequence=torch.tensor([0]),
+        age=torch.tensor([1]),
         count=1,
     )
     loss, gradient, touched = run(name, batch, constants)
@@ -97,13 +97,16 @@ def clip(value, low, high):
     return min(max(value, 1 - low), 1 + high)
 
 
-def oracle_token(name, moving, frozen, proximal, behaviour, advantage, s):
+def oracle_token(name, moving, frozen, proximal, behaviour, advantage, s, age=0):
     """(gain, clipped, capped) of one token, written from the papers' formulas."""
+    if name == "a3po":  # AReaL's form: alpha = (v_p - v_mu) / (v - v_mu), with v_p one before v
+        alpha = (age - 1) / age if age else 0.0
+        name, proximal = "decoupled_ppo", alpha * frozen + (1 - alpha) * behaviour
     w, r = math.exp(proximal - behaviour), math.exp(moving - proximal)
     rho, rho_frozen = math.exp(moving - behaviour), math.exp(frozen - behaviour)
     cut = min(r * advantage, clip(r, s.eps_low, s.eps_high) * advantage)
     cut_active = cut < r * advantage
-    if name == "reinforce":
+    if name in ("reinforce", "dpo"):
         return advantage * moving, False, False
     if name == "ppo":
         gain = min(rho * advantage, clip(rho, s.eps_low, s.eps_high) * advantage)
@@ -128,7 +131,7 @@ def oracle(name, batch, moving, frozen, s=CONSTANTS):
     """(loss, clipped, capped) by loops over sequences and tokens; lists of floats in."""
     sequence = batch.sequence.tolist()
     proximal, behaviour = batch.proximal.tolist(), batch.behaviour.tolist()
-    advantages = batch.advantages.tolist()
+    advantages, ages = batch.advantages.tolist(), batch.age.tolist()
     total, clipped, capped = 0.0, 0, 0
     for index in sorted(set(sequence)):
         tokens = [t for t in range(len(sequence)) if sequence[t] == index]
@@ -141,7 +144,7 @@ def oracle(name, batch, moving, frozen, s=CONSTANTS):
             continue
         for t in tokens:
             gain, is_clipped, is_capped = oracle_token(
-                name, moving[t], frozen[t], proximal[t], behaviour[t], advantages[t], s
+                name, moving[t], frozen[t], proximal[t], behaviour[t], advantages[t], s, ages[t]
             )
             total, clipped, capped = total + gain, clipped + is_clipped, capped + is_capped
     return -total / batch.count, clipped, capped
@@ -172,7 +175,7 @@ def test_objective_and_gradient_against_loops_and_finite_differences(name, seed)
     assert gradient.shape == batch.logprobs.shape
     torch.testing.assert_close(gradient, oracle_gradient(name, batch), rtol=1e-6, atol=1e-8)
     assert (int(touched["clipped"].sum()), int(touched["capped"].sum())) == (clipped, capped)
-    if name in ("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "gspo"):
+    if name in ("ppo", "decoupled_ppo", "a3po", "tis", "icepop", "double_sided", "gspo"):
         assert 0 < clipped < batch.count, "the batch does not reach both branches"
     if name in ("tis", "cispo"):
         assert 0 < capped < batch.count, "the batch does not reach both branches"
@@ -242,9 +245,53 @@ def test_these_objectives_need_no_proximal_policy(name):
 
 def test_every_objective_is_offered_under_its_name():
     assert set(OBJECTIVES) == {
-        *("ppo", "decoupled_ppo", "tis", "icepop", "double_sided", "cispo", "gspo", "reinforce")
+        *("ppo", "decoupled_ppo", "a3po", "tis", "icepop", "double_sided", "cispo", "gspo"),
+        *("dpo", "reinforce"),
     }
     assert all(OBJECTIVES[name] is getattr(losses, name) for name in OBJECTIVES)
+
+
+def test_a3po_lies_between_the_trust_regions():
+    """One version old, pi_p is mu, as in PPO; very old, it is pi, as in decoupled PPO with one
+    update a step."""
+    batch = make_batch()
+    batch.age = torch.ones_like(batch.age)
+    torch.testing.assert_close(run("a3po", batch)[1], run("ppo", batch)[1])
+    batch.age, batch.proximal = torch.full_like(batch.age, 10**9), batch.logprobs.clone()
+    torch.testing.assert_close(run("a3po", batch)[1], run("decoupled_ppo", batch)[1])
+
+
+def test_preference_advantages_make_the_gradient_of_dpo():
+    """Against autograd through -log sigmoid(beta m), on answers of different lengths."""
+    beta, P = 0.3, 2
+    batch = make_batch(sequences=[0, 1, 2, 3])  # best, worst, best, worst
+    logprobs, reference = batch.logprobs.clone().requires_grad_(), batch.behaviour
+    lengths = [LENGTHS[i] for i in range(4)]
+    sums = torch.stack([x.sum() for x in (logprobs - reference).split(lengths)])
+    margins = sums[0::2] - sums[1::2]
+    loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
+    (expected,) = torch.autograd.grad(loss, logprobs)
+    push = losses.preference_advantages(margins.detach(), beta)  # [2, P]
+    by_answer = push.T.flatten() * batch.count / P
+    batch.advantages = by_answer[batch.sequence].double()
+    torch.testing.assert_close(run("dpo", batch)[1], expected, rtol=1e-12, atol=0)
+
+
+def test_optimal_baseline_has_the_least_variance():
+    """Against a search: no other baseline gives a smaller sum of squares of w |g| (R - b)."""
+    draw = torch.Generator().manual_seed(0)
+    rewards, ratios, norms = torch.rand(3, 4, 6, generator=draw, dtype=torch.float64)
+    best = losses.optimal_baseline(rewards, ratios, norms)  # [4, 1]
+
+    def spread(baseline):
+        return (ratios * norms * (rewards - baseline)).square().sum(1)
+
+    for step in (-0.1, -1e-3, 1e-3, 0.1):
+        assert (spread(best) < spread(best + step)).all()
+    same = torch.ones_like(rewards)
+    torch.testing.assert_close(losses.optimal_baseline(rewards, same, same), rewards.mean(1, True))
+    nothing = losses.optimal_baseline(rewards, ratios * 0, norms)
+    torch.testing.assert_close(nothing, rewards.mean(1, True))
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -256,7 +303,7 @@ def test_extreme_ratios_stay_finite_in_float32(name):
         assert torch.isfinite(loss) and torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.5])
+@pytest.mark.parametrize("ratio", [0.5, 6.5])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_ppo_silences_two_of_four_cases_and_double_sided_all(ratio, advantage):
     logprob = math.log(ratio)
@@ -734,6 +781,12 @@ def micro_diagnostics(batch, objective="tis"):
     return losses.diagnostics(tokens, entropy, touched, reference)
 
 
+def split(values):
+    """The values of each sequence."""
+    ends = [0, *itertools.accumulate(LENGTHS)]
+    return [values[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
 def test_merged_diagnostics_against_loops_over_the_whole_step():
     batch = make_batch(seed=5)
     parts = [micro_diagnostics(make_batch(5, sequences=s)) for s in ([0, 3, 5], [2, 4], [1])]
@@ -742,6 +795,7 @@ def test_merged_diagnostics_against_loops_over_the_whole_step():
     logprobs, behaviour = batch.logprobs.tolist(), batch.behaviour.tolist()
     reference = (batch.proximal - 0.1).tolist()
     ratios = [math.exp(logprobs[t] - behaviour[t]) for t in tokens]
+    whole = [math.exp(sum(math.log(x) for x in own)) for own in split(ratios)]
     n = len(tokens)
     _, clipped, capped = oracle("tis", batch, logprobs, logprobs)
     expected = {
@@ -749,6 +803,7 @@ def test_merged_diagnostics_against_loops_over_the_whole_step():
         "ratio_max": max(ratios),
         "ratio_min": min(ratios),
         "ess": sum(ratios) ** 2 / sum(x * x for x in ratios) / n,
+        "ess_whole": sum(whole) ** 2 / sum(x * x for x in whole) / len(whole),
         "kl_behaviour": sum(x - 1 - math.log(x) for x in ratios) / n,
         "kl_reference": statistics.mean(  # weighted with pi / mu: the samples are those of mu
             ratio * (math.exp(reference[t] - logprobs[t]) - 1 - (reference[t] - logprobs[t]))
@@ -780,69 +835,3 @@ def test_merging_refuses_nothing_and_different_parts():
         with pytest.raises(AssertionError, match="keys"):
             losses.merge_diagnostics(parts)
     assert "kl_reference" not in losses.merge_diagnostics([other])
-
-
-# ---- the KL-window damper ----
-
-
-def observed(values, damper=None):
-    damper = Damper() if damper is None else damper
-    for value in values:
-        damper = observe(damper, value)
-    return damper
-
-
-def scales(damper):
-    return losses.lr_scale(damper), losses.reference_scale(damper)
-
-
-OFF, ON = (1.0, 1.0), (0.6, 2.0)
-
-
-def test_damper_threshold_is_strict_and_not_moved_by_rounding():
-    assert scales(Damper()) == OFF, "nothing observed, nothing to damp"
-    # A running float sum of a thousand 0.15 exceeds 150.
-    exactly = observed([0.15] * 1000)
-    assert scales(exactly) == OFF
-    assert scales(observe(exactly, 0.1501)) == ON
-    assert scales(observed([0.1501])) == ON, "the mean of the values kept so far"
-
-
-def test_damper_judges_the_mean_and_not_the_last_value():
-    assert scales(observed([0.0] * 9 + [1.0])) == OFF
-    assert scales(observed([1.0] * 9 + [0.0])) == ON
-
-
-def test_damper_forgets_after_a_thousand_values():
-    damper = observed([0.2] * 1000)
-    assert scales(damper) == ON
-    damper = observed([0.0] * 249, damper)
-    assert scales(damper) == ON
-    damper = observe(damper, 0.0)  # 750 of 1000 are left: the mean is 0.15 again
-    assert scales(damper) == OFF
-    damper = observed([0.0] * 750, damper)
-    assert losses.window_mean(damper) == 0.0 and len(damper.window) == 1000
-    spike = observed([1e6] + [0.0] * 999)
-    assert scales(spike) == ON and scales(observe(spike, 0.0)) == OFF
-
-
-def test_damper_settings_are_used():
-    damper = Damper(threshold=1.0, lr_factor=0.5, reference_factor=3.0, size=2)
-    assert scales(observed([0.9, 1.0], damper)) == OFF
-    assert scales(observed([9.0, 0.0, 1.1, 1.1], damper)) == (0.5, 3.0)
-
-
-@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
-def test_damper_refuses_what_is_not_a_number(value):
-    with pytest.raises(AssertionError, match=str(value)):
-        observe(Damper(), value)
-
-
-def test_damper_is_a_value_and_survives_a_checkpoint():
-    before = observed([0.1, 0.3], Damper(size=3))
-    after = observe(before, torch.tensor(0.5).item())
-    assert before.window == (0.1, 0.3) and after.window == (0.1, 0.3, 0.5)
-    restored = Damper(**json.loads(json.dumps(asdict(after))))  # the window comes back as a list
-    # Resumed and uninterrupted runs stay the same, the forgetting included.
-    assert observed([0.7, 0.0], restored) == observed([0.7, 0.0], after)
-    assert replace(restored, window=()) == Damper(size=3)

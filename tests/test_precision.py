@@ -13,7 +13,10 @@ from test_model import make, sentences
 from test_rollout import CONTEXT, LETTERS, environment, generator_of, group_of
 
 import learner as learner_room
-from learner import generated_logprobs, make_learner
+import logprobs as logprobs_room
+from dampers import Look
+from learner import make_learner
+from logprobs import generated_logprobs
 from model import GPT, ModelConfig, merged, pack_tokens
 from reward import make_task
 from rollout import generate
@@ -51,7 +54,7 @@ def test_log_probs_in_pieces_are_those_of_the_plain_form(words, tied, monkeypatc
     alphabet = torch.randperm(3000, generator=torch.Generator().manual_seed(1))[:words]
     packed = packed._replace(tokens=alphabet[packed.tokens])
     whole = gradients(model, packed, rows, alphabet)
-    monkeypatch.setattr(learner_room, "PIECE", 7 * words)  # 7 tokens at a time
+    monkeypatch.setattr(logprobs_room, "PIECE", 7 * words)  # 7 tokens at a time
     pieces = gradients(model, packed, rows, alphabet)
     for a, b in zip(whole, pieces, strict=True):
         assert float((a - b).norm()) <= 1e-6 * float(a.norm())
@@ -61,7 +64,7 @@ def test_no_piece_is_larger_than_allowed(monkeypatch):
     """Neither forward nor backward ever has more than PIECE logits at once."""
     model = GPT(ModelConfig(**(SHAPE | dict(vocab_size=3000, context=64))), seed=1)
     packed, rows = batch_of(3000)
-    monkeypatch.setattr(learner_room, "PIECE", 5 * 3000)
+    monkeypatch.setattr(logprobs_room, "PIECE", 5 * 3000)
     sizes, plain = [], GPT.logits
     monkeypatch.setattr(
         GPT, "logits", lambda *a: sizes.append((out := plain(*a)).numel()) or out, raising=True
@@ -189,7 +192,7 @@ def test_bfloat16_keeps_float32_weights_and_gradients():
     for _ in range(20):
         learner.weights.grad.fill_(0.01)
         norm = float(learner.weights.grad.norm())
-        learner_room.update_weights(learner, config, 0.0, norm, {"tokens": 1})
+        learner_room.update_weights(learner, config, 0.0, Look(norm), {"tokens": 1})
     moved = before - learner.weights.detach()
     torch.testing.assert_close(moved, torch.full_like(moved, 20e-5), rtol=0.05, atol=1e-6)
     assert torch.equal(learner.model.flat, learner.weights.detach().bfloat16())
@@ -258,13 +261,13 @@ def test_an_untied_matrix_gets_its_own_gradient():
 PEAK = """
 import sys
 import torch
-import learner
-from learner import generated_logprobs
+import logprobs
+from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-learner.PIECE = int(sys.argv[1])
+logprobs.PIECE = int(sys.argv[1])
 shape = dict(layers=1, width=32, heads=2, kv_heads=1, head_width=16, hidden=32, context=64)
 model = GPT(ModelConfig(**shape, vocab_size=50_000), 0)
 packed = pack_tokens(torch.randint(50_000, (16, 64)).tolist())

@@ -16,7 +16,7 @@ import torch
 import cache as cache_room
 import rollout
 from cache import decode, make_cache, prefill, reserve
-from learner import token_logprobs
+from logprobs import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, alphabet_of, make_task, verify_group
 from rollout import (

@@ -14,10 +14,11 @@ from test_replay import replay, wander
 from test_rollout import LETTERS, VOCAB, assert_same, environment, group_of, learners, make, play
 from toys import light_children
 
-import learner as learner_room
+import logprobs as logprobs_room
 import train_async
 import train_sync
-from learner import generated_logprobs, make_learner, token_logprobs
+from learner import make_learner
+from logprobs import generated_logprobs, token_logprobs
 from model import pack_tokens
 from reward import capacity_of, make_task, verify_group
 from rollout import Generator, generate, noise_keys, sample
@@ -172,7 +173,7 @@ def test_pieces_and_all_at_once_are_the_same(monkeypatch):
     whole = logprob_gradients(model, episodes)
     assert all(torch.isfinite(x).all() for x in whole)
     for rows in (1, 7, 64):
-        monkeypatch.setattr(learner_room, "PIECE", rows * LETTERS)
+        monkeypatch.setattr(logprobs_room, "PIECE", rows * LETTERS)
         for x, y in zip(logprob_gradients(model, episodes), whole, strict=True):
             assert float((x - y).norm() / y.norm()) < 1e-6
 

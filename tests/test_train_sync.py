@@ -12,6 +12,7 @@ import pytest
 import torch
 from qwen3 import named_weights
 
+import dampers
 import learner as learner_room
 import losses
 import reward
@@ -20,7 +21,8 @@ import train_async
 import train_sync
 from bench import batch_metrics
 from buffer import pack
-from learner import learner_step, make_learner, naive_step, samples_of, token_logprobs
+from learner import learner_step, make_learner, naive_step, samples_of
+from logprobs import token_logprobs
 from model import GPT, PRESETS, ModelConfig
 from rollout import generate
 from runtime import runlog
@@ -315,7 +317,7 @@ def test_a_step_raises_the_probability_of_what_was_good():
     config = config_of(task="reverse", objective="reinforce", entropy=0.0, reference_every=0)
     learner, groups, _ = batch_of(config)
     flat = [t for g in groups for t in g.trajectories]
-    samples, _ = samples_of(groups, config)
+    samples, _ = samples_of(learner, groups, config)
     advantages = [advantage for _, (advantage,) in samples]
 
     def gain():  # sum of A log pi: the quantity whose gradient was followed
@@ -362,7 +364,7 @@ def test_damper_lowers_the_learning_rate():
     learner.damper = dataclasses.replace(learner.damper, window=(4.0,) * 10)
     metrics = learner_step(learner, groups, config)
     assert metrics["lr"] == pytest.approx(0.6 * config.lr)
-    assert losses.reference_scale(learner.damper) == 2.0
+    assert dampers.reference_scale(learner.damper) == 2.0
 
 
 def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, monkeypatch):
