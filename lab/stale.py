@@ -1,0 +1,259 @@
+"""stale.py: what to do about stale data: objectives and dampers on data of a known age.
+
+    python bench.py methods       # every objective and damper, at four ages and with 8-bit rollouts
+    python bench.py attempts      # how often one must try until a run converges, by learning rate
+
+A run here is synchronous, but its generator is always `lag` versions behind: every token is exactly
+so old, nothing depends on the clock, and two runs at once do not disturb each other. In a real
+asynchronous run the age varies, and is mostly below its bound.
+Left out: time (races.py). The rows of a plan are fixed before its first run: `plan_of`.
+"""
+
+import copy
+import dataclasses
+import math
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from lab.plots import BLUE, GREY, ORANGE, markdown, new_figure, save_figure, save_result
+from learner import learner_step, make_learner, new_groups
+from reward import problem_of, task_of, verify_group
+from rollout import generate, make_generator
+from runtime.config import OBJECTIVES, Config
+from runtime.devices import cores, describe_machine
+from runtime.messages import Group, apply_verdicts
+from runtime.setup import make_model
+
+HELD_OUT = 128  # problems
+ALIKE = {"groups_per_step": 16, "slots": 256, "steps": 100, "lr": 1.2e-3}
+TASKS, SEEDS = ("reverse:4", "guess"), 5
+CONDITIONS = {"η = 0": {}, "η = 2": {"lag": 2}, "η = 4": {"lag": 4}, "η = 16": {"lag": 16}}
+CONDITIONS |= {"8-bit": {"rollout_weights": "float8_e4m3fn"}}
+STALE = ("η = 4", "η = 16")  # where a method must show what it is worth
+WINDOW = {"damper": "kl", "kl_threshold": 0.15}  # as the seeds have it
+FIXES = {"window": WINDOW, "ess": {"damper": "ess"}, "gac": {"damper": "gac"}}
+FIXES |= {"brake": {"damper": "brake"}, "baseline": {"advantage": "opob"}}
+BASELINES = ("cispo", "reinforce")
+SURE = 0.99  # of an interval: there are twenty methods, and one in a hundred is wrong by chance
+
+# The edge of collapse: each rate is 0.6 of the next, which is what the window makes of it.
+EDGE = {"task": "reverse:4", "steps": 80, "lag": 4}
+RATES, TRIES, CONVERGED = (0.00259, 0.00432, 0.0072, 0.012, 0.02), 20, 0.75
+
+
+def lagged_run(lag: int = 0, points: int = 6, **flags) -> dict:
+    """Train on data that are `lag` versions old; what was reached on held-out problems, `points`
+    times in a run, and what the steps were like."""
+    torch.set_num_threads(1)
+    config = Config(**ALIKE | {"damper": "none"} | flags)
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task))
+    behind = make_generator(config, task, copy.deepcopy(learner.model))
+    greedy = dataclasses.replace(config, temperature=0.0, group_size=1, rollout_weights="float32")
+    judge = make_generator(greedy, task, copy.deepcopy(learner.model))
+    published = deque([(0, learner.model.flat.clone())], maxlen=lag + 1)
+    curve, rows = [held_out(judge, learner, task, config)], []
+
+    while learner.version < config.steps:
+        behind.set_weights(*published[0])  # the oldest that is kept
+        groups = new_groups(learner, task, config.groups_per_step)
+        for group in groups:
+            group.start = behind.newest
+        groups = generate(behind, groups)
+        for group in groups:
+            apply_verdicts(group, verify_group(group, task, config))
+        rows.append(learner_step(learner, groups, config))
+        if learner.skipped_in_row >= 3:
+            break
+        published.append((learner.version, learner.model.flat.clone()))
+        if (
+            learner.version * points // config.steps
+            > (learner.version - 1) * points // config.steps
+        ):
+            curve.append(held_out(judge, learner, task, config))
+
+    return {
+        "final": curve[-1],
+        "area": float(np.mean(curve[1:] + curve[-1:] * (points + 1 - len(curve)))),
+        "curve": [round(x, 4) for x in curve],
+        "steps": learner.version,
+        **{name: mean_of(rows, name) for name in ("ess", "ess_whole", "cosine", "grad_norm")},
+        "damped": float(np.mean([row["lr"] for row in rows])) / config.lr * 2,  # of a linear fall
+    }
+
+
+def mean_of(rows: list[dict], name: str) -> float:
+    """The mean of one metric over the steps that have it."""
+    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    return float(np.mean(values or [math.nan]))
+
+
+def held_out(judge, learner, task, config: Config) -> float:
+    """Mean reward of greedy answers to problems that are not trained."""
+    judge.set_weights(learner.version, learner.model.flat)
+    problems = [problem_of(task, i, "eval") for i in range(HELD_OUT)]
+    groups = generate(judge, [Group(i, learner.version, p) for i, p in enumerate(problems)])
+    for group in groups:
+        apply_verdicts(group, verify_group(group, task, config))
+    return float(np.mean([t.reward for group in groups for t in group.trajectories]))
+
+
+def run_all(
+    plan: list[dict],
+    folder: Path,
+    name: str,
+    alike: dict,
+) -> list[dict]:
+    """The runs of a plan, one on each core, each with what came of it. They are saved as they come,
+    in the order of the plan."""
+    result = {"machine": describe_machine(), "alike": alike}
+    rows = [None] * len(plan)
+    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
+        futures = {}
+        for i, row in enumerate(plan):
+            flags = alike | {"task": row["task"], "seed": row["seed"]} | row["flags"]
+            futures[pool.submit(lagged_run, **flags)] = i
+        for done in tqdm(as_completed(futures), total=len(plan), unit="run"):
+            i = futures[done]
+            rows[i] = plan[i] | done.result()
+            finished = [row for row in rows if row]
+            if len(finished) % 10 == 0 or len(finished) == len(plan):
+                save_result(folder, name, result | {"runs": finished})
+    return rows
+
+
+# ---- which methods help ----
+
+
+def arms() -> dict[str, dict]:
+    """{name: flags} of every method: objectives alone, and two of them with what goes beside."""
+    found = {name: {"objective": name} for name in OBJECTIVES}
+    tight = {"double_low": 0.2, "double_high": 0.28}
+    found["double_sided, 0.2/0.28"] = found["double_sided"] | tight
+    for name, (fix, flags) in product(BASELINES, FIXES.items()):
+        found[f"{name} + {fix}"] = {"objective": name} | flags
+    return found
+
+
+def plan_of() -> list[dict]:
+    """Every run of `bench_methods`, in the order in which they begin."""
+    plan = []
+    for (name, given), task, seed in product(CONDITIONS.items(), TASKS, range(SEEDS)):
+        row = {"condition": name, "task": task, "seed": seed}
+        plan += [row | {"arm": arm, "flags": flags | given} for arm, flags in arms().items()]
+    return plan
+
+
+def bench_methods(folder: Path) -> None:
+    """Objectives and dampers on stale data; methods.json and methods.png."""
+    runs = run_all(plan_of(), folder, "methods", ALIKE)
+    print(*method_lines({"runs": runs}), sep="\n")
+    draw_methods(runs, folder / "methods.png")
+
+
+def areas(runs: list[dict], arm: str, conditions) -> dict:
+    """(condition, task, seed) -> mean held-out reward over the run, of one arm."""
+    found = {}
+    for run in runs:
+        if run["arm"] == arm and run["condition"] in conditions:
+            found[run["condition"], run["task"], run["seed"]] = run["area"]
+    return found
+
+
+def compared(runs: list[dict], arm: str, conditions, against: str) -> tuple:
+    """How much better an arm is than another on the same seeds: the mean difference, and where it
+    lies in SURE of the cases when seeds are drawn again (bootstrap; Efron 1979)."""
+    own, other = (areas(runs, name, conditions) for name in (arm, against))
+    gaps = np.array([own[key] - other[key] for key in own])
+    again = np.random.default_rng(0).choice(gaps, (10_000, len(gaps))).mean(1)
+    low, high = np.quantile(again, [(1 - SURE) / 2, (1 + SURE) / 2])
+    return float(gaps.mean()), float(low), float(high)
+
+
+def verdict(low: float, high: float) -> str:
+    """In words, what an interval says."""
+    return "helps" if low > 0 else "hurts" if high < 0 else "cannot be told"
+
+
+def baseline_of(arm: str) -> str:
+    """What an arm is compared with: no correction; a damper with its objective alone."""
+    return arm.partition(" + ")[0] if " + " in arm else "reinforce"
+
+
+def method_lines(result: dict) -> list[str]:
+    """A table for each task, and what each method is worth on stale data."""
+    runs, lines = result["runs"], []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        own = [run for run in runs if run["task"] == task]
+        names = list(dict.fromkeys(run["condition"] for run in own))
+        rows = []
+        for arm in dict.fromkeys(run["arm"] for run in own):
+            cells = [list(areas(own, arm, [name]).values()) for name in names]
+            rows.append([arm, *(f"{np.mean(each):.3f} ± {np.std(each):.3f}" for each in cells)])
+        lines += ["", *markdown([f"`{task}`", *names], rows)]
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        if arm == "reinforce":
+            continue
+        cells = []
+        for conditions in (STALE, ["8-bit"]):
+            mean, low, high = compared(runs, arm, conditions, baseline_of(arm))
+            cells.append(f"{mean:+.3f} ({low:+.3f} to {high:+.3f}): {verdict(low, high)}")
+        rows.append([arm, baseline_of(arm), *cells])
+    head = ["method", "against", "η = 4 and 16", "8-bit rollouts"]
+    return [*lines, "", *markdown(head, rows)]
+
+
+def draw_methods(runs: list[dict], path: Path) -> None:
+    """What each method gains on data that are 4 and 16 versions old, and whether it is chance."""
+    names = [arm for arm in dict.fromkeys(run["arm"] for run in runs) if arm != "reinforce"]
+    found = {arm: compared(runs, arm, STALE, baseline_of(arm)) for arm in names}
+    names.sort(key=lambda arm: found[arm][0])
+    figure, axis = new_figure((8, 0.34 * len(names) + 1.4))
+    colours = {"helps": BLUE, "hurts": ORANGE, "cannot be told": GREY}
+    for y, arm in enumerate(names):
+        mean, low, high = found[arm]
+        colour = colours[verdict(low, high)]
+        axis.plot([low, high], [y, y], color=colour, linewidth=3)
+        axis.plot([mean], [y], "o", color=colour, markersize=7)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.set_yticks(range(len(names)), [f"{arm}  (against {baseline_of(arm)})" for arm in names])
+    axis.set_xlabel("gain in mean held-out reward over a run, data 4 and 16 versions old")
+    axis.set_title("Blue helps, orange hurts, grey cannot be told (99% of resampled seeds)")
+    save_figure(figure, path)
+
+
+# ---- how often one must try ----
+
+
+def bench_attempts(folder: Path) -> None:
+    """Runs at the edge of collapse, with the KL window and without; attempts.json and .png."""
+    plan = []
+    for lr, damper, seed in product(RATES, ("none", "kl"), range(TRIES)):
+        flags = {"lr": lr, **(WINDOW if damper == "kl" else {})}
+        plan.append({"task": EDGE["task"], "seed": seed, "damper": damper, "flags": flags})
+    runs = run_all(plan, folder, "attempts", ALIKE | EDGE)
+    print(*attempt_lines({"runs": runs}), sep="\n")
+
+
+def attempt_lines(result: dict) -> list[str]:
+    """Of every learning rate: how many of the runs converged, and how often one must try."""
+    rows = []
+    for lr in dict.fromkeys(run["flags"]["lr"] for run in result["runs"]):
+        cells = []
+        for damper in ("none", "kl"):
+            own = [run for run in result["runs"] if run["flags"]["lr"] == lr]
+            finals = [run["final"] for run in own if run["damper"] == damper]
+            good = sum(final >= CONVERGED for final in finals)
+            tries = f"{len(finals) / good:.1f}" if good else "never"
+            cells += [f"{good} of {len(finals)}", tries]
+        rows.append([f"{lr:g}", *cells])
+    head = ["learning rate", "converged", "attempts", "with the window", "attempts"]
+    return markdown(head, rows)
