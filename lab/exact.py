@@ -35,6 +35,7 @@ from lab.estimators import (
     true_gradient,
 )
 from lab.exact_pipeline import drop_part, swap_part
+from lab.exact_stale import baseline_part, damper_part, preference_part
 from lab.exact_turns import credit_part, critic_part, draw_credit
 from lab.plots import LOGARITHMIC, column, draw_panels, save_result
 from runtime.devices import describe_machine
@@ -42,7 +43,8 @@ from runtime.devices import describe_machine
 # Corrections that are not objectives of their own: they go before one.
 CORRECTIONS = {"opsm": "decoupled_ppo", "sequence_is": "reinforce"}
 
-METHODS = (*losses.OBJECTIVES, *CORRECTIONS)
+# dpo needs pairs of responses: exact_stale.py
+METHODS = (*(name for name in losses.OBJECTIVES if name != "dpo"), *CORRECTIONS)
 
 
 def enumerate_task(vocab: int, length: int) -> EnumeratedTask:
@@ -62,7 +64,7 @@ def enumerate_task(vocab: int, length: int) -> EnumeratedTask:
 TASKS = {"one token": enumerate_task(64, 1), "three tokens": enumerate_task(4, 3)}
 
 
-def loss_of(method, new, old, advantages):
+def loss_of(method, new, old, advantages, staleness=0):
     """Loss of R responses by any of METHODS, and the share of tokens that were touched.
 
     Log-probs now and as recorded [R, T], advantages [R]. A token is touched if a correction
@@ -77,14 +79,21 @@ def loss_of(method, new, old, advantages):
     kept = torch.ones_like(sequence, dtype=torch.bool)
     if method == "opsm":
         kept = opsm_mask(then, now, weighted, sequence)
-    tokens = losses.Tokens(now, now.detach(), then, weighted, sequence)
+    age = torch.full_like(sequence, staleness)
+    tokens = losses.Tokens(now, now.detach(), then, weighted, sequence, age)
     tokens = losses.Tokens(*[values[kept] for values in tokens])  # the others stay in the count
     loss, by = losses.policy_loss(CORRECTIONS.get(method, method), tokens, len(new))
     touched = by["clipped"].sum() + by["capped"].sum() + (~kept).sum()
     return loss, float(touched) / len(kept)
 
 
-def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor):
+def examine(
+    method: str,
+    task: EnumeratedTask,
+    theta: Tensor,
+    behaviour: Tensor,
+    staleness: int = 0,
+):
     """The gradient of every response [R, D], and its `accuracy`; nothing is sampled.
 
     `ess`: the effective sample size of the token weights, as a share of the tokens. `touched`: see
@@ -93,7 +102,7 @@ def examine(method: str, task: EnumeratedTask, theta: Tensor, behaviour: Tensor)
     new = logprobs_of(theta, task).requires_grad_()
     old = logprobs_of(behaviour, task)
     advantages = task.rewards - expected_reward(behaviour, task)
-    loss, touched = loss_of(method, new, old, advantages)
+    loss, touched = loss_of(method, new, old, advantages, staleness)
     slopes = -len(new) * torch.autograd.grad(loss, new)[0]  # [R, T]
     gradients = response_gradients(slopes, theta, task)
     chances = chances_of(old)
@@ -110,7 +119,8 @@ def objectives_part(task: EnumeratedTask) -> dict:
     chain = policies(task)
     curves = {}
     for method in METHODS:
-        curves[method] = [examine(method, task, theta, chain[0])[1] for theta in chain]
+        ages = zip(chain, STALENESS, strict=True)
+        curves[method] = [examine(method, task, theta, chain[0], age)[1] for theta, age in ages]
     return curves
 
 
@@ -193,6 +203,9 @@ def bench_lab(folder: Path) -> None:
     parts += [(f"kl, {name}", kl_part, task) for name, task in TASKS.items()]
     parts += [("credit", credit_part), ("critic", critic_part)]
     parts += [("lengths", drop_part), ("swap", swap_part, enumerate_task(4, 4))]
+    task = TASKS["three tokens"]
+    parts += [("baselines", baseline_part, task), ("dampers", damper_part, task)]
+    parts += [("preferences", preference_part, task)]
     result = {"machine": describe_machine(), "seed": SEED}
     for name, part, *task in tqdm(parts):
         result[name] = part(*task)

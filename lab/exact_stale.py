@@ -1,0 +1,145 @@
+"""What dampers, the optimal baseline and preferences make of stale data, against the truth.
+
+The enumerated task and the chain of policies are those of exact.py, whose `bench_lab` runs this.
+Left out: objectives (exact.py), AdamW between a gradient and a step.
+
+Axes: R responses · D entries of the policy · S staleness
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+import losses
+from dampers import naive_brake, naive_gac
+from lab.estimators import (
+    STALENESS,
+    EnumeratedTask,
+    accuracy,
+    chances_of,
+    expected_reward,
+    logprobs_of,
+    policies,
+    response_gradients,
+    true_gradient,
+)
+
+BATCH = 256  # responses, where a step is asked how noisy it is
+BETA = 0.1  # the default of --dpo-beta
+
+
+def scores_of(theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """Gradients [R, D] of the log-probs of whole responses."""
+    return response_gradients(torch.ones_like(logprobs_of(theta, task)), theta, task)
+
+
+# ---- a baseline for stale samples ----
+
+
+def baseline_part(task: EnumeratedTask) -> dict:
+    """Spread of w (R - b) grad log pi, by baseline and staleness. w is the ratio of the whole
+    response, so no baseline has a bias.
+
+    `mean` of the rewards; `optimal`, from the true lengths of the gradients; `near`, from the
+    lengths that a training step takes for them (learner.py, `weigh`).
+    """
+    chain, found = policies(task), {"mean": [], "optimal": [], "near": []}
+    for theta in chain:
+        new, old = logprobs_of(theta, task), logprobs_of(chain[0], task)
+        chances, ratios = chances_of(old), (new - old).sum(1).exp()  # [R]
+        scores = scores_of(theta, task)
+        lengths = {"optimal": scores.norm(dim=1), "near": (1 - new.exp()).norm(dim=1)}
+        baselines = {"mean": expected_reward(chain[0], task)}
+        for name, norms in lengths.items():
+            # as many of each response as its chance says: the square of a weight has the chance
+            weights = ratios * chances.sqrt()
+            optimal = losses.optimal_baseline(task.rewards[None], weights[None], norms[None])
+            baselines[name] = optimal[0, 0]
+        for name, baseline in baselines.items():
+            gradients = (ratios * (task.rewards - baseline))[:, None] * scores
+            found[name].append(accuracy(gradients, chances, true_gradient(theta, task)))
+    return found
+
+
+# ---- dampers of the whole step ----
+
+
+def damper_part(task: EnumeratedTask) -> dict:
+    """What dampers make of the expected gradient of `cispo`, when all data are so many steps old;
+    by damper, for each staleness below 8.
+
+    `cosine` of the step's gradient and that of the step before: in expectation, and as two batches
+    of BATCH responses show it.
+    """
+    chain, found = (
+        policies(task),
+        {name: [] for name in ("none", "ess", "gac", "brake", "likeness")},
+    )
+    for lag in STALENESS[:-1]:
+        truth = true_gradient(chain[8], task)
+        before, *_ = expected(task, chain[7], chain[7 - lag])
+        step, spread, ess = expected(task, chain[8], chain[8 - lag])
+        damped = {
+            "none": (step, 1.0),
+            "ess": (step * math.sqrt(ess), math.sqrt(ess)),
+            "gac": (naive_gac(step, before), 1.0),
+            "brake": (
+                naive_brake(step, before),
+                float(naive_brake(step, before).norm() / step.norm()),
+            ),
+        }
+        for name, (gradient, scale) in damped.items():
+            bias = float((gradient - truth).norm() / truth.norm())
+            share = float(gradient @ truth / truth.square().sum())
+            noise = scale * spread / math.sqrt(BATCH) / float(truth.norm())
+            found[name].append({"bias": bias, "share": share, "noise": noise})
+        cosine = float(torch.cosine_similarity(step, before, dim=0))
+        signal = float(step.norm()) ** 2
+        seen = cosine * signal / (signal + spread**2 / BATCH)  # the two are about as noisy
+        found["likeness"].append({"cosine": cosine, "cosine_of_batches": seen})
+    return found
+
+
+def expected(task: EnumeratedTask, theta: Tensor, behaviour: Tensor) -> tuple:
+    """Of `cispo` on samples of `behaviour`: the expected gradient [D], the standard deviation of
+    one response's, and the effective sample size of whole responses."""
+    new, old = logprobs_of(theta, task), logprobs_of(behaviour, task)
+    chances = chances_of(old)
+    weights = (new - old).exp().clamp(max=1 + losses.PUBLISHED.cispo_high)  # [R, T]
+    advantages = task.rewards - expected_reward(behaviour, task)
+    gradients = response_gradients(weights * advantages[:, None], theta, task)
+    mean = chances @ gradients
+    spread = (chances @ (gradients - mean).square().sum(1)).sqrt()
+    ratios = (new - old).sum(1).exp()
+    ess = (chances @ ratios) ** 2 / (chances @ ratios.square())
+    return mean, float(spread), float(ess)
+
+
+# ---- preferences ----
+
+
+def preference_part(task: EnumeratedTask) -> dict:
+    """Groups of two stale responses: online DPO, and `reinforce` with the mean as baseline; all
+    pairs are enumerated.
+
+    `cosine` of the expectation and the true gradient, and `noise`, the standard deviation of one
+    pair over the length of the expectation. (DPO climbs another hill: its length means nothing.)
+    """
+    chain = policies(task)
+    R, first = len(task.rewards), logprobs_of(chain[0], task)
+    better, worse = (x.flatten() for x in torch.meshgrid(*[torch.arange(R)] * 2, indexing="ij"))
+    gap = task.rewards[better] - task.rewards[worse]  # [R R]
+    chances = chances_of(first)[better] * chances_of(first)[worse]
+    found = {"dpo": [], "reinforce": []}
+    for theta in chain:
+        scores = scores_of(theta, task)
+        moved = (logprobs_of(theta, task) - first).sum(1)  # the reference is where it began
+        push, _ = losses.preference_advantages(moved[better] - moved[worse], BETA)
+        for name, weight in {"dpo": push * (gap > 0), "reinforce": gap * (gap > 0) / 2}.items():
+            apart = scores[better] - scores[worse]
+            gradients = 2 * weight[:, None] * apart  # each pair stands there once, not twice
+            facts = accuracy(gradients, chances, true_gradient(theta, task))
+            length = float((chances @ gradients).norm() / true_gradient(theta, task).norm())
+            found[name].append({"cosine": facts["cosine"], "noise": facts["spread"] / length})
+    return found
