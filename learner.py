@@ -23,7 +23,7 @@ import dampers
 import losses
 from buffer import deal, pack, repaired
 from critic import Critic, criticise, make_critic, teach
-from logprobs import token_logprobs
+from logprobs import seen_by, token_logprobs
 from model import GPT, allowed_of, pack_tokens
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
@@ -222,20 +222,6 @@ def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     return [pair for pair in zip(trajectories, credit, strict=True) if pair[0].generated], dead
 
 
-@torch.no_grad()
-def seen_by(model: GPT, trajectories: list, learner: Learner, config: Config) -> list:
-    """What a policy says of whole episodes: log-probs of the generated tokens of each [M]."""
-    found = [torch.empty(0)] * len(trajectories)
-    some = [i for i, t in enumerate(trajectories) if t.generated]
-    for places in pack([len(trajectories[i].tokens) for i in some], config.token_budget):
-        batch = [(trajectories[some[place]], 0.0) for place in places]
-        logprobs, *_ = token_logprobs(model, batch, learner, config)
-        pieces = logprobs.float().cpu().split([t.generated for t, _ in batch])
-        for place, piece in zip(places, pieces, strict=True):
-            found[some[place]] = piece
-    return found
-
-
 def weigh(learner: Learner, trajectories: list, config: Config) -> tuple:
     """pi / mu of whole answers, and about how long the gradients of their log-probs are, [G, n].
 
@@ -295,6 +281,9 @@ def micro_batch_loss(
     if learner.critic:
         own, lesson = criticise(learner.critic, batch, hidden.detach(), config)
         advantages = advantages * own
+    if config.teacher:
+        said = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))
+        advantages = losses.distilled(advantages, said, logprobs, config.teacher_weight)
     behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
     sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
     # pi_p: with one update a step, the policy of this very forward pass

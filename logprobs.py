@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from buffer import pack
 from model import GPT, Packed, pack_tokens, padded, recomputed
 from runtime.config import Config
 
@@ -38,6 +39,21 @@ def token_logprobs(model: GPT, batch: list, words, config: Config) -> tuple:
         limits = words.allowed, torch.tensor(kinds, device=device)
     how = words.alphabet, config.temperature, *kept
     return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how, limits=limits)
+
+
+@torch.no_grad()
+def seen_by(model: GPT, trajectories: list, words, config: Config) -> list:
+    """What a policy says of whole episodes: log-probs of the generated tokens of each [M]; on the
+    CPU, no gradient. words: see `token_logprobs`."""
+    found = [torch.empty(0)] * len(trajectories)
+    some = [i for i, t in enumerate(trajectories) if t.generated]
+    for places in pack([len(trajectories[i].tokens) for i in some], config.token_budget):
+        batch = [(trajectories[some[place]], 0.0) for place in places]
+        logprobs, *_ = token_logprobs(model, batch, words, config)
+        pieces = logprobs.float().cpu().split([t.generated for t, _ in batch])
+        for place, piece in zip(places, pieces, strict=True):
+            found[some[place]] = piece
+    return found
 
 
 def generated_logprobs(

@@ -317,6 +317,22 @@ def preference_advantages(margins, beta: float) -> Tensor:
     return torch.stack([push, -push])
 
 
+def distilled(
+    advantages,  # [N]
+    teacher,  # [N]
+    logprobs,  # [N]
+    weight: float,
+) -> Tensor:
+    """Advantages [N] mixed with a teacher's: (1 - weight) A + weight log(pi_teacher / pi).
+
+    On-policy distillation, token by token: GLM-5's between its stages (arXiv 2602.15763; weight 1,
+    so one answer to a prompt is enough). The ratio has no gradient: this descends KL(pi || teacher)
+    as a policy gradient that looks at one token at a time. It is cut like all log-ratios.
+    """
+    gap = log_ratio(teacher.to(logprobs), logprobs).detach().to(advantages)
+    return (1 - weight) * advantages + weight * gap
+
+
 def turn_advantages(
     turn_rewards,  # [G, n, T]
     present,  # bool [G, n, T]

@@ -57,7 +57,7 @@ from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens, re
 from reward import Task, alphabet_of, make_task
 from runtime.config import LONGEST_CONTEXT, Config, UserError, check, flag, run_main
 from runtime.folder import open_plain, write_file
-from runtime.setup import make_model
+from runtime.models import make_model
 from runtime.tokenizer import Tokenizer, tokenizer_of
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys

@@ -31,7 +31,7 @@ from runtime.flow import (
 )
 from runtime.learners import begin_again, note_step, open_team, save, send_batch
 from runtime.ledger import table
-from runtime.messages import Answer, Group, Judgement, apply_verdicts
+from runtime.messages import Answer, Group, Judgement, apply_judgement
 from runtime.processes import Lost, Silent, Worker
 from runtime.team import Parted
 
@@ -165,11 +165,11 @@ def land(
     judged_by: str,
 ) -> None:
     """A group is generated and verified: it may be trained."""
-    apply_verdicts(group, judgement.verdicts)
+    apply_judgement(group, judgement)
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.begun = run.begun or time.monotonic()
-    _, began, seconds = judgement
+    _, began, seconds, _ = judgement
     facts = {"group": group.group_id, "seconds": seconds, **group.evidence}
     run.log.event(judged_by, "score", began, **facts)
     if not keep(run, [group]):

@@ -19,6 +19,7 @@ from runtime.checkpoint import checkpoint
 from runtime.config import Config, flag_name, require, run_main
 from runtime.messages import apply_verdicts
 from runtime.setup import open_training
+from runtime.teacher import ask_teacher
 
 
 def train(config: Config) -> None:
@@ -44,6 +45,7 @@ def train(config: Config) -> None:
                 with log.timed("reward-0", "score"):
                     for group in groups:
                         apply_verdicts(group, verify_group(group, task, config))
+                    ask_teacher(run.teacher, groups)
                 batch += keep(run, groups)
                 done = by_task(batch, task.shares)
                 missing = [n - len(own) for n, own in zip(task.shares, done, strict=True)]

@@ -48,9 +48,9 @@ from runtime.messages import (
     pack_messages,
     unpack_messages,
 )
+from runtime.models import make_model
 from runtime.noise import uniforms
 from runtime.sessions import judge
-from runtime.setup import make_model
 from runtime.tokenizer import own_tokenizer
 from tasks.environment import make_environment
 

@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from learner import Learner, learner_step, make_learner
-from reward import Task, problem_of, verify_group
+from reward import Task, problem_of, task_of, verify_group
 from rollout import Generator, make_generator
 from runtime.checkpoint import set_state, sha256_of, state_of, whole_moments
 from runtime.config import Config, TrainingStopped, UserError
@@ -33,7 +33,9 @@ from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import ARRAYS, Group, Trajectory, apply_verdicts
-from runtime.setup import make_model, resumed, task_of
+from runtime.models import make_model
+from runtime.setup import resumed
+from runtime.teacher import ask_teacher, teacher_of
 from tasks.exam import Host
 
 
@@ -47,7 +49,7 @@ def replay(config: Config) -> None:
     model = make_model(config, task).on(device)
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
-    host = Host(config, Path(os.devnull))
+    host, teacher = Host(config, Path(os.devnull)), teacher_of(config, task)
     done = {}  # group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
@@ -56,6 +58,7 @@ def replay(config: Config) -> None:
             finished += play(generator, scores, learner, host)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             apply_verdicts(group, verify_group(group, task, config))
+            ask_teacher(teacher, [group])
             event = scores[group.group_id]
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")

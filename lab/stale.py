@@ -29,7 +29,7 @@ from rollout import generate, make_generator
 from runtime.config import OBJECTIVES, Config
 from runtime.devices import cores, describe_machine
 from runtime.messages import Group, apply_verdicts
-from runtime.setup import make_model
+from runtime.models import make_model
 
 HELD_OUT = 128  # problems
 ALIKE = {"groups_per_step": 16, "slots": 256, "steps": 80, "lr": 1.2e-3}

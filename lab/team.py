@@ -24,7 +24,7 @@ from runtime.checkpoint import share, state_of, whole_moments
 from runtime.config import Config
 from runtime.devices import cores, describe_machine
 from runtime.messages import Group, Trajectory
-from runtime.setup import make_model
+from runtime.models import make_model
 from runtime.team import join_team, leave_team
 
 GROUPS, ANSWERS, STEPS = 4, 8, 3

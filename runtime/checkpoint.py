@@ -79,6 +79,23 @@ def load_checkpoint(folder: Path) -> dict:
     raise UserError(f"--resume {folder}: {text}")
 
 
+def newest_weights(place: Path) -> dict:
+    """Shape and weights of a model: of a file of pretrain.py, or of the newest checkpoint of a run
+    folder that is whole; UserError."""
+    if not place.is_dir():
+        return load_tensors(place)
+    found = None
+    for path in sorted((place / "checkpoints").glob("step*.pt"), reverse=True):
+        try:
+            found = load_tensors(path, digest=True)
+            break
+        except UserError as error:
+            sys.stderr.write(printable(f"{path} is passed over: {error}\n"))
+    require(found is not None, f"{place}: must hold a checkpoint that is whole")
+    require(not found["shape"].get("lora"), f"{place}: has adapters only; --export gives all")
+    return found
+
+
 def drop_what_follows(folder: Path, state: dict) -> None:
     """Remove what came after a checkpoint: it is done again. (Opening the logs cuts them; a summary
     is of a run that has ended.)"""

@@ -104,7 +104,7 @@ class Config:
     out: str = flag("", "run folder to write ('': runs/ and a name of task, mode and time)")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
-    init: str = flag("", "file of pretrain.py: weights to start from, and their shape")
+    init: str = flag("", "weights to start from: a run folder, or a file of pretrain.py")
     export: str = flag("", "folder to write at the end: the model for transformers")
 
     model: str = flag(
@@ -151,6 +151,8 @@ class Config:
     double_low: float = flag(0.3, "double_sided: drop a token with pi / mu <= 1 - this", 0, 1)
     double_high: float = flag(5.0, "double_sided: and one with pi / mu >= 1 + this", 0)
     dpo_beta: float = flag(0.1, "dpo: how near to the reference policy", 1e-6, 1e6)
+    teacher: str = flag("", "policy to learn from: a run folder, or a folder of Qwen3 weights")
+    teacher_weight: float = flag(1.0, "its share of an advantage (1: rewards say nothing)", 1e-3, 1)
     damper: str = flag("kl", "what stale data do to a step (dampers.py)", choices=DAMPERS)
     advantage: str = flag("grpo", "inside a group, or (gae) by a critic", choices=ADVANTAGES)
     credit: str = flag("episode", "what a turn is credited with", choices=("episode", "turn"))
@@ -248,7 +250,12 @@ def check_together(config: Config) -> None:
         require(config.advantage == "grpo", said)
         said = "--reference-every 0: must be at least 1 with dpo, which compares with the reference"
         require(config.reference_every, said)
-    if config.advantage != "gae":
+    if config.teacher:
+        require(kind != "dpo", "--objective dpo: must be another one with --teacher")
+        said = f"--top-p {config.top_p}, --top-k-sampling {config.top_k_sampling}"
+        require(not config.cut, f"{said}: must be left out with --teacher")
+    alone = config.teacher and config.teacher_weight == 1  # rewards say nothing
+    if config.advantage != "gae" and not alone:
         n = config.group_size
         require(n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
     samples = config.groups_per_step * config.group_size

@@ -25,7 +25,8 @@ NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without gen
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 ARRAYS = {"tokens": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "versions": np.int32}
 ARRAYS |= {"kept_sizes": np.int32, "kept": np.int32}  # empty where sampling is not cut
-EMPTY = np.empty(0, np.int32)
+ARRAYS |= {"teacher": np.float32}  # empty where there is none
+EMPTY, SILENT = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 @dataclass
@@ -54,6 +55,8 @@ class Trajectory:
     kept_sizes: np.ndarray = field(default_factory=lambda: EMPTY)
     # int32 [K]: which ones, laid end to end
     kept: np.ndarray = field(default_factory=lambda: EMPTY)
+    # float32 [M]: a teacher's log-probs of what was generated
+    teacher: np.ndarray = field(default_factory=lambda: SILENT)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -136,6 +139,13 @@ def apply_verdicts(group: Group, verdicts: Sequence) -> None:
             trajectory.finish, _, trajectory.failure = error.partition(": ")
 
 
+def apply_judgement(group: Group, judgement) -> None:
+    """Write verdicts, and what a teacher said, into a group's trajectories."""
+    apply_verdicts(group, judgement.verdicts)
+    for trajectory, logprobs in zip(group.trajectories, judgement.teacher, strict=False):
+        trajectory.teacher = logprobs
+
+
 PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]  # the other fields
 
 
@@ -189,11 +199,13 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
 
 
 class Judgement(NamedTuple):
-    """A verifier's verdicts on a group, when it began, and the seconds that it took."""
+    """A verifier's verdicts on a group, when it began, and the seconds that it took; and where
+    there is a teacher, its log-probs of each episode."""
 
     verdicts: list[tuple]
     began: float
     seconds: float
+    teacher: Sequence[np.ndarray] = ()
 
 
 class Answer(NamedTuple):
@@ -264,7 +276,8 @@ def flaw(answer, work: dict, *allowed) -> str | None:
         if found or answer.judgement is None:
             return found
     judged = answer.group or work[answer.group_id]
-    return verdict_flaw(answer.judgement.verdicts, len(judged.trajectories))
+    found = verdict_flaw(answer.judgement.verdicts, len(judged.trajectories))
+    return found or teacher_flaw(answer.judgement.teacher, judged.trajectories)
 
 
 def stray(answer: Answer, work: dict) -> str | None:
@@ -303,6 +316,8 @@ def group_flaw(
     lengths = dict.fromkeys(ARRAYS, lengths["tokens"])
     lengths["kept_sizes"] = [int(t.loss_mask.sum()) if cut else 0 for t in episodes]
     lengths["kept"] = [int(t.kept_sizes.sum()) if cut else 0 for t in episodes]
+    taught = any([len(t.teacher) for t in episodes])
+    lengths["teacher"] = [int(t.loss_mask.sum()) if taught else 0 for t in episodes]
     right = {name: (np.dtype(kind), lengths[name]) for name, kind in ARRAYS.items()}
     if found != right:
         return f"arrays {found}, must be {right}"
@@ -321,6 +336,7 @@ def group_flaw(
     checks = (
         ("token id", np.append(arrays["tokens"], arrays["kept"]), 0, vocabulary - 1),
         ("log-prob", arrays["logprobs"], -1e30, 1e-3),  # never NaN, never above 0 but for rounding
+        ("log-prob of the teacher", arrays["teacher"], -1e30, 1e-3),
         ("version", versions[mask], group.start, newest),
         ("version where nothing was generated", versions[~mask], -1, -1),
         ("reward", np.array(rewards, np.float64), -LARGEST_REWARD, LARGEST_REWARD),
@@ -346,7 +362,7 @@ def looks_sound(group: Group, size: int, newest: int, vocabulary: int, cut=False
         return False
     own = [*zip(*map(arrays_of, episodes), strict=True)]
     lengths, laid = [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
-    same = lengths == [lengths[0]] * 4 + [[0] * size] * 2 and any(lengths[0])
+    same = lengths == [lengths[0]] * 4 + [[0] * size] * 3 and any(lengths[0])
     if not same or [array.dtype for array in laid] != list(ARRAYS.values()):
         return False
     tokens, mask, logprobs, versions, *_ = laid
@@ -375,3 +391,13 @@ def verdict_flaw(verdicts: list, size: int) -> str | None:
     rewards = [x for value, turns, _ in verdicts for x in (value, *turns)]
     wrong = [x for x in rewards if not abs(x) <= LARGEST_REWARD]  # NaN is not
     return f"reward {wrong[0]}, must be finite in float32" if wrong else None
+
+
+def teacher_flaw(said: Sequence, episodes: list[Trajectory]) -> str | None:
+    """What is wrong with a teacher's log-probs of a group; None if they are sound, or not there."""
+    lengths, right = [len(own) for own in said], [t.generated for t in episodes]
+    if said and lengths != right:
+        return f"a teacher's log-probs of {lengths} tokens, must be {right}"
+    wrong = [own.dtype for own in said if own.dtype != np.float32]
+    wrong += [x for own in said for x in own[~((-1e30 <= own) & (own <= 1e-3))]]
+    return f"log-prob of the teacher {wrong[0]}, must be float32, -1e30 to 0.001" if wrong else None

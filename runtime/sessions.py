@@ -33,20 +33,30 @@ from reward import Task, advance, ask, forget, part_of, task_of, verify_group
 from runtime.config import Config
 from runtime.messages import Answer, Call, Group, Judgement, Result
 from runtime.pipes import Line, die_with
+from runtime.teacher import Teacher, ask_teacher, teacher_of
 
 GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but not C
 
 
-def judge(group: Group, task: Task, config: Config, alive: Callable) -> Judgement:
-    """Verify a group, and say how long that took."""
+def judge(
+    group: Group,
+    task: Task,
+    config: Config,
+    alive: Callable,
+    teacher: Teacher | None = None,
+) -> Judgement:
+    """Verify a group, ask the teacher, and say how long that took."""
     began = time.monotonic()
     verdicts = verify_group(group, task, config, alive)
-    return Judgement(verdicts, began, time.monotonic() - began)
+    ask_teacher(teacher, [group])
+    said = [t.teacher for t in group.trajectories] if teacher else ()
+    return Judgement(verdicts, began, time.monotonic() - began, said)
 
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other, and keep the sessions of environments meanwhile."""
     task = task_of(config)
+    teacher = teacher_of(config, task)
     gc.freeze()
     sessions = Sessions(task, config, line.connection)
     try:
@@ -59,7 +69,7 @@ def reward_worker(line: Line, config: Config):
                 if isinstance(work, Call):
                     sessions.take(work)
                 else:
-                    judgement = judge(work, task, config, line.beat)
+                    judgement = judge(work, task, config, line.beat, teacher)
                     line.send(Answer(work.group_id, judgement=judgement))
     finally:
         sessions.close()

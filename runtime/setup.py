@@ -11,21 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import torch
-
 import reward
 from learner import Learner, make_learner
-from model import GPT, PRESETS, ModelConfig, padded
+from model import GPT, PRESETS, padded
 from reward import task_of
-from runtime.checkpoint import checkpoint, drop_what_follows, load_checkpoint, load_tensors, restore
+from runtime.checkpoint import (
+    checkpoint,
+    drop_what_follows,
+    load_checkpoint,
+    restore,
+)
 from runtime.config import Config, blame, check, flag_name, require
 from runtime.devices import free_memory, pick_devices, set_threads
 from runtime.folder import own_folder
-from runtime.huggingface import base_model, check_export, read_shape
+from runtime.huggingface import check_export
 from runtime.ledger import Ledger, read_books
 from runtime.messages import Group
+from runtime.models import make_model
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
-from tasks import limits
+from runtime.teacher import Teacher, teacher_of
 from tasks.exam import Host, evaluate
 
 # flags that a run may have anew when it goes on
@@ -44,6 +48,7 @@ class Run:
     log: RunLog
     stop: Stop
     host: Host  # of evaluations, and of what train_sync.py has outside
+    teacher: Teacher | None
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
     verified: list[Group]  # since the last step
@@ -67,6 +72,8 @@ def open_training(config: Config, mode: str) -> Run:
             _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
     if config.model not in PRESETS:  # a run may go on from another place
         config = dataclasses.replace(config, model=os.path.abspath(config.model))
+    if config.teacher:
+        config = dataclasses.replace(config, teacher=os.path.abspath(config.teacher))
     if config.cluster:
         require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
         from runtime.cluster import open_cluster  # it takes a second, and needs Ray
@@ -79,6 +86,7 @@ def open_training(config: Config, mode: str) -> Run:
     said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
     require(config.reward_workers or not outside or mode == "sync", said)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
+    teacher = teacher_of(config, task)
     model = make_model(config, task, state)
     learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
@@ -100,7 +108,8 @@ def open_training(config: Config, mode: str) -> Run:
             write_config(folder, record | changed)
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
-        run = Run(config, task, folder, lock, learner, log, stop, host, ledger, state, [], [])
+        books = ledger, state, [], []
+        run = Run(config, task, folder, lock, learner, log, stop, host, teacher, *books)
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run
@@ -138,61 +147,6 @@ def evaluate_now(run: Run) -> dict:
     for kind, (count, words) in result["failures"].items():
         run.log.say(f"evaluation: {count} failed, {kind}: {words}")
     return result
-
-
-def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
-    """The policy, large enough for the task's episodes: random weights, those of a Hugging Face
-    folder, or those of --init (with the vocabulary of --model).
-
-    stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
-    """
-    context = reward.capacity_of(config, task)
-    device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-    fits = config.kernels != "triton" or device
-    require(fits, "--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
-    if config.init:
-        require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
-        needed = "must be a weights file of pretrain.py that fits"
-        with blame(f"--init {config.init}: {needed}", (Exception, limits.OutOfTime)):
-            stored = stored or load_tensors(Path(config.init))
-            return model_of(stored, config, task, context)
-    if config.model in PRESETS:
-        shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
-        shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
-    else:
-        shape = read_shape(Path(config.model), context)
-    for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
-        shape[name] = getattr(config, name)
-    shape["recompute"] = config.recompute == "yes"
-    return base_model(config, ModelConfig(**shape), stored is not None)
-
-
-def model_of(stored: dict, config: Config, task: reward.Task, context: int) -> GPT:
-    """A model of stored shape and weights; almost any error where they are none, or do not fit."""
-    shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
-    shape["recompute"] = config.recompute == "yes"
-    if shape["positions"] != "learned":
-        shape["context"] = context
-    # what a stranger calls a shape may be larger than any memory
-    with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
-        model = GPT(ModelConfig(**shape), config.seed)
-    same = (weights.dtype, weights.shape) == (model.flat.dtype, model.flat.shape)
-    require(same, f"{weights.dtype} {list(weights.shape)} for its shape")
-    most, words = model.config.context, task.tokenizer.size
-    require(context <= most, f"{context} positions for task {config.task}, has {most}")
-    if config.model not in PRESETS:
-        words = read_shape(Path(config.model), context)["vocab_size"]
-    found = model.config.vocab_size
-    require(found == words, f"{found} tokens, and {words} of --model {config.model}")
-    model.flat.copy_(weights)
-    return model
-
-
-def worker_model(config: Config, shape: ModelConfig) -> GPT:
-    """A model whose weights will come from the learner, but for those that are frozen."""
-    if config.lora:
-        return base_model(config, shape, stored=True)
-    return GPT(shape, None, getattr(torch, config.dtype))
 
 
 def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:

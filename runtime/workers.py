@@ -15,15 +15,18 @@ import time
 
 from learner import learner_step, make_learner
 from model import ModelConfig
+from reward import task_of
 from rollout import COUNTED, make_generator
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
+from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
+from runtime.models import worker_model
 from runtime.pipes import Line
 from runtime.sessions import judge
-from runtime.setup import base_model, task_of, worker_model
+from runtime.teacher import teacher_of
 from runtime.team import CALL, Begin, Parted, join_team
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
@@ -35,6 +38,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     model = worker_model(config, shape).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
+    teacher = None if config.reward_workers else teacher_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = Mailbox(model.flat, mailbox_place, config.published)
     atexit.register(mailbox.close)
@@ -66,7 +70,9 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         line.status = {**generator.counts, "alive": time.monotonic() - born}
         for group in generator.take_finished():
             waits = waits if answers else time.monotonic()
-            judgement = None if config.reward_workers else judge(group, task, config, line.beat)
+            judgement = None
+            if not config.reward_workers:
+                judgement = judge(group, task, config, line.beat, teacher)
             events, generator.events = generator.events, []
             answers.append(Answer(group.group_id, group, judgement, events))
         if answers and (not active or time.monotonic() - waits > TOGETHER_SECONDS):

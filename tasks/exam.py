@@ -42,7 +42,7 @@ class Host:
     """One reward worker, as a child; it is started when it is needed."""
 
     def __init__(self, config: Config, log: Path):
-        self.config, self.log = config, log
+        self.config, self.log = replace(config, teacher=""), log  # nobody learns from an exam
         self.deaths = 0  # of children, in this evaluation
         self.status, self.sessions = {}, Counter()  # of this child, and of those before
         self.work: dict = {}  # what the child has not answered yet, the oldest first

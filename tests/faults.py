@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -511,7 +512,7 @@ def end_of(code: int, last: str) -> str:
     """How a run ended: "finished", "killed", or the error that it names."""
     if code == -signal.SIGKILL:
         return "killed"
-    last = last.removeprefix("[rank0]: ")  # torch says so where several learners have met
+    last = re.sub(r"^(\[rank\d+\]: ?)+", "", last)  # torch says so where learners have met
     named = ("stopped: ", "RuntimeError: injected")
     assert code == 0 or (code == 1 and last.startswith(named)), f"exit code {code}: {last}"
     return last if code else "finished"

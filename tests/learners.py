@@ -26,8 +26,8 @@ from runtime.checkpoint import (  # noqa: E402
 )
 from runtime.config import Config  # noqa: E402
 from runtime.messages import apply_verdicts  # noqa: E402
+from runtime.models import make_model  # noqa: E402
 from runtime.runlog import LOGS  # noqa: E402
-from runtime.setup import make_model  # noqa: E402
 from runtime.team import join_team  # noqa: E402
 
 

@@ -737,6 +737,8 @@ def test_a_digest_covers_what_is_trained():
         array = getattr(group.trajectories[1], name)
         if name.startswith("kept"):  # see tests/test_sampling.py
             continue
+        if name == "teacher":  # see tests/test_teacher.py
+            continue
         array[2] = array[2] == 0
         assert group.digest != wanted, name
     group = sound_group()

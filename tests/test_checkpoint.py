@@ -9,7 +9,7 @@ import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
 from learner import make_learner, new_groups
-from reward import verify_group
+from reward import task_of, verify_group
 from rollout import generate, make_generator
 from runtime import checkpoint
 from runtime.checkpoint import (
@@ -22,8 +22,8 @@ from runtime.checkpoint import (
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.messages import Group, Trajectory, apply_verdicts
+from runtime.models import make_model
 from runtime.runlog import LOGS, RunLog
-from runtime.setup import make_model, task_of
 
 SMALL = {"groups_per_step": 2, "group_size": 2, "slots": 8, "eval_every": 100}
 

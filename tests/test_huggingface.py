@@ -33,7 +33,7 @@ from runtime.huggingface import (
     read_shape,
     stored_model,
 )
-from runtime.setup import make_model
+from runtime.models import make_model
 from runtime.tokenizer import own_tokenizer, read_tokenizer
 
 transformers = pytest.importorskip("transformers", reason=REASON)

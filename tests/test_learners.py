@@ -109,7 +109,7 @@ def test_moments_that_are_elsewhere_are_never_written_as_zeros(tmp_path):
     """After a resume, before the learners have met, there is nothing to make a checkpoint of."""
     from learner import make_learner
     from reward import task_of
-    from runtime.setup import make_model
+    from runtime.models import make_model
 
     config = config_of(tmp_path, learners=2)
     task = task_of(config)

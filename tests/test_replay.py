@@ -28,8 +28,9 @@ from runtime.config import Config, TrainingStopped, UserError
 from runtime.flow import AsyncRun, log_discards, settle
 from runtime.folder import Log, read_lines
 from runtime.messages import Answer, Call, Group, Judgement, pack_messages, unpack_messages
+from runtime.models import make_model
 from runtime.processes import Lost
-from runtime.setup import make_model, open_training
+from runtime.setup import open_training
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}

@@ -18,7 +18,7 @@ import rollout
 from cache import decode, make_cache, prefill, reserve
 from logprobs import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
-from reward import Step, alphabet_of, make_task, verify_group
+from reward import Step, alphabet_of, make_task, task_of, verify_group
 from rollout import (
     Generator,
     generate,
@@ -28,8 +28,8 @@ from rollout import (
 )
 from runtime.config import Config
 from runtime.messages import Group
+from runtime.models import make_model
 from runtime.noise import mix, noise_keys, uniforms
-from runtime.setup import make_model, task_of
 from runtime.tokenizer import own_tokenizer
 from tasks.environment import Environment, Reply
 

@@ -20,14 +20,14 @@ import train_sync
 from learner import make_learner
 from logprobs import generated_logprobs, token_logprobs
 from model import pack_tokens
-from reward import capacity_of, make_task, verify_group
+from reward import capacity_of, make_task, task_of, verify_group
 from rollout import Generator, generate, noise_keys, sample
 from runtime import setup as setup_room
 from runtime.checkpoint import completed_groups, load_tensors, to_tensors
 from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
-from runtime.setup import make_model, task_of
+from runtime.models import make_model
 from tasks.environment import make_environment
 from tasks.exam import Host, evaluate, verify_alone
 

@@ -13,7 +13,7 @@ from buffer import deal
 from learner import learner_step, make_learner
 from reward import task_of
 from runtime.checkpoint import completed_groups, group_to_parts, to_tensors
-from runtime.setup import make_model
+from runtime.models import make_model
 from runtime.team import Team, meeting
 
 PROGRAM = Path(__file__).parent / "learners.py"

@@ -24,6 +24,7 @@ from buffer import pack
 from learner import learner_step, make_learner, naive_step, samples_of
 from logprobs import token_logprobs
 from model import GPT, PRESETS, ModelConfig
+from reward import task_of
 from rollout import generate
 from runtime import runlog
 from runtime import setup as setup_room
@@ -31,7 +32,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, run_main
 from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
-from runtime.setup import make_model, task_of
+from runtime.models import make_model
 from runtime.tokenizer import own_tokenizer
 from tasks.exam import Host, evaluate
 

@@ -6,12 +6,13 @@ from multiprocessing import Pipe
 import pytest
 
 from learner import make_learner, new_groups
+from reward import task_of
 from rollout import generate, make_generator
 from runtime import sessions, workers
 from runtime.config import Config
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
-from runtime.setup import make_model, task_of
+from runtime.models import make_model
 
 CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 

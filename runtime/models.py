@@ -1,0 +1,71 @@
+"""models.py: from flags, a file or a run to a policy: its shape and its weights.
+
+Left out: Hugging Face folders (huggingface.py), the rest of a run (setup.py).
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+import reward
+from model import GPT, PRESETS, ModelConfig
+from runtime.checkpoint import newest_weights
+from runtime.config import Config, blame, require
+from runtime.huggingface import base_model, read_shape
+from tasks import limits
+
+
+def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
+    """The policy, large enough for the task's episodes: random weights, those of a Hugging Face
+    folder, or those of --init (with the vocabulary of --model).
+
+    stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
+    """
+    context = reward.capacity_of(config, task)
+    device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    fits = config.kernels != "triton" or device
+    require(fits, "--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
+    if config.init:
+        require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
+        needed = "must be a weights file of pretrain.py, or a run folder, that fits"
+        with blame(f"--init {config.init}: {needed}", (Exception, limits.OutOfTime)):
+            stored = stored or newest_weights(Path(config.init))
+            return model_of(stored, config, task, context)
+    if config.model in PRESETS:
+        shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
+        shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
+    else:
+        shape = read_shape(Path(config.model), context)
+    for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
+        shape[name] = getattr(config, name)
+    shape["recompute"] = config.recompute == "yes"
+    return base_model(config, ModelConfig(**shape), stored is not None)
+
+
+def model_of(stored: dict, config: Config, task: reward.Task, context: int) -> GPT:
+    """A model of stored shape and weights; almost any error where they are none, or do not fit."""
+    shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
+    shape["recompute"] = config.recompute == "yes"
+    if shape["positions"] != "learned":
+        shape["context"] = context
+    # what a stranger calls a shape may be larger than any memory
+    with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
+        model = GPT(ModelConfig(**shape), config.seed)
+    same = (weights.dtype, weights.shape) == (model.flat.dtype, model.flat.shape)
+    require(same, f"{weights.dtype} {list(weights.shape)} for its shape")
+    most, words = model.config.context, task.tokenizer.size
+    require(context <= most, f"{context} positions for task {config.task}, has {most}")
+    if config.model not in PRESETS:
+        words = read_shape(Path(config.model), context)["vocab_size"]
+    found = model.config.vocab_size
+    require(found == words, f"{found} tokens, and {words} of --model {config.model}")
+    model.flat.copy_(weights)
+    return model
+
+
+def worker_model(config: Config, shape: ModelConfig) -> GPT:
+    """A model whose weights will come from the learner, but for those that are frozen."""
+    if config.lora:
+        return base_model(config, shape, stored=True)
+    return GPT(shape, None, getattr(torch, config.dtype))

@@ -1,0 +1,80 @@
+"""teacher.py: another policy that says how likely each generated token was (`--teacher`).
+
+On-policy distillation: the student generates, the teacher is asked for its log-probs of that, and a
+token is worth log(pi_teacher / pi) (`distilled` in losses.py). The teacher is read-only, so every
+reward worker has one of its own, in float32, and asks it when a group is verified.
+Left out: what the learner makes of it (learner.py), teachers of several tasks.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from logprobs import seen_by
+from model import GPT, allowed_of
+from reward import Task, alphabet_of
+from runtime.checkpoint import newest_weights
+from runtime.config import Config, blame, require
+from runtime.messages import Group
+from runtime.models import make_model, model_of
+from runtime.runlog import stored_config
+from runtime.tokenizer import Tokenizer, tokenizer_of
+from tasks import limits
+
+PROBE = "Wenn 7+5=12, then 0.5 < 1; été\n"  # two vocabularies that agree on it are taken for one
+
+
+class Teacher(NamedTuple):
+    """A model, and what a student may emit."""
+
+    model: GPT
+    alphabet: Tensor
+    allowed: Tensor | None
+    config: Config
+
+
+def teacher_of(config: Config, task: Task) -> Teacher | None:
+    """The configured teacher, on the CPU; None without one. UserError when it does not fit."""
+    if not config.teacher:
+        return None
+    place, said = Path(config.teacher), f"--teacher {config.teacher}"
+    needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
+    with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
+        require(place.is_dir(), "there is no such folder")
+        if (place / "checkpoints").is_dir():
+            other, _ = stored_config(place, "--teacher")
+            require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
+            model = model_of(newest_weights(place), config, task, task.context)
+        else:
+            other = dataclasses.replace(config, model=str(place), init="", lora=0, context=0)
+            require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
+            model = make_model(other, task)
+    model.flat.requires_grad_(False)
+    alphabet = torch.from_numpy(alphabet_of(task))
+    alphabets = [alphabet_of(part) for part in task.parts or (task,)]
+    return Teacher(model, alphabet, allowed_of(alphabet, alphabets), config)
+
+
+def same_words(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two vocabularies are the same, as far as a look tells."""
+    facts = [(x.size, x.stop, x.plain, x.form, x.encode(PROBE)) for x in (one, other)]
+    return facts[0] == facts[1]
+
+
+def ask_teacher(teacher: Teacher | None, groups: list[Group]) -> None:
+    """Write the teacher's log-probs into the episodes of groups; without a teacher, nothing."""
+    if teacher:
+        for group in groups:
+            episodes = group.trajectories
+            for t in episodes:
+                if t.loss_mask is None:  # only tokens travel to a reward worker
+                    t.loss_mask = np.zeros(len(t.tokens), np.bool_)
+                    for start, stop in t.turns:
+                        t.loss_mask[start:stop] = True
+            said = seen_by(teacher.model, episodes, teacher, teacher.config)
+            for episode, logprobs in zip(episodes, said, strict=True):
+                episode.teacher = logprobs.numpy()
