@@ -170,13 +170,18 @@ def areas(runs: list[dict], arm: str, conditions) -> dict:
 
 
 def compared(runs: list[dict], arm: str, conditions, against: str) -> tuple:
-    """How much better an arm is than another on the same seeds: the mean difference, and where it
-    lies in SURE of the cases when seeds are drawn again (bootstrap; Efron 1979)."""
+    """How much better an arm is than another on the same tasks and seeds: the mean difference, and
+    where it lies in SURE of the cases when those are drawn again (bootstrap; Efron 1979). Runs of
+    one seed begin alike in all conditions, so they are one draw."""
     own, other = (areas(runs, name, conditions) for name in (arm, against))
-    gaps = np.array([own[key] - other[key] for key in own])
-    again = np.random.default_rng(0).choice(gaps, (10_000, len(gaps))).mean(1)
+    gaps: dict[tuple, list] = {}
+    for condition, *draw in own:
+        key = (condition, *draw)
+        gaps.setdefault(tuple(draw), []).append(own[key] - other[key])
+    means = np.array([np.mean(each) for each in gaps.values()])
+    again = np.random.default_rng(0).choice(means, (10_000, len(means))).mean(1)
     low, high = np.quantile(again, [(1 - SURE) / 2, (1 + SURE) / 2])
-    return float(gaps.mean()), float(low), float(high)
+    return float(means.mean()), float(low), float(high)
 
 
 def verdict(low: float, high: float) -> str:

@@ -1,0 +1,263 @@
+"""What stale data are worth: the learner's side of dampers, baselines and preferences, and the race
+of methods (lab/stale.py)."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import losses
+import train_sync
+from lab import stale
+from learner import learner_step, make_learner, new_groups, preferred, samples_of, weigh
+from logprobs import token_logprobs
+from reward import task_of, verify_group
+from rollout import generate, make_generator
+from runtime.config import Config, UserError, check
+from runtime.messages import apply_verdicts
+from runtime.models import make_model
+
+FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 50}
+FLAGS |= {"eval_every": 1000, "lr": 3e-3}
+
+
+def stale_batch(steps: int = 3, ranks: tuple = (0,), **flags) -> tuple:
+    """(config, learner, groups): groups that a learner sampled before it took some steps on others,
+    with rewards that are all different."""
+    config = check(Config(**FLAGS | flags, learners=len(ranks)))
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task), ranks)
+    generator = make_generator(config, task, learner.model)
+    batches = [
+        generate(generator, new_groups(learner, task, config.groups_per_step))
+        for _ in range(steps + 1)
+    ]
+    for groups in batches:
+        for group in groups:
+            apply_verdicts(group, verify_group(group, task, config))
+            for t in group.trajectories:
+                t.reward += 0.01 * t.sample_index
+    for groups in batches[1:]:
+        learner_step(
+            learner, groups, dataclasses.replace(config, objective="cispo", advantage="grpo")
+        )
+    return config, learner, batches[0]
+
+
+def sums(learner, trajectories, config, model=None) -> torch.Tensor:
+    """Log-probs of whole answers, with gradient."""
+    found = []
+    for t in trajectories:
+        own, *_ = token_logprobs(model or learner.model, [(t, 0.0)], learner, config)
+        found.append(own.sum())
+    return torch.stack(found)
+
+
+def test_answers_are_weighed_by_ratio_and_length_of_gradient():
+    config, learner, groups = stale_batch()
+    trajectories = [t for group in groups for t in group.trajectories]
+    ratios, norms = weigh(learner, trajectories, config)
+    assert ratios.shape == norms.shape == (4, 4)
+    now = sums(learner, trajectories, config).detach()
+    then = torch.tensor([float(t.logprobs[t.loss_mask].sum()) for t in trajectories])
+    torch.testing.assert_close(ratios.flatten(), (now - then).exp(), rtol=1e-3, atol=1e-5)
+    assert ratios.std() > 1e-3, "the samples are not stale"
+    lengths = []  # the true ones, one backward pass an answer
+    for value in sums(learner, trajectories, config):
+        learner.model.flat_grad.zero_()
+        value.backward(retain_graph=True)
+        lengths.append(float(learner.model.flat_grad.norm()))
+    likeness = np.corrcoef(norms.flatten(), lengths)[0, 1]
+    assert likeness > 0.5, likeness
+
+
+def test_the_optimal_baseline_is_what_a_step_uses():
+    config, learner, groups = stale_batch(advantage="opob")
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = torch.tensor([t.reward for t in trajectories]).view(4, 4)
+    ratios, norms = weigh(learner, trajectories, config)
+    samples, dead = samples_of(learner, groups, config)
+    found = torch.tensor([credit[0] for _, credit in samples]).view(4, 4)
+    w = (ratios * norms) ** 2
+    baseline = (w * rewards).sum(1, keepdim=True) / w.sum(1, keepdim=True)
+    expected = (rewards - baseline) / (rewards.std(1, keepdim=True) + losses.STD_EPSILON)
+    torch.testing.assert_close(found, expected)
+    assert not dead.any()
+
+
+def test_a_step_of_online_dpo_has_the_gradient_of_its_loss():
+    """Against autograd through -log sigmoid(beta m) of best and worst, on a real model."""
+    flags = {"objective": "dpo", "entropy": 0.0, "reference_weight": 0.0, "reference_refresh": 0}
+    config, learner, groups = stale_batch(**flags, dpo_beta=0.3)
+    pairs = []
+    for group in groups:
+        order = sorted(group.trajectories, key=lambda t: t.reward)
+        pairs.append((order[-1], order[0]))
+    best, worst = zip(*pairs, strict=True)
+    margins = sums(learner, best, config) - sums(learner, worst, config)
+    before = sums(learner, best, config, learner.reference)
+    margins = margins - (before - sums(learner, worst, config, learner.reference)).detach()
+    learner.model.flat_grad.zero_()
+    (-F.logsigmoid(0.3 * margins).mean()).backward()
+    expected = learner.model.flat_grad.clone()
+
+    samples, dead = preferred(learner, groups, config)
+    assert len(samples) == 8 and not dead.any()
+    found = {}
+
+    def keep(learner, *_):
+        found["gradient"] = learner.weights.grad.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dampers.together", lambda looks: found.setdefault("looks", looks)[0])
+        patch.setattr("learner.update_weights", lambda *_: keep(learner) or {})
+        learner_step(learner, groups, config)
+    torch.testing.assert_close(found["gradient"], expected, rtol=1e-3, atol=1e-7)
+
+
+def test_groups_without_a_better_answer_teach_dpo_nothing():
+    config, learner, groups = stale_batch(objective="dpo")
+    for t in groups[1].trajectories:
+        t.reward = 0.5
+    for t in groups[2].trajectories[1:]:
+        t.finish = "env_error"
+    samples, dead = preferred(learner, groups, config)
+    assert dead.tolist() == [False, True, True, False] and len(samples) == 4
+    for group in groups:
+        for t in group.trajectories:
+            t.reward = 0.0
+    weights = learner.weights.detach().clone()
+    assert learner_step(learner, groups, config)["tokens"] == 0
+    assert torch.equal(learner.weights.detach(), weights)
+
+
+@pytest.mark.parametrize("damper", ["gac", "brake", "ess"])
+def test_two_learners_damp_as_one_does(damper):
+    """The same batches, by one learner and by two that a replay plays: they bend alike."""
+    found = []
+    for ranks in ((0,), (0, 1)):
+        config, learner, groups = stale_batch(ranks=ranks, damper=damper, steps=4)
+        metrics = learner_step(learner, groups, config)
+        found.append((learner.weights.detach(), metrics["cosine"], metrics["lr"]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-4)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3, abs=1e-5)
+    assert (found[0][1] == 0.0) == (damper == "ess")
+    assert found[0][2] == pytest.approx(found[1][2])
+    if damper == "ess":
+        assert found[0][2] < 0.99 * config.lr * (1 - 4 / config.steps)
+
+
+def test_a_run_with_gac_goes_on_bitwise(tmp_path):
+    """The last gradient is in the checkpoint."""
+    flags = FLAGS | {"damper": "gac", "steps": 6, "checkpoint_every": 3}
+    train_sync.train(Config(**flags, out=str(tmp_path / "whole")))
+    train_sync.train(Config(**flags, out=str(tmp_path / "parts")))
+    (tmp_path / "parts" / "checkpoints" / "step0000006.pt").unlink()
+    (tmp_path / "parts" / "summary.json").unlink()
+    train_sync.train(Config(resume=str(tmp_path / "parts")))
+    runs = [
+        json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts")
+    ]
+    assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"objective": "dpo", "credit": "turn"}, "--credit turn: must be episode with dpo"),
+        ({"advantage": "opob", "credit": "turn"}, "--credit turn: must be episode with opob"),
+        ({"objective": "dpo", "advantage": "rloo"}, "--advantage rloo: must be grpo with dpo"),
+        ({"objective": "dpo", "reference_every": 0}, "--reference-every 0: must be at least 1"),
+        ({"damper": "brakes"}, "--damper brakes: must be one of kl, ess, gac, brake, none"),
+        ({"double_low": 1.5}, "--double-low 1.5: must be at least 0 and at most 1"),
+        ({"dpo_beta": 0.0}, "--dpo-beta 0.0: must be at least 1e-06"),
+    ],
+)
+def test_methods_that_do_not_fit_cost_one_line(flags, words):
+    with pytest.raises(UserError) as error:
+        check(Config(**flags))
+    assert words in str(error.value)
+
+
+# ---- the race ----
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_data_are_exactly_so_old(lag, monkeypatch):
+    ages = []
+    real = learner_step
+
+    def seen(learner, groups, config):
+        for group in groups:
+            for t in group.trajectories:
+                ages.append(
+                    (learner.version, set((learner.version - t.versions[t.loss_mask]).tolist()))
+                )
+        return real(learner, groups, config)
+
+    monkeypatch.setattr(stale, "learner_step", seen)
+    small = {"task": "reverse:2", "groups_per_step": 2, "group_size": 2, "slots": 4, "steps": 6}
+    result = stale.lagged_run(lag=lag, points=2, **small)
+    assert {(version, *age) for version, age in ages} == {(v, min(v, lag)) for v in range(6)}
+    assert len(result["curve"]) == 3 and result["steps"] == 6
+    assert (result["ess"] > 1 - 1e-6) == (lag == 0)
+
+
+def test_without_lag_it_is_the_synchronous_trainer(tmp_path):
+    small = FLAGS | {"steps": 4, "damper": "kl", "kl_threshold": 1.0}
+    train_sync.train(Config(**small, out=str(tmp_path / "run")))
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    norms = [row["grad_norm"] for row in rows if "grad_norm" in row]
+    found = stale.lagged_run(**small)
+    assert found["grad_norm"] == pytest.approx(float(np.mean(norms)), rel=1e-12)
+
+
+def test_the_plan_has_every_method_in_every_condition_once():
+    plan = stale.plan_of()
+    keys = [(row["arm"], row["condition"], row["task"], row["seed"]) for row in plan]
+    assert len(set(keys)) == len(keys) == len(stale.arms()) * 2 * sum(stale.SEEDS.values())
+    assert all(
+        check(Config(**{k: v for k, v in row["flags"].items() if k != "lag"})) for row in plan
+    )
+
+
+def made_up(gain: float, noise: float) -> list[dict]:
+    """Runs in which "cispo" is so much better than "reinforce"."""
+    random, rows = np.random.default_rng(0), []
+    for task in stale.TASKS:
+        for seed in range(5):
+            for arm in ("reinforce", "cispo"):
+                area = 0.5 + gain * (arm == "cispo") + noise * random.standard_normal()
+                row = {"arm": arm, "task": task, "seed": seed, "area": area, "flags": {}}
+                rows += [row | {"condition": name} for name in stale.CONDITIONS]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "gain, noise, word",
+    [(0.2, 0.01, "helps"), (-0.2, 0.01, "hurts"), (0.01, 0.1, "cannot be told")],
+)
+def test_a_verdict_is_what_the_numbers_allow(gain, noise, word):
+    runs = made_up(gain, noise)
+    mean, low, high = stale.compared(runs, "cispo", stale.STALE, "reinforce")
+    assert low < mean < high and stale.verdict(low, high) == word
+    lines = stale.method_lines({"runs": runs})
+    assert any(line.startswith("| cispo") and word in line for line in lines)
+
+
+def test_attempts_are_counted():
+    rows = []
+    for lr, finals in {0.01: [0.9, 0.8, 0.1, 0.2], 0.02: [0.1] * 4}.items():
+        for damper, better in {"none": 0.0, "kl": 0.7}.items():
+            rows += [{"flags": {"lr": lr}, "damper": damper, "final": x + better} for x in finals]
+    lines = stale.attempt_lines({"runs": rows})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert cells == [
+        ["0.01", "2 of 4", "2.0", "4 of 4", "1.0"],
+        ["0.02", "0 of 4", "never", "4 of 4", "1.0"],
+    ]
+    assert math.isclose(stale.RATES[0] / stale.RATES[1], 0.6, rel_tol=0.01)
