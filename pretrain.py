@@ -52,7 +52,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import dsa
-from learner import PIECE
+from logprobs import PIECE
 from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens, recomputed
 from reward import Task, alphabet_of, make_task
 from runtime.config import LONGEST_CONTEXT, Config, UserError, check, flag, run_main

@@ -472,8 +472,8 @@ def agent(seen) -> list[str]:
 
 def credit(seen) -> list[str]:
     group, config, learner = seen.agents.group, seen.agents.config, seen.agents.learner
-    by_episode = samples_of([group], dataclasses.replace(config, credit="episode"))[0]
-    by_turn = samples_of([group], config)[0]
+    by_episode = samples_of(learner, [group], dataclasses.replace(config, credit="episode"))[0]
+    by_turn = samples_of(learner, [group], config)[0]
     rows = {"by episode": [turns[0] for _, turns in by_episode]}
     for turn in range(max(len(turns) for _, turns in by_turn)):
         rows[f"turn {turn + 1}"] = [(turns + [math.nan] * 9)[turn] for _, turns in by_turn]

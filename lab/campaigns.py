@@ -1,6 +1,6 @@
 """campaigns.py: what the project promises of whole runs, measured.
 
-`python bench.py tasks`, `staleness`, `objectives`, `replay`, `faults` and `disk` run these.
+`python bench.py tasks`, `staleness`, `replay`, `faults` and `disk` run these.
 Left out: synchronous against asynchronous (races.py).
 """
 
@@ -10,13 +10,10 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-
 from lab.plots import draw_timeline, save_result
 from lab.races import ROOT, run_each
-from runtime.config import OBJECTIVES, SWAPS
+from runtime.config import SWAPS
 from runtime.devices import describe_machine
-from runtime.folder import read_lines
 
 SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "weights_sha256", "command_s")
 
@@ -54,20 +51,6 @@ def bench_staleness(folder: Path) -> None:
     alike = {"task": "sum", "steps": 25, "groups_per_step": 8}
     for _ in campaign_runs(folder, "staleness", plan, **alike):
         pass  # a summary says it all
-
-
-def bench_objectives(folder: Path, steps: int = 150) -> None:
-    """Every objective at growing staleness and with rollout weights rounded on purpose, and the
-    damper on and off, on `reverse` with half the usual batch."""
-    arms = [*product(OBJECTIVES, (0, 4, 16), [1.0], ["float32"])]
-    arms += product(OBJECTIVES, [4], [1.0], ["float8_e4m3fn"])
-    arms += product(["cispo"], (4, 16), (0.0, 0.15, 1e9), ["float32"])
-    names = ("objective", "max_staleness", "kl_threshold", "rollout_weights")
-    plan = [dict(zip(names, arm, strict=True)) for arm in arms]
-    alike = {"task": "reverse", "steps": steps, "groups_per_step": 16, "eval_every": steps}
-    for row, run in campaign_runs(folder, "objectives", plan, **alike):
-        metrics = read_lines(run / "metrics.jsonl")
-        row["ess"] = float(np.mean([step["ess"] for step in metrics if "ess" in step]))
 
 
 def bench_replay(folder: Path) -> None:

@@ -83,9 +83,15 @@ def run_command(trainer: str, run: Path, **flags) -> dict:
     return read_json(run / "summary.json") | {"command_s": seconds}
 
 
-def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dict]]:
+def run_each(
+    plan: dict,
+    folder: Path,
+    keep: bool = False,
+    **alike,
+) -> Iterator[tuple[str, Path, dict]]:
     """Run {name: flags} one after the other under a bar that says what runs now; yields name, run
-    folder and summary. `alike`: flags of all; among the flags, `trainer` is the script."""
+    folder and summary. `alike`: flags of all; among the flags, `trainer` is the script. keep: the
+    checkpoints stay."""
     bar = tqdm(plan.items(), unit="run")
     for name, flags in bar:
         bar.set_description(name)
@@ -95,7 +101,8 @@ def run_each(plan: dict, folder: Path, **alike) -> Iterator[tuple[str, Path, dic
         try:
             yield name, run, summary
         finally:  # checkpoints are the larger part of a run, and nobody resumes it
-            shutil.rmtree(run / "checkpoints")
+            if not keep:
+                shutil.rmtree(run / "checkpoints")
 
 
 def race_plan(seed: int, modes: str) -> dict[str, tuple]:

@@ -7,8 +7,10 @@ Left out: measuring, and pictures (plots.py).
 from itertools import product
 
 from lab.agents import AGENTS, agent_lines, by_arm, solved
+from lab.distil import distil_lines
 from lab.plots import RESULTS, between, column, load_result, markdown
 from lab.races import JUDGED, READING, medians, race_table
+from lab.stale import attempt_lines, method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
 ALONE, TOGETHER = "sparse, query block 1", "sparse, query block 16"
@@ -114,18 +116,6 @@ def staleness_lines(result: dict) -> list[str]:
     rows = [[bound, str(max(ages))] for bound, ages in oldest.items()]
     text = f"`sum`, over all three swap modes, {len(result['runs'])} runs, in versions.\n"
     return [text, *markdown(["bound", "oldest token ever trained"], rows)]
-
-
-def objective_lines(result: dict) -> list[str]:
-    cells = {}
-    for run in result["runs"]:
-        if run["kl_threshold"] == 1.0:  # docs/design.md has the other thresholds
-            rounded = run["rollout_weights"] != "float32"
-            case = f"η = {run['max_staleness']}" + ", 8-bit rollouts" * rounded
-            text = f"{run['eval']['after']['reward']:.2f} ({run['ess']:.2f})"
-            cells.setdefault(f"`{run['objective']}`", {})[case] = text
-    text = f"`reverse`, half batches, {result['steps']} steps: held-out reward (effective sample "
-    return [f"{text}size).\n", *nested_table("objective", cells)]
 
 
 def nested_table(corner: str, cells: dict[str, dict[str, str]]) -> list[str]:
@@ -280,7 +270,9 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Synchronous against asynchronous": (race_lines, "race"),
     "The same with model `medium` on one GPU that both roles share": (race_lines, "async-cuda"),
     "Staleness": (staleness_lines, "staleness"),
-    "Objectives on stale data": (objective_lines, "objectives"),
+    "What helps on stale data": (method_lines, "methods"),
+    "Attempts until a run converges": (attempt_lines, "attempts"),
+    "A teacher": (distil_lines, "distil"),
     "Faults and replay": (fault_lines, "faults", "replay"),
     "Several learners": (learner_lines, "learners"),
     "Workers on a Ray cluster": (cluster_lines, "cluster"),

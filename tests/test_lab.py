@@ -3,12 +3,13 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import losses
 from lab import exact as lab
-from lab import exact_pipeline
+from lab import exact_pipeline, exact_stale
 from lab import exact_turns as turns
 from lab.plots import RESULTS, load_result
 
@@ -335,6 +336,51 @@ def test_results_are_those_that_the_page_quotes():
     quoted = [right[-1]["spread"], right[0]["spread"], blind[-1]["spread"] / 3**0.5]
     quoted += [blind[-2]["bias"], blind[0]["bias"], inside[-2]["bias"]]
     assert [f"{x:.2f}" for x in quoted] == ["1.49", "1.21", "0.87", "0.02", "0.36", "0.13"]
+
+
+def test_what_dampers_and_baselines_do_is_what_the_page_quotes():
+    result = load_result("lab")
+    page = (RESULTS.parent / "docs" / "lab.md").read_text()
+    for name in ("ess", "brake", "gac"):
+        last = result["dampers"][name][7]
+        cells = " | ".join(f"{last[key]:.2f}" for key in ("bias", "share", "noise"))
+        assert f"| {cells} |" in page, name
+    seen = [result["dampers"]["likeness"][lag]["cosine_of_batches"] for lag in (0, 7)]
+    assert [f"{x:.2f}" for x in seen] == ["0.93", "0.88"]
+    spreads = [result["baselines"][name][8]["spread"] for name in ("optimal", "near", "mean")]
+    assert [f"{x:.1f}" for x in spreads] == ["7.2", "7.2", "10.2"]
+    cosines = [result["preferences"][name][s]["cosine"] for name in ("dpo",) for s in (0, 8)]
+    assert [f"{x:.2f}" for x in cosines] == ["0.95", "0.51"]
+
+
+def test_no_baseline_has_a_bias_and_the_optimal_one_the_least_spread():
+    """Against a search over baselines, at every staleness."""
+    task = lab.TASKS["three tokens"]
+    found = exact_stale.baseline_part(task)
+    for name, facts in found.items():
+        assert all(f["bias"] < 1e-9 for f in facts), name
+    chain = lab.policies(task)
+    for s in (0, 4, 8):
+        new, old = (lab.logprobs_of(theta, task) for theta in (chain[s], chain[0]))
+        weights = (new - old).sum(1).exp()[:, None] * exact_stale.scores_of(chain[s], task)
+        truth = lab.true_gradient(chain[s], task)
+        for baseline in np.linspace(-0.5, 1.0, 31):
+            gradients = (task.rewards - baseline)[:, None] * weights
+            spread = lab.accuracy(gradients, lab.chances_of(old), truth)["spread"]
+            assert found["optimal"][s]["spread"] <= spread + 1e-9, (s, baseline)
+        assert found["optimal"][s]["spread"] <= found["mean"][s]["spread"]
+
+
+def test_dampers_and_preferences_on_fresh_data():
+    """No damper has a bias without staleness but by what it is; a pair's `reinforce` points where
+    the truth does, as half of it."""
+    task = lab.TASKS["three tokens"]
+    dampers = exact_stale.damper_part(task)
+    assert dampers["none"][0]["bias"] < 1e-9 and dampers["ess"][0]["bias"] < 1e-9
+    assert dampers["brake"][0]["share"] == pytest.approx(1 - 0.5 * 0.995, abs=0.01)
+    pairs = exact_stale.preference_part(task)
+    assert pairs["reinforce"][0]["cosine"] == pytest.approx(1.0)
+    assert all(0 < f["cosine"] < 1 for f in pairs["dpo"])
 
 
 def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STORY = "reward model cache dsa rollout losses critic learner train_sync buffer train_async"
-STORY = STORY.split()
+STORY = "reward model cache dsa rollout losses critic logprobs dampers learner train_sync buffer"
+STORY = [*STORY.split(), "train_async"]
 FAST = ["dsa_triton", "pretrain", "bench"]
 # room -> code lines, tokens, tokens a line (dense code is tiring, and long lines hide it)
 CEILINGS = {

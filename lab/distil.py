@@ -1,0 +1,71 @@
+"""distil.py: a skill that was lost comes back from a teacher.
+
+`python bench.py distil`: a policy learns `reverse`, then `sort`, which costs it the first skill;
+then it is asked to be its own earlier self on prompts of `reverse`, one answer to a prompt and no
+reward (cross-stage distillation, as in GLM-5). The same number of episodes with rewards and without
+a teacher is the baseline. Asynchronous runs; held-out problems.
+Left out: what is trained (learner.py), who asks the teacher (runtime/teacher.py).
+"""
+
+from pathlib import Path
+
+from lab.plots import markdown, save_result, spread
+from lab.races import run_each
+from runtime.devices import describe_machine
+
+ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
+EPISODES = 256 * 40  # of the last stage, with a teacher or without
+ONE = {"group_size": 1, "groups_per_step": 256}
+
+
+def stages(folder: Path, seed: int) -> dict:
+    """{name: flags} of the runs, in order; each begins where another has ended."""
+    run = {x: str((folder / f"{seed}-{x}").resolve()) for x in ("reverse", "sort", "taught")}
+    look = {"steps": 1, "lr": 0.0}  # only its evaluation counts
+    plan = {
+        "reverse": {"task": "reverse", "steps": 150},
+        "sort": {"task": "sort", "steps": 300, "init": run["reverse"]},
+        "taught": {
+            "task": "reverse",
+            "steps": EPISODES // 256,
+            "init": run["sort"],
+            "teacher": run["reverse"],
+            **ONE,
+        },
+        "alone": {"task": "reverse", "steps": EPISODES // 256, "init": run["sort"]},
+        "sort after": {"task": "sort", "init": run["taught"], **look},
+    }
+    return {f"{seed}-{name}": flags | {"seed": seed} for name, flags in plan.items()}
+
+
+def bench_distil(folder: Path, seeds: int = 3) -> None:
+    """The stages, several times; distil.json."""
+    rows = []
+    for seed in range(seeds):
+        row = {"seed": seed}
+        for name, _, summary in run_each(stages(folder, seed), folder, keep=True, **ALIKE):
+            row[name.partition("-")[2]] = summary["eval"]
+        rows.append(row)
+        save_result(folder, "distil", {"machine": describe_machine(), "runs": rows})
+    print(*distil_lines({"runs": rows}), sep="\n")
+
+
+def distil_lines(result: dict) -> list[str]:
+    """Scores of the lost skill, and of the one that was learned after it."""
+    stages = {
+        "`reverse`, the teacher": ("reverse", "after"),
+        "`reverse`, when `sort` was learned": ("taught", "before"),
+        "`reverse`, taught": ("taught", "after"),
+        "`reverse`, the same episodes with rewards": ("alone", "after"),
+        "`sort`, before it was taught": ("sort", "after"),
+        "`sort`, after": ("sort after", "before"),
+    }
+    rows = []
+    for name, (run, when) in stages.items():
+        cells = [name]
+        for score in ("reward", "solved"):
+            found = spread([row[run][when][score] for row in result["runs"]])
+            cells.append(f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})")
+        rows.append(cells)
+    text = f"{len(result['runs'])} seeds, median and extremes of held-out scores.\n"
+    return [text, *markdown(["", "reward", "solved"], rows)]
