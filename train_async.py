@@ -19,6 +19,7 @@ import time
 
 import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
 from bench import asynchronous_facts, exit_code, finish, replay
+from buffer import staleness
 from learner import learner_step, new_groups
 from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped, run_main
@@ -169,9 +170,9 @@ def land(
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.begun = run.begun or time.monotonic()
-    _, began, seconds, _ = judgement
-    facts = {"group": group.group_id, "seconds": seconds, **group.evidence}
-    run.log.event(judged_by, "score", began, **facts)
+    facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
+    facts |= {"age": staleness(group, run.learner.version), "reward_model": judgement.reward_model}
+    run.log.event(judged_by, "score", judgement.began, **facts)
     if not keep(run, [group]):
         run.buffer.discard(group.group_id, run.discarded[-1][1])
         log_discards(run)

@@ -12,14 +12,13 @@ import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints 
 from bench import exit_code, finish
 from buffer import by_task
 from learner import learner_step, new_groups
-from reward import verify_group
 from rollout import COUNTED, generate, make_generator
+from runtime.advice import judge
 from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, flag_name, require, run_main
-from runtime.messages import apply_verdicts
+from runtime.messages import apply_judgement
 from runtime.setup import open_training
-from runtime.teacher import ask_teacher
 
 
 def train(config: Config) -> None:
@@ -44,8 +43,7 @@ def train(config: Config) -> None:
                     span |= {name: generator.counts[name] - before[name] for name in COUNTED}
                 with log.timed("reward-0", "score"):
                     for group in groups:
-                        apply_verdicts(group, verify_group(group, task, config))
-                    ask_teacher(run.teacher, groups)
+                        apply_judgement(group, judge(group, task, config, run.advice))
                 batch += keep(run, groups)
                 done = by_task(batch, task.shares)
                 missing = [n - len(own) for n, own in zip(task.shares, done, strict=True)]

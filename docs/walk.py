@@ -38,6 +38,7 @@ from pretrain import episodes
 from reward import split_answers, task_of, verify_group
 from rollout import generate, make_generator, naive_generate
 from runtime import flow
+from runtime.advice import judge
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
@@ -50,7 +51,6 @@ from runtime.messages import (
 )
 from runtime.models import make_model
 from runtime.noise import uniforms
-from runtime.sessions import judge
 from runtime.tokenizer import own_tokenizer
 from tasks.environment import make_environment
 
@@ -98,7 +98,7 @@ def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespa
             answer = Answer(group.group_id, group, events=events)
             delivery = pack_messages((dict(generator.counts), [answer]))
             _, (message,) = unpack_messages(delivery)
-            judgement = judge(message.group, run.task, run.config, alive=lambda: None)
+            judgement = judge(message.group, run.task, run.config, run.advice)
             verified = Answer(group.group_id, message.group, judgement)
             news.extend([(rollout, message), (reward, verified)])
             seen.deliveries[group.group_id] = delivery

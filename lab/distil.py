@@ -4,7 +4,7 @@
 then it is asked to be its own earlier self on prompts of `reverse`, one answer to a prompt and no
 reward (cross-stage distillation, as in GLM-5). The same number of episodes with rewards and without
 a teacher is the baseline. Asynchronous runs; held-out problems.
-Left out: what is trained (learner.py), who asks the teacher (runtime/teacher.py).
+Left out: what is trained (learner.py), who asks the teacher (runtime/advice.py).
 """
 
 from pathlib import Path

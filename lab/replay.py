@@ -25,17 +25,18 @@ import numpy as np
 from tqdm import tqdm
 
 from learner import Learner, learner_step, make_learner
-from reward import Task, problem_of, task_of, verify_group
+from reward import Task, problem_of, task_of
+from reward_model import read_reward_model
 from rollout import Generator, make_generator
+from runtime.advice import advice_of, judge
 from runtime.checkpoint import set_state, sha256_of, state_of, whole_moments
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
-from runtime.messages import ARRAYS, Group, Trajectory, apply_verdicts
+from runtime.messages import ARRAYS, Group, Trajectory, apply_judgement
 from runtime.models import make_model
 from runtime.setup import resumed
-from runtime.teacher import ask_teacher, teacher_of
 from tasks.exam import Host
 
 
@@ -49,7 +50,7 @@ def replay(config: Config) -> None:
     model = make_model(config, task).on(device)
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
-    host, teacher = Host(config, Path(os.devnull)), teacher_of(config, task)
+    host, advice = Host(config, Path(os.devnull)), advice_of(config, task)
     done = {}  # group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
@@ -57,9 +58,10 @@ def replay(config: Config) -> None:
             generator.waiting.extend(begin[worker, learner.version])
             finished += play(generator, scores, learner, host)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
-            apply_verdicts(group, verify_group(group, task, config))
-            ask_teacher(teacher, [group])
             event = scores[group.group_id]
+            if version := event.get("reward_model"):
+                advice.served = read_reward_model(config, task, version)
+            apply_judgement(group, judge(group, task, config, advice))
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group

@@ -153,6 +153,7 @@ class Config:
     dpo_beta: float = flag(0.1, "dpo: how near to the reference policy", 1e-6, 1e6)
     teacher: str = flag("", "policy to learn from: a run folder, or a folder of Qwen3 weights")
     teacher_weight: float = flag(1.0, "its share of an advantage (1: rewards say nothing)", 1e-3, 1)
+    reward_model: str = flag("", "folder of reward_model.py, which judges in place of the task")
     damper: str = flag("kl", "what stale data do to a step (dampers.py)", choices=DAMPERS)
     advantage: str = flag("grpo", "inside a group, or (gae) by a critic", choices=ADVANTAGES)
     credit: str = flag("episode", "what a turn is credited with", choices=("episode", "turn"))

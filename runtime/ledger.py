@@ -51,6 +51,7 @@ class Ledger:
         self.counts = Counter()  # kind of event -> groups it happened to
         self.reasons = Counter()  # reason -> groups discarded for it
         self.steps = 0
+        self.oldest_verified = 0  # versions that the oldest answer was behind when it was judged
 
     def note(self, event: dict) -> None:
         """Take one event; ValueError, naming the group, when it cannot follow the others."""
@@ -67,6 +68,8 @@ class Ledger:
             self.flying.add(group)
             if after not in PLACES:
                 self.flying.remove(group)
+        if kind == "score":
+            self.oldest_verified = max(self.oldest_verified, event.get("age", 0))
         if kind == "discard":
             self.reasons[event["reason"]] += 1
         if kind == "train":
@@ -92,14 +95,17 @@ class Ledger:
             "requeued": self.counts["requeue"],
             "discarded": dict(self.reasons),
             "in_flight": len(self.flying),
+            "oldest_verified": self.oldest_verified,
         }
 
 
 def table(totals: dict) -> str:
-    """Two lines: what became of every group that was admitted."""
+    """Two lines: what became of every group that was admitted; and how old the oldest was when it
+    was judged (articles about GLM-5 say at most 2 versions; here --max-staleness bounds it)."""
     cells = {"groups admitted": totals["admitted"], "= trained": totals["trained"]}
     cells |= {f"+ {reason}": count for reason, count in totals["discarded"].items()}
     cells |= {"+ in flight": totals["in_flight"], "lost and issued again": totals["requeued"]}
+    cells["oldest when judged"] = totals["oldest_verified"]
     numbers = [f"{count:{len(name)},}" for name, count in cells.items()]
     return "   ".join(cells) + "\n" + "   ".join(numbers)
 
@@ -133,7 +139,9 @@ def audit(run: Path) -> tuple[int, Ledger]:
     count, ledger = read_books(run / "events.jsonl")
     if (run / "summary.json").is_file():
         summary, totals = read_json(run / "summary.json"), ledger.totals()
-        here, there = (ledger.steps, totals), (summary.get("steps"), summary.get("ledger", totals))
+        told = summary.get("ledger", totals)
+        totals = {name: totals.get(name) for name in told}  # an earlier version told less
+        here, there = (ledger.steps, totals), (summary.get("steps"), told)
         text = "the log ends at step {} with {}, summary.json at step {} with {}"
         require(here == there, text.format(*here, *there))
     return count, ledger

@@ -199,13 +199,14 @@ def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
 
 
 class Judgement(NamedTuple):
-    """A verifier's verdicts on a group, when it began, and the seconds that it took; and where
-    there is a teacher, its log-probs of each episode."""
+    """Verdicts on a group, when it began, and the seconds that it took; where there is a teacher,
+    its log-probs of each episode; and which version of a reward model has judged (0: the task)."""
 
     verdicts: list[tuple]
     began: float
     seconds: float
     teacher: Sequence[np.ndarray] = ()
+    reward_model: int = 0
 
 
 class Answer(NamedTuple):

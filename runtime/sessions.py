@@ -21,7 +21,6 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -29,34 +28,20 @@ from pathlib import Path
 
 import numpy as np
 
-from reward import Task, advance, ask, forget, part_of, task_of, verify_group
+from reward import Task, advance, ask, forget, part_of, task_of
+from reward_model import serve_newest
+from runtime.advice import advice_of, judge
 from runtime.config import Config
-from runtime.messages import Answer, Call, Group, Judgement, Result
+from runtime.messages import Answer, Call, Result
 from runtime.pipes import Line, die_with
-from runtime.teacher import Teacher, ask_teacher, teacher_of
 
 GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but not C
-
-
-def judge(
-    group: Group,
-    task: Task,
-    config: Config,
-    alive: Callable,
-    teacher: Teacher | None = None,
-) -> Judgement:
-    """Verify a group, ask the teacher, and say how long that took."""
-    began = time.monotonic()
-    verdicts = verify_group(group, task, config, alive)
-    ask_teacher(teacher, [group])
-    said = [t.teacher for t in group.trajectories] if teacher else ()
-    return Judgement(verdicts, began, time.monotonic() - began, said)
 
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other, and keep the sessions of environments meanwhile."""
     task = task_of(config)
-    teacher = teacher_of(config, task)
+    advice = advice_of(config, task)
     gc.freeze()
     sessions = Sessions(task, config, line.connection)
     try:
@@ -69,7 +54,8 @@ def reward_worker(line: Line, config: Config):
                 if isinstance(work, Call):
                     sessions.take(work)
                 else:
-                    judgement = judge(work, task, config, line.beat, teacher)
+                    advice.served = serve_newest(config, task, advice.served)
+                    judgement = judge(work, task, config, advice, line.beat)
                     line.send(Answer(work.group_id, judgement=judgement))
     finally:
         sessions.close()

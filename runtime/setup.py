@@ -15,6 +15,7 @@ import reward
 from learner import Learner, make_learner
 from model import GPT, PRESETS, padded
 from reward import task_of
+from runtime.advice import Advice, advice_of
 from runtime.checkpoint import (
     checkpoint,
     drop_what_follows,
@@ -29,7 +30,6 @@ from runtime.ledger import Ledger, read_books
 from runtime.messages import Group
 from runtime.models import make_model
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
-from runtime.teacher import Teacher, teacher_of
 from tasks.exam import Host, evaluate
 
 # flags that a run may have anew when it goes on
@@ -48,7 +48,7 @@ class Run:
     log: RunLog
     stop: Stop
     host: Host  # of evaluations, and of what train_sync.py has outside
-    teacher: Teacher | None
+    advice: Advice
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
     verified: list[Group]  # since the last step
@@ -72,8 +72,9 @@ def open_training(config: Config, mode: str) -> Run:
             _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
     if config.model not in PRESETS:  # a run may go on from another place
         config = dataclasses.replace(config, model=os.path.abspath(config.model))
-    if config.teacher:
-        config = dataclasses.replace(config, teacher=os.path.abspath(config.teacher))
+    for name in ("teacher", "reward_model"):
+        if place := getattr(config, name):
+            config = dataclasses.replace(config, **{name: os.path.abspath(place)})
     if config.cluster:
         require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
         from runtime.cluster import open_cluster  # it takes a second, and needs Ray
@@ -86,7 +87,7 @@ def open_training(config: Config, mode: str) -> Run:
     said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
     require(config.reward_workers or not outside or mode == "sync", said)
     config = dataclasses.replace(config, steps=config.steps or task.steps)
-    teacher = teacher_of(config, task)
+    advice = advice_of(config, task)
     model = make_model(config, task, state)
     learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
@@ -109,7 +110,7 @@ def open_training(config: Config, mode: str) -> Run:
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
         books = ledger, state, [], []
-        run = Run(config, task, folder, lock, learner, log, stop, host, teacher, *books)
+        run = Run(config, task, folder, lock, learner, log, stop, host, advice, *books)
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run

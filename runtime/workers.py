@@ -16,7 +16,9 @@ import time
 from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
+from reward_model import serve_newest
 from rollout import COUNTED, make_generator
+from runtime.advice import advice_of, judge
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
@@ -25,8 +27,6 @@ from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
 from runtime.models import worker_model
 from runtime.pipes import Line
-from runtime.sessions import judge
-from runtime.teacher import teacher_of
 from runtime.team import CALL, Begin, Parted, join_team
 
 TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
@@ -38,7 +38,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     model = worker_model(config, shape).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
-    teacher = None if config.reward_workers else teacher_of(config, task)
+    advice = None if config.reward_workers else advice_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = Mailbox(model.flat, mailbox_place, config.published)
     atexit.register(mailbox.close)
@@ -72,7 +72,8 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             waits = waits if answers else time.monotonic()
             judgement = None
             if not config.reward_workers:
-                judgement = judge(group, task, config, line.beat, teacher)
+                advice.served = serve_newest(config, task, advice.served)
+                judgement = judge(group, task, config, advice, line.beat)
             events, generator.events = generator.events, []
             answers.append(Answer(group.group_id, group, judgement, events))
         if answers and (not active or time.monotonic() - waits > TOGETHER_SECONDS):

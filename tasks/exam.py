@@ -42,7 +42,8 @@ class Host:
     """One reward worker, as a child; it is started when it is needed."""
 
     def __init__(self, config: Config, log: Path):
-        self.config, self.log = replace(config, teacher=""), log  # nobody learns from an exam
+        # an exam is judged by the task, and nobody learns from it
+        self.config, self.log = replace(config, teacher="", reward_model=""), log
         self.deaths = 0  # of children, in this evaluation
         self.status, self.sessions = {}, Counter()  # of this child, and of those before
         self.work: dict = {}  # what the child has not answered yet, the oldest first

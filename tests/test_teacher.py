@@ -20,6 +20,7 @@ from logprobs import seen_by
 from model import pack_tokens
 from reward import task_of, verify_group
 from rollout import generate, make_generator
+from runtime.advice import ask_teacher, teacher_of
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
@@ -35,7 +36,6 @@ from runtime.messages import (
     group_to_parts,
 )
 from runtime.models import make_model
-from runtime.teacher import ask_teacher, teacher_of
 
 ROOT = Path(__file__).parent.parent
 FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 8, "eval_every": 1000}
@@ -49,6 +49,13 @@ def taught(tmp_path_factory):
     return run
 
 
+def taught_by(teacher, groups):
+    """Write what the teacher says into the groups."""
+    for group in groups:
+        for t, said in zip(group.trajectories, ask_teacher(teacher, group), strict=True):
+            t.teacher = said
+
+
 def asked(taught, **flags):
     """(config, learner, groups) of a student whose episodes the teacher has seen."""
     config = check(Config(**FLAGS | flags, teacher=str(taught)))
@@ -58,7 +65,7 @@ def asked(taught, **flags):
     groups = generate(generator, new_groups(learner, task, config.groups_per_step))
     for group in groups:
         apply_verdicts(group, verify_group(group, task, config))
-    ask_teacher(teacher_of(config, task), groups)
+    taught_by(teacher_of(config, task), groups)
     return config, learner, groups
 
 
@@ -180,7 +187,7 @@ def test_a_student_becomes_its_teacher(taught, tmp_path):
             learner.model.flat.copy_(newest_weights(folder)["weights"])
             generator = make_generator(config, task_of(config), learner.model)
             groups = generate(generator, new_groups(learner, task_of(config), 4))
-            ask_teacher(teacher_of(config, task_of(config)), groups)
+            taught_by(teacher_of(config, task_of(config)), groups)
         every = [t for group in groups for t in group.trajectories]
         far.append(np.mean([(t.logprobs[t.loss_mask] - t.teacher).mean() for t in every]))
     assert far[1] < 0.3 * far[0], far

@@ -1,12 +1,16 @@
-"""teacher.py: another policy that says how likely each generated token was (`--teacher`).
+"""advice.py: who judges a group: the task, or a reward model; and a teacher, who is asked, too.
 
-On-policy distillation: the student generates, the teacher is asked for its log-probs of that, and a
-token is worth log(pi_teacher / pi) (`distilled` in losses.py). The teacher is read-only, so every
-reward worker has one of its own, in float32, and asks it when a group is verified.
+A reward model (`--reward-model`, reward_model.py) gives the reward in place of the task. A teacher
+(`--teacher`) is another policy, which says how likely each generated token was: on-policy
+distillation. The student generates, and a token is worth log(pi_teacher / pi) (`distilled` in
+losses.py). Both are read-only, so every reward worker has its own, in float32.
 Left out: what the learner makes of it (learner.py), teachers of several tasks.
 """
 
 import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,10 +20,11 @@ from torch import Tensor
 
 from logprobs import seen_by
 from model import GPT, allowed_of
-from reward import Task, alphabet_of
+from reward import Task, alphabet_of, verify_group
+from reward_model import RewardModel, serve_newest, verdicts_by
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
-from runtime.messages import Group
+from runtime.messages import Group, Judgement
 from runtime.models import make_model, model_of
 from runtime.runlog import stored_config
 from runtime.tokenizer import Tokenizer, tokenizer_of
@@ -35,6 +40,40 @@ class Teacher(NamedTuple):
     alphabet: Tensor
     allowed: Tensor | None
     config: Config
+
+
+@dataclass
+class Advice:
+    """What a reward worker has besides the task; None where it is not configured."""
+
+    teacher: Teacher | None
+    served: RewardModel | None
+
+
+def advice_of(config: Config, task: Task) -> Advice:
+    """The configured teacher and reward model; UserError for what does not fit."""
+    return Advice(teacher_of(config, task), serve_newest(config, task, None))
+
+
+def judge(
+    group: Group,
+    task: Task,
+    config: Config,
+    advice: Advice,
+    alive: Callable = lambda: None,
+) -> Judgement:
+    """Verify a group, or score it, and ask the teacher; and say how long that took."""
+    began, teacher, served = time.monotonic(), advice.teacher, advice.served
+    if served:
+        verdicts = verdicts_by(served, group)
+    else:
+        verdicts = verify_group(group, task, config, alive)
+    said = ask_teacher(teacher, group) if teacher else ()
+    version = served.version if served else 0
+    return Judgement(verdicts, began, time.monotonic() - began, said, version)
+
+
+# ---- a teacher ----
 
 
 def teacher_of(config: Config, task: Task) -> Teacher | None:
@@ -65,16 +104,12 @@ def same_words(one: Tokenizer, other: Tokenizer) -> bool:
     return facts[0] == facts[1]
 
 
-def ask_teacher(teacher: Teacher | None, groups: list[Group]) -> None:
-    """Write the teacher's log-probs into the episodes of groups; without a teacher, nothing."""
-    if teacher:
-        for group in groups:
-            episodes = group.trajectories
-            for t in episodes:
-                if t.loss_mask is None:  # only tokens travel to a reward worker
-                    t.loss_mask = np.zeros(len(t.tokens), np.bool_)
-                    for start, stop in t.turns:
-                        t.loss_mask[start:stop] = True
-            said = seen_by(teacher.model, episodes, teacher, teacher.config)
-            for episode, logprobs in zip(episodes, said, strict=True):
-                episode.teacher = logprobs.numpy()
+def ask_teacher(teacher: Teacher, group: Group) -> list[np.ndarray]:
+    """The teacher's log-probs of what was generated in each episode of a group, float32 [M]."""
+    for t in group.trajectories:
+        if t.loss_mask is None:  # only tokens travel to a reward worker
+            t.loss_mask = np.zeros(len(t.tokens), np.bool_)
+            for start, stop in t.turns:
+                t.loss_mask[start:stop] = True
+    said = seen_by(teacher.model, group.trajectories, teacher, teacher.config)
+    return [logprobs.numpy() for logprobs in said]

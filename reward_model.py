@@ -1,0 +1,187 @@
+"""reward_model.py: a learned reward: a small model that has seen which of two answers is better.
+
+    python reward_model.py --task reverse --out judges             # learns from pairs: judges/1.pt
+    python train_async.py --task reverse --reward-model judges     # reward workers ask it
+    python reward_model.py --task reverse --out judges             # later: judges/2.pt
+
+A GPT reads prompt and answer; the hidden state of the last token, times one vector, is the score.
+Of two answers to a prompt the better one should score higher: the loss is -log sigmoid(s+ - s-)
+(Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155). Pairs are the task's best answer,
+spoiled twice, and who is better says the task: here it plays the human.
+A run takes sigmoid(score) for the reward of an answer. It serves the newest file of the folder, and
+a file that appears while it goes on; the version that has judged a group is in the log. Held-out
+problems are still verified by the task, so a run shows what its reward model is worth.
+Left out: tasks of several turns, pairs that people have judged.
+
+Axes: N sequences · d model width
+"""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from model import GPT, PRESETS, ModelConfig, pack_tokens
+from reward import Task, make_task
+from runtime.checkpoint import load_tensors
+from runtime.config import Config, blame, flag, require, run_main
+from runtime.folder import write_file
+from runtime.messages import Group
+
+PAIRS = 64  # of a step
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """What `python reward_model.py` needs to know."""
+
+    task: str = flag("reverse", "task whose answers are compared: one turn")
+    out: str = flag("judges", "folder of reward models; the next number is written")
+    steps: int = flag(400, "optimizer steps", 1)
+    lr: float = flag(2e-3, "learning rate of AdamW", 0, 1.0)
+    seed: int = flag(0, "seed of weights and pairs", 0, 2**31 - 1)
+
+
+class RewardModel(NamedTuple):
+    """A model, what its hidden states are multiplied with [d], and which of the folder it is."""
+
+    model: GPT
+    head: Tensor
+    version: int
+
+
+def scores(served: RewardModel, sequences: list) -> Tensor:
+    """Scores [N] of sequences of token ids; more is better."""
+    packed = pack_tokens([torch.as_tensor(tokens) for tokens in sequences])
+    last = torch.tensor([len(tokens) for tokens in sequences]).cumsum(0) - 1
+    return served.model(packed)[last] @ served.head
+
+
+# ---- learning from pairs ----
+
+
+def spoiled(answer: list, words: np.ndarray, random: np.random.Generator) -> list:
+    """An answer in which some tokens are others; sometimes one too many or too few."""
+    tokens = np.array(answer)
+    wrong = random.random(len(tokens)) < random.uniform(0.0, 0.8)
+    tokens[wrong] = random.choice(words, wrong.sum())
+    tokens = tokens[: random.choice([len(tokens), len(tokens), len(tokens) - 1])].tolist()
+    return tokens + random.choice(words, random.choice([0, 0, 1])).tolist()
+
+
+def pairs_of(task: Task, split: str, seed: int) -> Iterator[tuple[list, list]]:
+    """(better, worse), token ids of prompt and answer, on one problem after the other."""
+    random, encode, index = np.random.default_rng(seed), task.tokenizer.encode, 0
+    words = np.array([token for token in task.alphabet if token not in task.stop])
+    while True:
+        problem = task.reset(index if split == "train" else index % task.eval_size, split)
+        prompt, best = task.tokenizer.encode_prompt(problem["prompt"]), task.solve(problem)[0]
+        found = []
+        for _ in range(2):
+            own = spoiled(encode(best), words, random)
+            text = task.tokenizer.decode_bytes(own).decode(errors="replace")
+            found.append((task.step(problem, [text]).reward, [*prompt, *own, task.tokenizer.end]))
+        index += 1
+        if found[0][0] != found[1][0]:
+            (_, worse), (_, better) = sorted(found, key=lambda pair: pair[0])
+            yield better, worse
+
+
+def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
+    """A reward model from random weights, by AdamW on pairs."""
+    shape = PRESETS["tiny"] | {"context": task.context + 2, "vocab_size": task.tokenizer.size}
+    model = GPT(ModelConfig(**shape), config.seed)
+    weights, head = nn.Parameter(model.flat), nn.Parameter(torch.zeros(model.config.width))
+    weights.grad = model.flat_grad
+    served = RewardModel(model, head, version)
+    torch.set_num_threads(1)  # small matrices
+    optimizer = torch.optim.AdamW([weights, head], config.lr, weight_decay=0.0)
+    pairs = pairs_of(task, "train", config.seed)
+    for step in tqdm(range(config.steps), unit="step"):
+        optimizer.param_groups[0]["lr"] = config.lr * (1 - step / config.steps)
+        batch = [next(pairs) for _ in range(PAIRS)]
+        loss = -F.logsigmoid(margins(served, batch)).mean()
+        model.flat_grad.zero_()
+        head.grad = None
+        loss.backward()
+        optimizer.step()
+    return served._replace(head=head.detach())
+
+
+def margins(served: RewardModel, batch: list) -> Tensor:
+    """How much higher the better answer of each pair scores."""
+    better, worse = zip(*batch, strict=True)
+    both = scores(served, [*better, *worse])
+    return both[: len(batch)] - both[len(batch) :]
+
+
+def train(config: PairConfig) -> None:
+    """Learn, say how often unseen pairs are judged rightly, write the next file of the folder."""
+    task, folder = make_task(config.task, config.seed), Path(config.out)
+    require(task.max_turns == 1, f"--task {config.task}: must be a task of one turn")
+    with blame(f"--out {folder}: must be a folder that can be written", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    served = learn(task, config, max(versions_of(folder), default=0) + 1)
+    unseen = pairs_of(task, "eval", config.seed)
+    with torch.no_grad():
+        right = margins(served, [next(unseen) for _ in range(512)]) > 0
+    facts = {"shape": vars(served.model.config), "weights": served.model.flat, "head": served.head}
+    torch.save(facts | {"task": config.task}, memory := io.BytesIO())
+    path = folder / f"{served.version}.pt"
+    write_file(path, memory.getbuffer())
+    print(f"{path}: {right.float().mean():.1%} of 512 held-out pairs are judged rightly")
+
+
+# ---- serving ----
+
+
+def versions_of(folder: Path) -> list[int]:
+    """Numbers of the files of a folder."""
+    return [int(path.stem) for path in folder.glob("*.pt") if path.stem.isdecimal()]
+
+
+def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel | None:
+    """The newest reward model of the configured folder, read if it is another one than before;
+    None where none is configured. UserError for one that does not fit the task."""
+    if not config.reward_model:
+        return None
+    newest = max(versions_of(Path(config.reward_model)), default=0)
+    if served and served.version == newest:
+        return served
+    return read_reward_model(config, task, newest)
+
+
+def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
+    """One version of the configured folder; UserError."""
+    said, single = f"--reward-model {config.reward_model}", not task.parts and task.max_turns == 1
+    require(single, f"{said}: must be left out with --task {config.task}, which has several turns")
+    with blame(f"{said}: must be a folder of reward_model.py, for this task"):
+        require(version > 0, "it has no file 1.pt, 2.pt, ...")
+        stored = load_tensors(Path(config.reward_model, f"{version}.pt"))
+        require(stored["task"] == config.task, f"it is for {stored['task']!r:.80}")
+        model = GPT(ModelConfig(**stored["shape"]), 0)
+        model.flat.copy_(stored["weights"])
+        require(stored["head"].shape == (model.config.width,), "its head has another width")
+    model.flat.requires_grad_(False)
+    return RewardModel(model, stored["head"], version)
+
+
+@torch.no_grad()
+def verdicts_by(served: RewardModel, group: Group) -> list[tuple]:
+    """(reward, rewards of turns, None) of the episodes of a group, by a reward model."""
+    found = []
+    for t in group.trajectories:
+        reward = 0.0 if t.failed else float(torch.sigmoid(scores(served, [t.tokens]))[0])
+        found.append((reward, (reward,) * len(t.turns), None))
+    return found
+
+
+if __name__ == "__main__":
+    run_main(train, __doc__, PairConfig)
