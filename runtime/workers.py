@@ -19,6 +19,7 @@ from rollout import COUNTED, make_generator
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
+from runtime.eightbit import form_of
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
 from runtime.pipes import Line
@@ -36,7 +37,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat, mailbox_place, config.published)
+    mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
     born, answers, waits = time.monotonic(), [], 0.0
