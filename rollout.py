@@ -27,7 +27,7 @@ from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
 from model import GPT, allowed_of, merged, pack_tokens
 from reward import Task, capacity_of
 from runtime.config import Config
-from runtime.eightbit import form_of, take
+from runtime.eightbit import Precision, form_of, take
 from runtime.messages import Group, Trajectory
 from runtime.noise import noise_keys, uniforms
 from tasks.environment import Environment, Reply, make_environment
@@ -107,7 +107,7 @@ class Generator:
     cut: tuple = ()  # top-k and top-p, where sampling is cut
     swap: str = "keep"
     worker: int = 0
-    weights: str = "float32"  # what they are rounded to
+    precision: Precision = Precision()
     graphs: bool = False
 
     def __post_init__(self):
@@ -121,7 +121,7 @@ class Generator:
         words = np.arange(shape.vocab_size)
         self.stops = np.stack([np.isin(words, list(own.stop)) for own in self.rules])
         self.allowed = allowed_of(self.alphabet, [own.alphabet for own in self.rules])
-        self.cache = make_cache(self.model, slots, capacity)
+        self.cache = make_cache(self.model, slots, capacity, self.precision.cache)
         few = 2 * len(self.alphabet) < shape.vocab_size
         self.head = self._output_matrix() if few else None  # of many it would be a second copy
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
@@ -213,7 +213,7 @@ class Generator:
         if self.model is not self.policy:  # adapters are added up first, and then rounded
             self.policy.flat.copy_(flat)
             flat = merged(self.policy, into=self.model).flat
-        take(self.model.flat, flat, form_of(self.model, self.weights))
+        take(self.model.flat, flat, form_of(self.model, self.precision.weights))
         self.version, self.new_weights = version, None
         self.prompts.clear()  # an episode must not depend on when its siblings began
         if self.head is not None:
@@ -394,7 +394,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
         cut=config.cut,
         swap=config.swap,
         worker=worker,
-        weights=config.rollout_weights,
+        precision=Precision(config.rollout_weights, config.rollout_cache),
         graphs=model.flat.is_cuda and model.config.attention == "dense",
     )
 

@@ -27,7 +27,7 @@ from rollout import (
     sample,
 )
 from runtime.config import Config
-from runtime.eightbit import form_of, take
+from runtime.eightbit import Precision, form_of, take
 from runtime.messages import Group
 from runtime.noise import mix, noise_keys, uniforms
 from runtime.setup import make_model, task_of
@@ -513,7 +513,7 @@ def test_no_group_begins_under_weights_older_than_its_start(swap):
 def test_rounded_weights_are_what_generates(kind, digits):
     """A mismatch on purpose: tokens and log-probs are those of the rounded weights."""
     model, exact = make(), make()
-    by = generator_of(model, size=2, weights=kind)
+    by = generator_of(model, size=2, precision=Precision(kind))
     by.set_weights(1, exact.flat)
     by.submit(group_of(0, start=1))
     (group,) = generate(by, [])
