@@ -147,7 +147,8 @@ def cache_tables(
     """
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
-    return advance(full._replace(cached=True, first=full.first[::capacity]), lengths)
+    first = full.first[::capacity].clone()  # a view would keep a number for every key
+    return advance(full._replace(cached=True, first=first), lengths)
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
