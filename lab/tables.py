@@ -138,7 +138,8 @@ def objective_lines(result: dict) -> list[str]:
             text = f"{run['eval']['after']['reward']:.2f} ({run['ess']:.2f})"
             cells.setdefault(f"`{run['objective']}`", {})[case] = text
     text = f"`reverse`, half batches, {result['steps']} steps: held-out reward (effective sample "
-    return [f"{text}size).\n", *nested_table("objective", cells)]
+    text += "size). 8-bit\nrollouts are older than the scales of channels: rounded as they were.\n"
+    return [text, *nested_table("objective", cells)]
 
 
 def nested_table(corner: str, cells: dict[str, dict[str, str]]) -> list[str]:

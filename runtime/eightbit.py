@@ -33,12 +33,14 @@ class Precision(NamedTuple):
 
 def naive_rounded(matrix: Tensor, summed: int) -> Tensor:
     """A matrix in 8 bits and back; `summed`: the axis that a product with it sums over."""
-    rounded = torch.empty_like(matrix)
-    for old, new in zip(matrix.unbind(1 - summed), rounded.unbind(1 - summed), strict=True):
-        scale = old.abs().max() / LARGEST
+    rounded = torch.zeros_like(matrix)
+    for number in range(matrix.shape[1 - summed]):
+        channel = matrix.select(1 - summed, number)
+        scale = channel.abs().max() / LARGEST
         if scale < SMALLEST:  # nothing but zeros, for any purpose
-            scale = 1.0
-        new.copy_((old / scale).to(FLOAT8).float() * scale)
+            continue
+        codes = (channel / scale).to(FLOAT8)
+        rounded.select(1 - summed, number).copy_(codes.float() * scale)
     return rounded
 
 
@@ -106,7 +108,8 @@ def pack(flat: Tensor, form: Form) -> Tensor:
             codes.append((matrix / scale).to(FLOAT8).flatten())
             kept = scale.flatten()
         exact.append(kept)
-    return torch.cat([torch.cat(exact).view(torch.uint8), torch.cat(codes).view(torch.uint8)])
+    found = torch.cat(exact), torch.cat(codes)
+    return torch.cat([x.view(torch.uint8) for x in found])
 
 
 def take(into: Tensor, offered: Tensor, form: Form) -> None:
@@ -125,5 +128,6 @@ def take(into: Tensor, offered: Tensor, form: Form) -> None:
     for part, weights, kept, code in zip(form.parts, own, exact, codes, strict=True):
         if part.coded:
             matrix = code.view(part.shape).float()
-            kept = matrix * kept.unsqueeze(part.summed)
-        weights.copy_(kept.flatten())
+            scale = kept.unsqueeze(part.summed)
+            kept = (matrix * scale).flatten()
+        weights.copy_(kept)
