@@ -98,7 +98,7 @@ def tensors_of(cache: Cache) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
-def full_cache(c: ModelConfig, tokens: int, precision: str) -> Cache:
+def written_cache(c: ModelConfig, tokens: int, precision: str) -> Cache:
     """The cache of one slot with so many tokens, every byte of it written: there is no memory
     behind zeros that nobody has written."""
     model = SimpleNamespace(config=c, flat=torch.zeros(1))  # no weight is read
@@ -111,9 +111,9 @@ def full_cache(c: ModelConfig, tokens: int, precision: str) -> Cache:
 
 def measured_bytes(c: ModelConfig, tokens: int, precision: str) -> tuple[int, int]:
     """Of a full cache: bytes that its tensors hold, and by how many this process has grown."""
-    full_cache(c, 1024, precision)  # libraries grow at their first call
+    written_cache(c, 1024, precision)  # libraries grow at their first call
     before = resident()
-    cache = full_cache(c, tokens, precision)
+    cache = written_cache(c, tokens, precision)
     grown = resident() - before
     storages = [part.untyped_storage() for part in tensors_of(cache)]
     own = {storage.data_ptr(): storage.nbytes() for storage in storages}  # some have the same

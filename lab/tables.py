@@ -32,7 +32,8 @@ nearest terms here (query block 1, against the flash backend, but selection incl
 LONG = """\
 What the cache holds of one sequence of {:,} tokens, by arithmetic; in brackets, as a share of dense
 in bfloat16. The tensors that were allocated for it, and the growth of the process when all of it
-was written, differ from that by at most {:.2%} (`medium`, and one layer of Qwen3-0.6B).
+was written, differ from that by at most {:.2%} (`medium`, and one layer of Qwen3-0.6B; an index
+key has 16 numbers in the former, 128 in the latter).
 """
 FORTY = """
 Sparse attention saves none of it: any key may be selected later, so all are kept, and what is
@@ -138,7 +139,7 @@ def objective_lines(result: dict) -> list[str]:
             text = f"{run['eval']['after']['reward']:.2f} ({run['ess']:.2f})"
             cells.setdefault(f"`{run['objective']}`", {})[case] = text
     text = f"`reverse`, half batches, {result['steps']} steps: held-out reward (effective sample "
-    text += "size). 8-bit\nrollouts are older than the scales of channels: rounded as they were.\n"
+    text += "size).\nThe 8-bit rollouts were rounded without scales, as it was done then.\n"
     return [text, *nested_table("objective", cells)]
 
 
@@ -241,12 +242,15 @@ def memory_lines(result: dict) -> list[str]:
     worst = max(abs(found / computed - 1) for found, computed in pairs)
     wide, sparse, narrow, both = result["latent"].values()
     text = FORTY.format(1 - both / sparse, 1 - narrow / wide, 1 - both / wide, sparse / wide - 1)
-    latent = [[name, str(n), f"{n / wide:.3f}"] for name, n in result["latent"].items()]
+    latent = []
+    for name, n in result["latent"].items():
+        whole = 61 * result["tokens"] * n / 1e9
+        latent.append([name, str(n), f"{n / wide:.3f}", f"{whole:.2f}"])
     return [
         LONG.format(result["tokens"], worst),
         *nested_table("MB", cells),
         text,
-        *markdown(["DeepSeek-V3.2, a token in a layer", "bytes", "share"], latent),
+        *markdown(["DeepSeek-V3.2", "bytes a token and layer", "share", "GB, 61 layers"], latent),
     ]
 
 

@@ -1,14 +1,13 @@
 """eightbit.py: what weights are rounded to on their way to a generator, and in 8 bits above all.
 
-A float8_e4m3fn has 4 significant bits from 2^-6 to 448, and fewer below: most weights of a trained
-model are smaller than that. So every output channel of a matrix is divided by a scale of its own
-first, which makes its largest weight 448 (`naive_rounded`). Vectors, such as those of norms, stay
-as they are.
+A float8_e4m3fn has 4 significant bits from 2^-6 to 448, and fewer below, where many weights of a
+trained model are. So every output channel of a matrix is divided by a scale of its own first, so
+that its largest weight is 448 (`naive_rounded`). Vectors, such as those of norms, stay as they are.
 One function, `take`, decides what a generator computes with: in a worker, which gets weights
 packed; in a replay and with adapters, where they come as they are.
 Left out: products of 8-bit numbers. Weights are opened again to what the model computes in.
 
-Axes: P weights of a model, flat · C output channels of a matrix
+Axes: P weights of a model, flat
 """
 
 from typing import NamedTuple
