@@ -52,6 +52,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
     "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
+    "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),

@@ -8,7 +8,8 @@ shrink. So memory is about what sequences use, and not slots times capacity.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
 neighbours, nor on how long they are.
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
-select, and not the whole context. It does not save memory: every row has the capacity.
+select, and not the whole context. It does not save memory: every row has the capacity. 8 bits do:
+keys and values are rounded when they are written, and widened when they are read (`fitted`).
 Left out: sampling, episodes, weight swaps (rollout.py).
 
 Axes: B slots · n rows of a rack, T positions of each · L layers · K chunks of a slot
@@ -25,6 +26,7 @@ from torch import Tensor
 
 import dsa
 from model import GPT, attend_packed, pack_tokens, padded, sparse_kernels
+from runtime.eightbit import FLOAT8, LARGEST
 
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
 SHORT = 32  # positions of the shortest rows
@@ -54,9 +56,15 @@ class Cache:
     tables: dsa.Tables | None = None  # where the chunks lie (dsa)
 
 
-def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache; capacity is rounded up to PAD_BLOCK."""
-    c, like, T = model.config, model.flat, padded(capacity)
+def kept_in(model: GPT, precision: str) -> torch.dtype:
+    """The dtype of cached keys and values; "auto": what the model computes in."""
+    return model.flat.dtype if precision == "auto" else getattr(torch, precision)
+
+
+def make_cache(model: GPT, slots: int, capacity: int, precision: str = "auto") -> Cache:
+    """An empty cache; capacity is rounded up to PAD_BLOCK. precision: see `kept_in`."""
+    c, T = model.config, padded(capacity)
+    like = model.flat.new_empty(0, dtype=kept_in(model, precision))
     sparse = sparse_kernels(c, like.device) is not None
     lengths = [SHORT << i for i in range(16) if not sparse and SHORT << i <= T / 1.5] + [T]
     numbers, racks = torch.arange(slots, device=like.device), []
@@ -123,6 +131,17 @@ def rows_to_read(rack: Rack) -> int:
     return len(rack.slots) if rack.kv.is_cuda else rack.used
 
 
+def fitted(x: Tensor, like: Tensor) -> Tensor:
+    """Keys or values as the cache keeps them: in 8 bits, what is beyond 448 is 448.
+
+    There is no scale: norms keep keys and values around 1, and a scale for each token and head
+    would hardly bring log-probs closer to the learner's (docs/design.md has the numbers).
+    """
+    if like.dtype != FLOAT8:
+        return x
+    return x.clamp(-LARGEST, LARGEST).to(FLOAT8)
+
+
 # ------------------------------------------------------------------------- whole sequences
 
 
@@ -185,7 +204,7 @@ def _prefill_width(model: GPT, cache: Cache, slots, sequences):
         own = zip(*(x[: sum(lengths)].split(lengths) for x in keys), strict=True)
         for parts, values in zip(rows, own, strict=True):
             for part, x in zip(parts, values, strict=False):
-                part[layer] = x
+                part[layer] = fitted(x, part)
         if layer == model.config.layers - 1:  # nothing but its keys and values is read
             return q
         return attend_all(layer, q, k, v, index)
@@ -236,8 +255,8 @@ def decode(
         outs = []
         for rack, n, slots, place, mask in reads:
             keys, values = rack.kv[:, layer, :n]
-            keys[place] = k[slots]
-            values[place] = v[slots]
+            keys[place] = fitted(k[slots], keys)
+            values[place] = fitted(v[slots], values)
             if cache.tables is None:  # every query attends to the keys of its slot up to its own
                 outs.append(attend_rows(q[slots], keys, values, mask))
         if outs:
@@ -248,7 +267,7 @@ def decode(
         """Every query selects chunks of its slot by their means, and attends to those."""
         tables = dsa.advance(cache.tables, positions + 1)
         if index is not None:
-            cache.scored[layer][reads[0][3]] = index[1][:, None]
+            cache.scored[layer][reads[0][3]] = fitted(index[1][:, None], cache.scored)
         renew_means(cache, layer, tables.own)
         kept = *cache.racks[0].kv, cache.scored, cache.means
         k, v, scored, means = (x[layer].flatten(0, 1) for x in kept)  # [B * T, H, D or E]
@@ -272,8 +291,8 @@ def attend_rows(
     """
     grouped = q.unflatten(1, (k.shape[2], -1))  # [n, Hkv, G, D]
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
-    k = k.transpose(1, 2)  # [n, Hkv, T, D]
-    v = v.transpose(1, 2)
+    k = k.transpose(1, 2).to(q.dtype)  # [n, Hkv, T, D]
+    v = v.transpose(1, 2).to(q.dtype)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
 
 

@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from runtime.eightbit import FLOAT8
+
 QUERY_BLOCK = 256  # so many queries are scored at once ...
 TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
 GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
@@ -145,7 +147,8 @@ def cache_tables(
     """
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
-    return advance(full._replace(cached=True, first=full.first[::capacity]), lengths)
+    first = full.first[::capacity].clone()  # a view would keep a number for every key
+    return advance(full._replace(cached=True, first=first), lengths)
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
@@ -437,8 +440,8 @@ class Indexer(nn.Module):
 # ---------------------------------------------------------------------- helpers and checks
 
 
-def at_least_float32(x):  # half precision is stored and gathered, never computed in
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def at_least_float32(x):  # lower precision is stored and gathered, never computed in
+    return x if x.dtype.itemsize >= 4 else x.float()
 
 
 def _gather(x, rows):  # index_select: x[rows] is 2 to 9 times slower
@@ -461,7 +464,8 @@ def check_tensors(
     M, Hkv, width = k.shape
     fits = (N, M, D) == (len(tables.q_pos), tables.rows, width) and Hq % Hkv == 0
     assert fits, f"q {q.shape}, k {k.shape} for {len(tables.q_pos)} queries, {tables.rows} keys"
-    kinds = {(x.dtype, x.device) for x in (q, k, *others)}
+    computed = [x for x in (q, k, *others) if x.dtype != FLOAT8]  # a cache may be in 8 bits
+    kinds = {(x.dtype, x.device) for x in computed}
     same = kinds == {(q.dtype, tables.row.device)} and q.is_floating_point()
     assert same, f"one floating dtype, on {tables.row.device}, got {kinds}"
 

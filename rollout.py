@@ -27,6 +27,7 @@ from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
 from model import GPT, allowed_of, merged, pack_tokens
 from reward import Task, capacity_of
 from runtime.config import Config
+from runtime.eightbit import Precision, form_of, take
 from runtime.messages import Group, Trajectory
 from runtime.noise import noise_keys, uniforms
 from tasks.environment import Environment, Reply, make_environment
@@ -106,7 +107,7 @@ class Generator:
     cut: tuple = ()  # top-k and top-p, where sampling is cut
     swap: str = "keep"
     worker: int = 0
-    weights: torch.dtype = torch.float32
+    precision: Precision = Precision()
     graphs: bool = False
 
     def __post_init__(self):
@@ -120,7 +121,7 @@ class Generator:
         words = np.arange(shape.vocab_size)
         self.stops = np.stack([np.isin(words, list(own.stop)) for own in self.rules])
         self.allowed = allowed_of(self.alphabet, [own.alphabet for own in self.rules])
-        self.cache = make_cache(self.model, slots, capacity)
+        self.cache = make_cache(self.model, slots, capacity, self.precision.cache)
         few = 2 * len(self.alphabet) < shape.vocab_size
         self.head = self._output_matrix() if few else None  # of many it would be a second copy
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
@@ -138,8 +139,7 @@ class Generator:
         self.calls = []  # to them; whoever owns the generator sends them
         # new_weights: (version, flat) that were offered and not adopted yet
         self.version, self.new_weights = 0, None
-        self.finished = []
-        self.events = []  # (time, kind, group or -1, version, details)
+        self.finished, self.events = [], []  # events: (time, kind, group or -1, version, details)
         self.counts = Counter(busy=0.0)
         self.captures = []  # the CUDA graph of a step: see `captured`
         # with graphs, prompts up to here are fed token by token, without a prefill
@@ -160,8 +160,8 @@ class Generator:
         self.waiting.extend((group, i) for i in range(self.group_size))
 
     def set_weights(self, version: int, flat: Tensor):
-        """Offer new weights [P]; they may be the model's own. `step` adopts them; until then nobody
-        may write into them."""
+        """Offer new weights, [P] or packed; they may be the model's own. `step` adopts them; until
+        then nobody may write into them."""
         assert version >= self.newest, f"weights of version {version} after {self.newest}"
         self.new_weights = (version, flat)
 
@@ -210,10 +210,10 @@ class Generator:
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
-        self.policy.flat.copy_(flat)
-        merged(self.policy, into=self.model)
-        if self.weights.itemsize < flat.itemsize:  # rounded, and as fine as before again
-            self.model.flat.copy_(self.model.flat.to(self.weights))
+        if self.model is not self.policy:  # adapters are added up first, and then rounded
+            self.policy.flat.copy_(flat)
+            flat = merged(self.policy, into=self.model).flat
+        take(self.model.flat, flat, form_of(self.model, self.precision.weights))
         self.version, self.new_weights = version, None
         self.prompts.clear()  # an episode must not depend on when its siblings began
         if self.head is not None:
@@ -394,7 +394,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
         cut=config.cut,
         swap=config.swap,
         worker=worker,
-        weights=getattr(torch, config.rollout_weights),
+        precision=Precision(config.rollout_weights, config.rollout_cache),
         graphs=model.flat.is_cuda and model.config.attention == "dense",
     )
 

@@ -66,9 +66,10 @@ def cost(size: int, ray: bool) -> dict:
             start = start_here
         else:
             from runtime.cluster import Mailboxes, open_cluster
+            from runtime.eightbit import Form
 
             open_cluster(config)
-            mailbox = Mailboxes(flat, config)
+            mailbox = Mailboxes(Form(flat.dtype, len(flat)), config)
             start = mailbox.start
         mailbox.publish(0, flat)
         process, connection = start("worker-0", answer, 0, log, [mailbox.place, size])

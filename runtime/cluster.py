@@ -30,6 +30,7 @@ from torch import Tensor
 
 from runtime.config import Config, require
 from runtime.devices import cores
+from runtime.eightbit import Form, pack
 from runtime.mailbox import Mailbox
 from runtime.pipes import next_delivery, start_here
 
@@ -98,16 +99,17 @@ class Seat:
 class Keeper:
     """An actor: the newest weights in the shared memory of its node."""
 
-    def __init__(self, size: int, dtype: str):
+    def __init__(self, form: Form):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        self.mailbox, self.dtype = Mailbox(torch.empty(size), dtype=dtype), getattr(torch, dtype)
+        self.form = form._replace(parts=())  # what comes is packed already
+        self.mailbox = Mailbox(torch.empty(0), form=self.form)
 
     def place(self) -> str:
         return self.mailbox.place
 
     def publish(self, version: int, box: list) -> None:
         """box: the reference to the weights; they are read where Ray has them, without a copy."""
-        self.mailbox.publish(version, torch.frombuffer(ray.get(box[0]), dtype=self.dtype))
+        self.mailbox.publish(version, torch.frombuffer(ray.get(box[0]), dtype=self.form.dtype))
 
 
 def facts_of_code(root: str) -> dict:
@@ -214,11 +216,11 @@ class Mailboxes:
 
     place = KEPT
 
-    def __init__(self, like: Tensor, config: Config):
-        """Every node that may have workers gets a mailbox for such weights [P]; OSError names the
-        one that has no room."""
-        self.kind, self.size, self.dtype = kind_of(config), len(like), config.published
-        self.nbytes = self.size * getattr(torch, self.dtype).itemsize
+    def __init__(self, form: Form, config: Config):
+        """Every node that may have workers gets a mailbox for such weights; OSError names the one
+        that has no room."""
+        self.kind, self.form = kind_of(config), form
+        self.nbytes = form.size * form.dtype.itemsize
         self.news, self.version, self.box = threading.Condition(), -1, None
         self.keepers, self.there = {}, defaultdict(set)  # node -> keeper, workers
         self.closed, self.workers, self.threads = False, [], []
@@ -236,8 +238,8 @@ class Mailboxes:
     def publish(self, version: int, flat: Tensor) -> None:
         """Put weights [P] into the object store; it waits for no node and no reader."""
         assert version > self.version, f"version {version} published after {self.version}"
-        rounded = flat.detach().to("cpu", getattr(torch, self.dtype))
-        box = [ray.put(rounded.view(torch.uint8).numpy())]
+        packed = pack(flat.detach(), self.form).to("cpu")
+        box = [ray.put(packed.view(torch.uint8).numpy())]
         with self.news:
             self.version, self.box = version, box
             self.news.notify_all()
@@ -249,7 +251,7 @@ class Mailboxes:
             if node not in self.keepers:
                 keeper = ray.remote(num_cpus=0, max_concurrency=2)(Keeper)
                 keeper = keeper.options(scheduling_strategy=On(node, soft=False))
-                self.keepers[node] = keeper.remote(self.size, self.dtype)
+                self.keepers[node] = keeper.remote(self.form)
                 self.threads.append(threading.Thread(target=self._feed, args=(node,), daemon=True))
                 self.threads[-1].start()
             keeper = self.keepers[node]

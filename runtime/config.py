@@ -143,6 +143,11 @@ class Config:
     top_k_sampling: int = flag(0, "sample from so many of the likeliest tokens (0: all)")
     swap: str = flag("keep", "caches at new weights; drain: running ones end first", choices=SWAPS)
     rollout_weights: str = flag("float32", "precision of the weights that generate", choices=DTYPES)
+    rollout_cache: str = flag(
+        "auto",
+        "precision of cached keys and values (auto: as models compute)",
+        choices=("auto", DTYPES[2]),
+    )
 
     max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")
     on_stale: str = flag("wait", "wait: never exceed it; drop: discard", choices=("wait", "drop"))

@@ -8,14 +8,14 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from buffer import Buffer
+from model import GPT
 from reward import problem_of
 from runtime import sessions, workers
 from runtime.checkpoint import checkpoint, completed_groups
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.devices import pick_devices
+from runtime.eightbit import form_of
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
@@ -66,7 +66,7 @@ def open_async(config: Config):
     buffer = Buffer(start.task.shares, config.max_staleness, config.on_stale)
     flat = learner.model.flat
     try:
-        mailbox = mailbox_of(config, flat)
+        mailbox = mailbox_of(config, learner.model)
         mailbox.publish(learner.version, flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
         run.pool = start_workers(run)
@@ -100,13 +100,14 @@ def open_async(config: Config):
         log.flush()
 
 
-def mailbox_of(config: Config, flat: Tensor):
+def mailbox_of(config: Config, model: GPT):
     """Where published weights are put: memory of this machine, or of each node of a cluster."""
+    form = form_of(model, config.published)
     if not config.cluster:
-        return Mailbox(flat, dtype=config.published)
+        return Mailbox(model.flat, form=form)
     from runtime.cluster import Mailboxes  # importing Ray takes a second
 
-    return Mailboxes(flat, config)
+    return Mailboxes(form, config)
 
 
 def start_workers(run: AsyncRun) -> Pool:

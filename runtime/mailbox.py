@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.eightbit import Form, pack
+
 HEADER = 64  # bytes before the buffers
 
 
@@ -24,17 +26,17 @@ class Mailbox:
     that is overtaken (two publications during its copy) simply reads again. Versions only grow.
     """
 
-    def __init__(self, like: Tensor, place: str | None = None, dtype: str = "float32"):
+    def __init__(self, like: Tensor, place: str | None = None, form: Form | None = None):
         """Own new memory for so many weights, or open the memory of another process at `place`;
-        this process has its weights where `like` is. dtype: what they are rounded to on the way."""
-        kind = getattr(torch, dtype)
-        self.device, size = str(like.device), HEADER + 2 * len(like) * kind.itemsize
+        this process has its weights where `like` is. form: how they travel, by default exactly."""
+        self.form = form = form or Form(torch.float32, len(like))
+        self.device, size = str(like.device), HEADER + 2 * form.size * form.dtype.itemsize
         self.descriptor = os.open(place, os.O_RDWR) if place else reserve(size)
         self.place = place or f"/proc/{os.getpid()}/fd/{self.descriptor}"
         memory = mmap.mmap(self.descriptor, size)
         # versions of which writing has begun in buffer 0 and 1, and of which it has ended there
         self.stamps = np.frombuffer(memory, np.int64, 4).reshape(2, 2)
-        self.buffers = torch.frombuffer(memory, dtype=kind, offset=HEADER).view(2, len(like))
+        self.buffers = torch.frombuffer(memory, dtype=form.dtype, offset=HEADER).view(2, -1)
         self.nbytes = self.buffers[0].nbytes  # of one version
         if not place:
             self.stamps[:] = -1
@@ -50,15 +52,17 @@ class Mailbox:
     def publish(self, version: int, flat: Tensor) -> None:
         """Write weights [P] into the buffer that has the older ones."""
         assert version > self.version, f"version {version} published after {self.version}"
-        assert flat.shape == self.buffers.shape[1:], (flat.shape, self.buffers.shape)
+        packed = pack(flat, self.form)
+        assert packed.shape == self.buffers.shape[1:], (packed.shape, self.buffers.shape)
         begun, ended = self.stamps
         side = 1 - ended.argmax()
         begun[side] = version
-        self.buffers[side] = flat
+        self.buffers[side] = packed
         ended[side] = version
 
     def read(self) -> tuple[int, Tensor]:
-        """The newest version and a private copy of its weights; -1 and zeros before the first."""
+        """The newest version and a private copy of its weights, as they have travelled; -1 and
+        zeros before the first."""
         begun, ended = self.stamps
         while True:
             side = ended.argmax()

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
+import dsa
 import reward
+from cache import kept_in
 from learner import Learner, make_learner
-from model import GPT, PRESETS, padded
+from model import GPT, PRESETS, padded, sparse_kernels
 from reward import task_of
 from runtime.advice import Advice, advice_of
 from runtime.checkpoint import (
@@ -89,6 +93,9 @@ def open_training(config: Config, mode: str) -> Run:
     config = dataclasses.replace(config, steps=config.steps or task.steps)
     advice = advice_of(config, task)
     model = make_model(config, task, state)
+    kernels = sparse_kernels(model.config, torch.device(rollouts[0]))
+    said = f"--rollout-cache {config.rollout_cache}: must be auto with kernels in Triton"
+    require(config.rollout_cache == "auto" or kernels in (None, dsa.dsa_attention), said)
     learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
         places = rollouts if mode == "async" else learners
@@ -129,7 +136,8 @@ def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[st
     c, device = model.config, places[0]
     length = padded(reward.capacity_of(config, task))
     # on its way to the longest row, a sequence may have had one of each shorter length: 2 in all
-    size = 4 * c.layers * c.kv_heads * c.head_width * length * model.flat.element_size()
+    kept = kept_in(model, config.rollout_cache).itemsize
+    size = 4 * c.layers * c.kv_heads * c.head_width * length * kept
     weights = model.flat.nbytes + 2 * model.frozen.nbytes  # with adapters merged ones, too
     free = free_memory(device) // places.count(device) - weights
     count = int(0.5 * free / size)

@@ -22,6 +22,7 @@ from runtime.advice import advice_of, judge
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
+from runtime.eightbit import form_of
 from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
@@ -40,7 +41,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     generator = make_generator(config, task, model, line.worker)
     advice = None if config.reward_workers else advice_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat, mailbox_place, config.published)
+    mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
     born, answers, waits = time.monotonic(), [], 0.0

@@ -27,6 +27,7 @@ from rollout import (
     sample,
 )
 from runtime.config import Config
+from runtime.eightbit import Precision, form_of, take
 from runtime.messages import Group
 from runtime.models import make_model
 from runtime.noise import mix, noise_keys, uniforms
@@ -512,11 +513,13 @@ def test_no_group_begins_under_weights_older_than_its_start(swap):
 def test_rounded_weights_are_what_generates(kind, digits):
     """A mismatch on purpose: tokens and log-probs are those of the rounded weights."""
     model, exact = make(), make()
-    by = generator_of(model, size=2, weights=getattr(torch, kind))
+    by = generator_of(model, size=2, precision=Precision(kind))
     by.set_weights(1, exact.flat)
     by.submit(group_of(0, start=1))
     (group,) = generate(by, [])
-    assert torch.equal(model.flat, exact.flat.to(getattr(torch, kind)).float())
+    take(exact.flat, exact.flat.clone(), form_of(exact, kind))
+    assert torch.equal(model.flat, exact.flat)
+    exact = make()
     error = (model.flat - exact.flat).abs() / exact.flat.abs().clamp_min(0.02)
     assert 0 < error.max() <= 2.0**-digits
     wanted = play([group_of(0)], model, environment(), size=2)

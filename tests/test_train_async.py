@@ -110,8 +110,10 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
 # ---------------------------------------------------------------------------------- real processes
 
 
-def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
+@pytest.mark.parametrize("cache", ["auto", "float8_e4m3fn"])
+def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path, cache):
     flags = {"steps": 20, "max_staleness": 0, "rollout_workers": 1, "eval_every": 10}
+    flags["rollout_cache"] = cache
     train_async.train(config_of(tmp_path / "async", **flags))
     train_sync.train(config_of(tmp_path / "sync", **flags))
     one, other = (summary_of(tmp_path / name) for name in ("async", "sync"))

@@ -1,0 +1,132 @@
+"""eightbit.py: what weights are rounded to on their way to a generator, and in 8 bits above all.
+
+A float8_e4m3fn has 4 significant bits from 2^-6 to 448, and fewer below, where many weights of a
+trained model are. So every output channel of a matrix is divided by a scale of its own first, so
+that its largest weight is 448 (`naive_rounded`). Vectors, such as those of norms, stay as they are.
+One function, `take`, decides what a generator computes with: in a worker, which gets weights
+packed; in a replay and with adapters, where they come as they are.
+Left out: products of 8-bit numbers. Weights are opened again to what the model computes in.
+
+Axes: P weights of a model, flat
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max  # 448
+SMALLEST = torch.finfo(torch.float32).tiny  # of the scales: smaller ones lose digits
+
+
+class Precision(NamedTuple):
+    """Names of dtypes: in what a generator has its weights, and its keys and values."""
+
+    weights: str = "float32"
+    cache: str = "auto"  # as the model computes
+
+
+# ------------------------------------------------------------------------------ the naive form
+
+
+def naive_rounded(matrix: Tensor, summed: int) -> Tensor:
+    """A matrix in 8 bits and back; `summed`: the axis that a product with it sums over."""
+    rounded = torch.zeros_like(matrix)
+    for number in range(matrix.shape[1 - summed]):
+        channel = matrix.select(1 - summed, number)
+        scale = channel.abs().max() / LARGEST
+        if scale < SMALLEST:  # nothing but zeros, for any purpose
+            continue
+        codes = (channel / scale).to(FLOAT8)
+        rounded.select(1 - summed, number).copy_(codes.float() * scale)
+    return rounded
+
+
+# ------------------------------------------------------------------------ all weights of a model
+
+
+class Part(NamedTuple):
+    """One parameter among the flat weights; a product with a matrix sums over its axis `summed`."""
+
+    shape: tuple[int, ...]
+    summed: int | None  # None: a vector
+
+    @property
+    def coded(self) -> int:
+        """How many of its weights take 8 bits."""
+        return 0 if self.summed is None else self.shape[0] * self.shape[1]
+
+    @property
+    def exact(self) -> int:
+        """How many float32 it takes: the scales of its channels, or all of a vector."""
+        return self.shape[0 if self.summed is None else 1 - self.summed]
+
+
+class Form(NamedTuple):
+    """How weights [P] lie in memory: in one precision, or in 8 bits as `pack` writes them."""
+
+    dtype: torch.dtype
+    size: int  # in elements of this dtype
+    parts: tuple[Part, ...] = ()  # in 8 bits: what the weights consist of, in order
+
+
+def form_of(model, precision: str) -> Form:
+    """The form that rounds `model.flat` to a precision, such as "float8_e4m3fn".
+
+    Weights of torch's own modules are [out, in], all other matrices [in, out] (model.py).
+    """
+    dtype = getattr(torch, precision)
+    if dtype != FLOAT8:
+        return Form(dtype, len(model.flat))
+    parts = []
+    for name, p in model.named_parameters():
+        if model.trains(name):  # else it is no part of flat
+            summed = int(name.endswith(".weight")) if p.dim() == 2 else None
+            parts.append(Part(tuple(p.shape), summed))
+    size = sum(4 * part.exact + part.coded for part in parts)
+    return Form(torch.uint8, size, tuple(parts))
+
+
+def pack(flat: Tensor, form: Form) -> Tensor:
+    """Weights [P] -> [form.size] of form.dtype.
+
+    In 8 bits first comes what is float32, part by part, and then all matrices. A channel with a
+    weight that is not finite becomes NaN.
+    """
+    if not form.parts:
+        return flat.to(form.dtype)
+    exact, codes = [], []
+    own = flat.split([part.coded or part.exact for part in form.parts])
+    for part, weights in zip(form.parts, own, strict=True):
+        kept = weights.float()
+        if part.coded:
+            matrix = kept.view(part.shape)
+            scale = matrix.abs().amax(part.summed, keepdim=True) / LARGEST
+            scale = scale.masked_fill(scale < SMALLEST, 1.0)  # zeros stay zeros
+            codes.append((matrix / scale).to(FLOAT8).flatten())
+            kept = scale.flatten()
+        exact.append(kept)
+    found = torch.cat(exact), torch.cat(codes)
+    return torch.cat([x.view(torch.uint8) for x in found])
+
+
+def take(into: Tensor, offered: Tensor, form: Form) -> None:
+    """Weights [P] become what is offered, exact or packed already, in the precision of `form`; what
+    is offered in no finer one is not rounded again."""
+    if form.dtype.itemsize < offered.itemsize:
+        offered = pack(offered, form)
+    if offered.dtype != torch.uint8:
+        into.copy_(offered)
+        return
+    counts = [part.exact for part in form.parts]
+    exact, codes = offered.tensor_split([4 * sum(counts)])
+    exact = exact.view(torch.float32).split(counts)
+    codes = codes.view(FLOAT8).split([part.coded for part in form.parts])
+    own = into.split([part.coded or part.exact for part in form.parts])
+    for part, weights, kept, code in zip(form.parts, own, exact, codes, strict=True):
+        if part.coded:
+            matrix = code.view(part.shape).float()
+            scale = kept.unsqueeze(part.summed)
+            kept = (matrix * scale).flatten()
+        weights.copy_(kept)

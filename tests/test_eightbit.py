@@ -1,0 +1,294 @@
+"""8 bits: of weights, with a scale for each channel, and of cached keys and values."""
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_model import kinds, make, sentences
+from test_precision import adapted
+from test_rollout import LETTERS, environment, generator_of, group_of, learners, moved
+
+import cache as cache_room
+from cache import decode, make_cache, prefill, reserve
+from model import merged
+from reward import make_task
+from rollout import generate
+from runtime import setup
+from runtime.config import Config
+from runtime.eightbit import (
+    FLOAT8,
+    LARGEST,
+    Form,
+    Precision,
+    form_of,
+    naive_rounded,
+    pack,
+    take,
+)
+from runtime.mailbox import Mailbox
+
+ROOT = Path(__file__).parent.parent
+EIGHT = "float8_e4m3fn"
+MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")
+
+
+def trained(seed: int = 3, **shape):
+    """A model whose channels have very different sizes, as those of trained models have."""
+    model = make("dsa indexer", **shape)
+    random = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        sizes = torch.randn(p.shape[-1], generator=random).exp()
+        p.data.copy_(0.02 * torch.randn(p.shape, generator=random) * sizes)
+    return model
+
+
+def rounded(model, flat=None) -> torch.Tensor:
+    """Weights [P] as a generator computes with them."""
+    into = torch.empty_like(model.flat)
+    take(into, model.flat if flat is None else flat, form_of(model, EIGHT))
+    return into
+
+
+def summed_axis(name: str) -> int:
+    """Of the model's own matrices [in, out] the first, of torch's [out, in] the second."""
+    return 0 if name.rpartition(".")[2] in MATRICES else 1
+
+
+# -------------------------------------------------------------------------------- the rounding
+
+
+def test_all_weights_are_rounded_as_the_naive_form_rounds_each_matrix():
+    model = trained()
+    twin = copy.deepcopy(model)
+    twin.flat.copy_(rounded(model))
+    kinds = set()
+    for (name, p), (_, q) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        kinds.add((p.dim(), name.rpartition(".")[2]))
+        if p.dim() == 1:
+            assert torch.equal(p, q), f"{name} is a vector"
+        else:
+            wanted = naive_rounded(p.detach(), summed_axis(name))
+            assert torch.equal(q, wanted) and not torch.equal(q, p), name
+    assert {(2, "qkv"), (2, "weight"), (1, "attention_norm"), (1, "bias")} <= kinds
+
+
+def test_an_output_channel_can_be_taken_out_of_the_sum():
+    """x @ W with rounded W is (x @ codes) * scale: why a scale may not differ along the sum."""
+    W, x = trained().layers[0].gate_up.detach(), torch.randn(5, 16)
+    scale = W.abs().amax(0) / LARGEST
+    codes = (W / scale).to(FLOAT8).float()
+    torch.testing.assert_close(x @ naive_rounded(W, 0), x @ codes * scale)
+    assert codes.abs().amax(0).eq(LARGEST).all()
+
+
+def test_how_far_a_weight_moves():
+    """By half of its last digit: 2^-4 of itself, or, where it is 2^15 times as small as the largest
+    of its channel, 2^-10 of the scale."""
+    W = torch.randn(400, 60) * torch.randn(60).exp() * torch.rand(400, 60) ** 8
+    scale = W.abs().amax(0) / LARGEST
+    error = (naive_rounded(W, 0) - W).abs()
+    assert (error <= torch.maximum(W.abs() * 2**-4, scale * 2**-10) * 1.0001).all()
+    assert (error <= W.abs().amax(0) * 2**-4).all()
+    assert (W.abs() < scale * 2**-6).any()  # there are such small ones
+
+
+@pytest.mark.parametrize("std, better", [(0.08, 1.0), (0.02, 1.2), (0.002, 10)])
+def test_with_scales_weights_move_less_than_without(std, better):
+    """The smaller weights are, the more: below 2^-6 a plain float8 has ever fewer digits."""
+    W = std * torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+    plain, ours = ((x - W).norm() / W.norm() for x in (W.to(FLOAT8).float(), naive_rounded(W, 0)))
+    print(f"\nstd {std}: relative error {plain:.4f} plain, {ours:.4f} with scales")
+    assert ours < 0.03 and better * ours < plain
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows(worst):
+    """In its whole channel, and nowhere else; channels of zeros stay zeros."""
+    model = trained()
+    model.layers[0].qkv.data[3, 5] = worst
+    model.layers[1].mlp_out.data[:, 2] = 0.0
+    model.layers[1].mlp_out.data[:, 3] *= 1e-41 / model.layers[1].mlp_out.data[:, 3].abs().max()
+    wanted = model.flat.isnan()
+    model.flat.copy_(rounded(model))
+    qkv = model.layers[0].qkv
+    assert qkv[:, 5].isnan().all() and model.flat.isnan().sum() == len(qkv) >= wanted.sum()
+    assert (model.layers[1].mlp_out[:, 2:4] == 0).all()
+    W = torch.zeros(4, 3)
+    assert torch.equal(naive_rounded(W, 0), W)
+
+
+def test_the_largest_numbers_survive():
+    """Neither the largest float32 nor the smallest normal one becomes infinite or NaN."""
+    for size in (3e38, 1e-30, 6e-36):
+        W = size * torch.tensor([[1.0, -1.0], [0.5, 0.99]])
+        assert ((naive_rounded(W, 0) - W).abs() <= size * 2**-4).all(), size
+
+
+# ------------------------------------------------------------------------ who rounds, and when
+
+
+def test_a_mailbox_sends_a_byte_for_a_weight_and_the_scales():
+    model = trained()
+    form = form_of(model, EIGHT)
+    mailbox = Mailbox(model.flat, form=form)
+    reader = Mailbox(model.flat, mailbox.place, form)
+    matrices = [(name, p) for name, p in model.named_parameters() if p.dim() == 2]
+    scales = sum(p.shape[1 - summed_axis(name)] for name, p in matrices)
+    vectors = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    weights = sum(p.numel() for _, p in matrices)
+    assert mailbox.nbytes == weights + 4 * scales + 4 * vectors
+    mailbox.publish(3, model.flat)
+    version, packed = reader.read()
+    assert version == 3 and packed.dtype == torch.uint8 and packed.nbytes == mailbox.nbytes
+    assert torch.equal(rounded(model, packed), rounded(model))
+    with pytest.raises(RuntimeError):
+        mailbox.publish(4, model.flat[1:])
+    reader.close()
+    mailbox.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_or_not_a_generator_computes_with_the_same_weights(dtype):
+    """Packed, as the mailbox gives them; exact, as a replay gives them; and not rounded twice."""
+    model = make().on("cpu", dtype)
+    new, found = moved(model).to(dtype), []
+    for offered in (new, pack(new, form_of(model, EIGHT))):
+        by = generator_of(copy.deepcopy(model), size=2, precision=Precision(EIGHT))
+        by.set_weights(1, offered)
+        (group,) = generate(by, [group_of(0, start=1)])
+        found.append((by.model.flat, [t.logprobs for t in group.trajectories]))
+        wanted = rounded(by.model, new)
+        assert torch.equal(by.model.flat, wanted) and not torch.equal(wanted, new)
+    (a, logprobs), (b, others) = found
+    assert torch.equal(a, b) and all(map(np.array_equal, logprobs, others))
+
+
+def test_adapters_are_added_up_and_then_rounded():
+    model = adapted()
+    by = generator_of(model, environment(), precision=Precision(EIGHT))
+    by.set_weights(1, moved(model, 0.05))
+    by._adopt()
+    whole = merged(by.policy)
+    assert torch.equal(by.policy.flat, moved(adapted(), 0.05)), "adapters themselves stay exact"
+    assert torch.equal(by.model.flat, rounded(whole)) and not torch.equal(by.model.flat, whole.flat)
+
+
+def test_other_precisions_are_what_they_were():
+    model = make()
+    for name in ("float32", "bfloat16"):
+        form = form_of(model, name)
+        assert form == Form(getattr(torch, name), len(model.flat))
+        assert torch.equal(pack(model.flat, form), model.flat.to(form.dtype))
+    assert Config(rollout_weights=EIGHT, lora=4).published == "float32"
+
+
+# ----------------------------------------------------------------------- keys and values in 8 bits
+
+
+def through(model, sequence, first: int, precision: str, slots=8) -> list[torch.Tensor]:
+    """Hidden states of a sequence, of which the first tokens are prefilled and the others fed."""
+    cache = make_cache(model, slots, 64, precision)
+    tokens, positions = torch.zeros(2, slots, dtype=torch.int64)
+    needed, found = np.ones(slots, np.int64), []
+    needed[3] = first
+    reserve(cache, needed)
+    prefill(model, cache, [3], [sequence[:first]])
+    for at in range(first, len(sequence)):
+        tokens[3], positions[3], needed[3] = sequence[at], at, at + 1
+        reserve(cache, needed)
+        found.append(decode(model, cache, tokens, positions)[3].clone())
+    return found
+
+
+@kinds
+@pytest.mark.parametrize("first", [1, 20])
+def test_a_cache_in_8_bits_is_one_whose_numbers_were_rounded_by_hand(kind, first, monkeypatch):
+    """Bitwise, through longer and longer rows; and near what an exact one gives."""
+    model, (sequence,) = make(kind), sentences((50,))
+    exact = torch.stack(through(model, sequence, first, "auto"))
+    ours = torch.stack(through(model, sequence, first, EIGHT))
+    monkeypatch.setattr(cache_room, "fitted", lambda x, like: x.to(FLOAT8).float())
+    wanted = torch.stack(through(model, sequence, first, "auto"))
+    assert torch.equal(ours, wanted)
+    apart = (ours - exact).norm() / exact.norm()
+    assert 0 < apart < (0.7 if "dsa" in kind else 0.2)  # some queries select other chunks
+
+
+@kinds
+def test_what_a_cache_in_8_bits_gives_does_not_hang_on_the_neighbours(kind):
+    model, (tokens, *others) = make(kind), sentences((24, 60, 45))
+
+    def run(slot: int, neighbours: dict) -> torch.Tensor:
+        cache, rows = make_cache(model, 9, 64, EIGHT), {slot: tokens, **neighbours}
+        lengths = np.ones(9, np.int64)
+        for b, s in rows.items():
+            lengths[b] = len(s)
+        reserve(cache, lengths)
+        prefill(model, cache, list(rows), [s[:-1] for s in rows.values()])
+        ids = torch.tensor([rows[b][-1] if b in rows else 0 for b in range(9)])
+        return decode(model, cache, ids, torch.from_numpy(lengths) - 1)[slot]
+
+    alone = run(0, {})
+    for slot, free in ((5, (0, 8)), (8, (7, 3))):
+        assert torch.equal(alone, run(slot, dict(zip(free, others, strict=True)))), f"slot {slot}"
+
+
+@kinds
+def test_a_cache_in_8_bits_takes_a_byte_for_each_number(kind):
+    model = make(kind)
+    exact, ours = (make_cache(model, 8, 64, precision) for precision in ("auto", EIGHT))
+    for a, b in zip(exact.racks, ours.racks, strict=True):
+        assert b.kv.dtype == FLOAT8 and a.kv.nbytes == 4 * b.kv.nbytes
+    if "dsa" in kind:
+        assert exact.scored.nbytes == 4 * ours.scored.nbytes
+        assert ours.means.dtype == torch.float32  # they decide what is read
+
+
+def test_what_is_too_large_for_8_bits_is_the_largest_and_nan_stays():
+    like = torch.empty(0, dtype=FLOAT8)
+    x = torch.tensor([1e9, -1e9, 449.0, 3.3, float("nan")])
+    found = cache_room.fitted(x, like).float()
+    assert found[:4].tolist() == [448.0, -448.0, 448.0, 3.25] and found[4].isnan()
+    assert cache_room.fitted(x, x) is x
+
+
+def test_a_generator_with_a_cache_in_8_bits_says_what_it_samples_from():
+    """Near the learner's log-probs, and not they: `mismatch` measures how near."""
+    model, gaps = make(), {}
+    for cache in ("auto", EIGHT):
+        by = generator_of(
+            model, environment(stop=(), turn_tokens=30), precision=Precision(cache=cache)
+        )
+        found = [
+            t
+            for g in generate(by, [group_of(i, length=20) for i in range(3)])
+            for t in g.trajectories
+        ]
+        behaviour = np.concatenate([t.logprobs[t.loss_mask] for t in found])
+        gaps[cache] = np.abs(behaviour - learners(model, found, torch.arange(LETTERS)))
+    assert gaps["auto"].max() < 1e-5 < 1e-3 < gaps[EIGHT].mean() < 0.2
+
+
+def test_slots_0_counts_a_byte_for_each_number(monkeypatch):
+    task, model = make_task("sum"), make(context=304)
+    monkeypatch.setattr(setup, "free_memory", lambda device: model.flat.nbytes + 2**24)
+    exact, ours = (
+        setup.fitting_slots(Config(task="sum", rollout_cache=kept), task, model, ["cpu"])
+        for kept in ("auto", EIGHT)
+    )
+    assert ours in range(4 * exact, 4 * exact + 4)
+
+
+def test_kernels_in_triton_refuse_it_in_one_line(tmp_path):
+    flags = {"attention": "dsa", "kernels": "triton", "rollout-cache": EIGHT, "out": tmp_path / "x"}
+    command = [sys.executable, "train_sync.py", *[f"--{k}={v}" for k, v in flags.items()]]
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    said = f"--rollout-cache {EIGHT}: must be auto with kernels in Triton"
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
+    assert not (tmp_path / "x").exists()
