@@ -276,6 +276,26 @@ def generated_logprobs(
     return *(torch.cat(part) for part in zip(*pieces, strict=True)), hidden
 
 
+def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
+    """What the objective sees of a micro-batch, its entropies [M], and a lesson for the critic.
+
+    batch: trajectories with the advantages of their turns, see `samples_of`.
+    """
+    logprobs, entropy, hidden = token_logprobs(learner.model, batch, learner, config)  # [M] each
+    sizes = torch.tensor([t.generated for t, _ in batch])
+    sequence = torch.arange(len(batch)).repeat_interleave(sizes)  # [M]
+    spans = torch.tensor([stop - start for t, _ in batch for start, stop in t.turns])
+    credit = torch.tensor([a for _, turns in batch for a in turns])
+    advantages, lesson = credit.repeat_interleave(spans), ()  # [M]
+    if learner.critic:
+        own, lesson = criticise(learner.critic, batch, hidden.detach(), config)
+        advantages = advantages * own
+    behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
+    sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
+    # pi_p: with one update a step, the policy of this very forward pass
+    return losses.Tokens(logprobs, logprobs.detach(), *sampled), entropy, lesson
+
+
 def micro_batch_loss(
     learner: Learner,
     batch: list,
@@ -291,24 +311,12 @@ def micro_batch_loss(
     if measured:
         with torch.no_grad():
             reference, *_ = token_logprobs(learner.reference, batch, learner, config)  # [M]
-    logprobs, entropy, hidden = token_logprobs(learner.model, batch, learner, config)  # [M] each
-    sizes = torch.tensor([t.generated for t, _ in batch])
-    sequence = torch.arange(len(batch)).repeat_interleave(sizes)  # [M]
-    spans = torch.tensor([stop - start for t, _ in batch for start, stop in t.turns])
-    credit = torch.tensor([a for _, turns in batch for a in turns])
-    advantages, lesson = credit.repeat_interleave(spans), ()  # [M]
-    if learner.critic:
-        own, lesson = criticise(learner.critic, batch, hidden.detach(), config)
-        advantages = advantages * own
-    behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
-    sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
-    # pi_p: with one update a step, the policy of this very forward pass
-    tokens = losses.Tokens(logprobs, logprobs.detach(), *sampled)
+    tokens, entropy, lesson = tokens_of(learner, batch, config)
     loss, touched = losses.policy_loss(config.objective, tokens, count)
     loss = loss - config.entropy * losses.token_mean(entropy, count)
     if measured:
         # weighted with pi / mu: the samples may be stale
-        kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]
+        kl = losses.unbiased_k3(tokens.logprobs, reference, tokens.behaviour)  # [M]
         weight = config.reference_weight * losses.reference_scale(learner.damper)
         loss = loss + weight * losses.token_mean(kl, count)
     return loss, losses.diagnostics(tokens, entropy, touched, reference), lesson
