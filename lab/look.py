@@ -35,7 +35,7 @@ from runtime.setup import task_of
 from runtime.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_name("look.html")
-USUAL, MOST = 25_000, 100_000  # tokens in a page: 1 and 4 MB
+USUAL, MOST = 25_000, 90_000  # tokens in a page: about 1 MB, at most 4.5 MB
 SPANS, STEPS = 10_000, 4_000  # bars and points in a page: a screen has fewer dots
 SHOWN = "reward entropy clipped capped ratio_max ess staleness_mean staleness_max lr grad_norm"
 SHOWN = SHOWN.split()  # metrics of a step
@@ -96,10 +96,11 @@ def look_into(run: Path, config: Config, summary: dict, groups: int) -> tuple[di
             facts, times = facts_of(learner, batch, own, config) if own else ({}, {})
             for group_id, group in own.items():
                 episodes = []
-                for t in group.trajectories:
+                swaps = scores[group_id]["swaps"]  # a replay passes through more versions
+                for t, pairs in zip(group.trajectories, swaps, strict=True):
                     room -= len(t.tokens)
                     known = facts.get(t.key) if room >= 0 else None
-                    episodes.append(episode_of(t, known, times[t.key]))
+                    episodes.append(episode_of(t, known, times[t.key]) | {"swaps": pairs})
                 shown[group_id] = {"group": group_id, "version": event["version"]}
                 shown[group_id] |= {"episodes": episodes}
     except TrainingStopped as error:
@@ -117,7 +118,7 @@ def look_into(run: Path, config: Config, summary: dict, groups: int) -> tuple[di
         "advantage": config.advantage,
         "credit": config.credit,
         "bound": config.max_staleness,
-        "seconds": summary["wall_s"],
+        "seconds": events[-1]["t"],
         "steps": len(steps),
         "groups": len(scores),
         "group_size": config.group_size,
@@ -178,7 +179,6 @@ def episode_of(t: Trajectory, facts: Tensor | None, times: int) -> dict:
     behaviour, logprobs, advantages, entropy, clipped, capped = facts.tolist()
     return episode | {
         "turns": t.turns,
-        "swaps": t.swaps,
         "tokens": t.tokens.tolist(),
         "versions": t.versions[t.loss_mask].tolist(),
         "behaviour": [short(x) for x in behaviour],
@@ -215,8 +215,8 @@ def lives_of(events: list[dict]) -> dict[int, dict]:
     and by whom; of a group that was issued again the last time counts."""
     lives = {}
     for event in events:
-        kind, at = event["kind"], round(event["t"], 4)
-        end = round(event["t"] + event.get("seconds", 0.0), 4)
+        kind, at = event["kind"], event["t"]
+        end = round(at + event.get("seconds", 0.0), 6)
         match kind:
             case "admit" | "requeue":
                 again = kind == "requeue"
