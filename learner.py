@@ -296,13 +296,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
     return losses.Tokens(logprobs, logprobs.detach(), *sampled), entropy, lesson
 
 
-def micro_batch_loss(
-    learner: Learner,
-    batch: list,
-    measured: bool,
-    count: int,
-    config: Config,
-):
+def micro_batch_loss(learner: Learner, batch: list, measured: bool, count: int, config: Config):
     """This micro-batch's share of the step's loss, and of its diagnostics.
 
     batch: trajectories with their advantages; measured: look at the reference policy, too.

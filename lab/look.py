@@ -16,7 +16,6 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,20 +25,22 @@ from torch import Tensor
 
 import losses
 from buffer import pack
+from lab.plots import column
 from lab.replay import played_again, read_script, recorded
 from learner import Learner, samples_of, tokens_of
+from reward import part_of
 from runtime.config import Config, TrainingStopped, UserError, blame, flag, parse, require
 from runtime.folder import read_lines, write_file
 from runtime.messages import Trajectory
 from runtime.setup import task_of
-from runtime.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_name("look.html")
 USUAL, MOST = 25_000, 90_000  # tokens in a page: about 1 MB, at most 4.5 MB
-SPANS, STEPS = 10_000, 4_000  # bars and points in a page: a screen has fewer dots
-SHOWN = "reward entropy clipped capped ratio_max ess staleness_mean staleness_max lr grad_norm"
-SHOWN = SHOWN.split()  # metrics of a step
-SILENT = ("admit", "requeue", "start", "finish")  # events of one group: they are in its life
+SPANS, STEPS = 10_000, 4_000  # bars and points in a page: more than a screen has dots
+FACTS = ("behaviour", "logprobs", "advantages", "entropy")
+SETTINGS = ("task", "objective", "advantage", "credit", "max_staleness", "group_size")
+METRICS = ("reward", "entropy", "clipped", "capped", "ratio_max", "staleness_max")
+MOMENTS = ("admit", "start", "finish", "score", "scored", "train", "trained")
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,24 @@ def look(words: list[str]) -> str:
     UserError where the run cannot be played again. Where it comes out otherwise than its log says
     (on another processor), the page has tokens up to there, and TrainingStopped is raised.
     """
-    begin, first = time.monotonic(), words[:1]
-    if first and not first[0].startswith("-"):
-        words = ["--run", *words]
-    asked = parse("look into a run: RUN, or --run RUN", words, LookConfig)
+    begin = time.monotonic()
+    named = ["--run"] if words and not words[0].startswith("-") else []
+    asked = parse("look into a run: RUN, or --run RUN", named + words, LookConfig)
     require(asked.run, "look: must be given a run folder, as in look runs/NAME")
-    run = Path(asked.run)
     try:
         config = Config(replay=asked.run, task=asked.task or Config.task)
         config, summary = recorded(config)
     except UserError as error:
         raise UserError(str(error).replace("--replay", "look", 1)) from error
-    page, trouble = look_into(run, config, summary, asked.groups)
+    page = look_into(config, summary, asked.groups)
+    path = Path(asked.run, "look.html")
     text = PAGE.read_text().replace("{{run}}", to_json(page))
-    with blame(f"look {run}: must be writable", OSError):
-        write_file(run / "look.html", text.encode())
+    with blame(f"look {asked.run}: must be writable", OSError):
+        write_file(path, text.encode())
     shown = f"{len(page['groups']):,} of {page['run']['groups']:,} groups token by token"
-    seconds = time.monotonic() - begin
-    said = f"{run}/look.html: {len(text) / 1e6:.2f} MB, {shown}, {seconds:.0f} s"
-    if trouble:
-        raise TrainingStopped(f"{trouble}; {said}")
+    said = f"{path}: {len(text) / 1e6:.2f} MB, {shown}, {time.monotonic() - begin:.0f} s"
+    if page["trouble"]:
+        raise TrainingStopped(f"{page['trouble']}; {said}")
     return said
 
 
@@ -85,63 +84,53 @@ def to_json(page: dict) -> str:
     return json.dumps(page, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def look_into(run: Path, config: Config, summary: dict, groups: int) -> tuple[dict, str]:
-    """All that the page shows, and what has stopped the replay ("": nothing)."""
+def look_into(config: Config, summary: dict, groups: int) -> dict:
+    """All that the page shows."""
+    run, task = Path(config.replay), task_of(config)
     steps, scores = read_script(run)
-    wanted = choose(steps, scores, groups)
-    shown, room, trouble = {}, MOST, ""
+    events, rows = read_lines(run / "events.jsonl"), read_lines(run / "metrics.jsonl")
+    lives, wanted = lives_of(events), choose(steps, scores, groups)
+    shown, room, trouble = [], MOST, ""
     try:
         for learner, event, batch in played_again(config, summary, steps, scores):
-            own = {group.group_id: group for group in batch if group.group_id in wanted}
-            facts, times = facts_of(learner, batch, own, config) if own else ({}, {})
-            for group_id, group in own.items():
-                episodes = []
-                swaps = scores[group_id]["swaps"]  # a replay passes through more versions
+            own = [group for group in batch if group.group_id in wanted]
+            known, times = facts_of(learner, batch, own, config) if own else ({}, {})
+            for group in own:
+                name, episodes = part_of(task, group.group_id).name, []
+                # as logged: a replay passes through more versions than the worker had
+                swaps = scores[group.group_id]["swaps"]
                 for t, pairs in zip(group.trajectories, swaps, strict=True):
                     room -= len(t.tokens)
-                    known = facts.get(t.key) if room >= 0 else None
-                    episodes.append(episode_of(t, known, times[t.key]) | {"swaps": pairs})
-                shown[group_id] = {"group": group_id, "version": event["version"]}
-                shown[group_id] |= {"episodes": episodes}
+                    episode = episode_of(t, known.get(t.key) if room >= 0 else None)
+                    episodes.append(episode | {"swaps": pairs, "times": times[t.key]})
+                facts = {"group": group.group_id, "version": event["version"], "task": name}
+                facts |= {"life": lives[group.group_id], "episodes": episodes}
+                shown.append(facts)
     except TrainingStopped as error:
         trouble = str(error)
-    events, rows = read_lines(run / "events.jsonl"), read_lines(run / "metrics.jsonl")
-    lives = lives_of(events)
-    task = task_of(config)
-    names = [part.name for part in task.parts] or [task.name]
-    for group_id, group in shown.items():
-        group |= {"life": lives[group_id], "task": names[part_number(group_id, task.shares)]}
-    facts = {
-        "name": run.resolve().name,
-        "task": config.task,
-        "objective": config.objective,
-        "advantage": config.advantage,
-        "credit": config.credit,
-        "bound": config.max_staleness,
-        "seconds": events[-1]["t"],
-        "steps": len(steps),
-        "groups": len(scores),
-        "group_size": config.group_size,
-    }
-    page = {
-        "run": facts,
+    ids = {i for group in shown for one in group["episodes"] for i in one.get("tokens", ())}
+    texts = {i: task.tokenizer.decode_bytes([i]).decode(errors="replace") for i in sorted(ids)}
+    facts = {name: getattr(config, name) for name in SETTINGS}
+    facts |= {"name": run.resolve().name, "seconds": events[-1]["t"]}
+    return {
+        "run": facts | {"steps": len(steps), "groups": len(scores)},
         "trouble": trouble,
         "curves": curves_of(rows),
         "steps": steps_of(rows, steps, lives),
         "spans": spans_of(events),
-        "groups": list(shown.values()),
-        "texts": texts_of(shown, task.tokenizer),
+        "groups": shown,
+        "texts": texts,
     }
-    return page, trouble
 
 
 def choose(steps: list[dict], scores: dict, groups: int) -> set[int]:
     """The groups whose tokens are shown: spread evenly over all that were trained; as many as asked
     for (0: a usual number), or as fit into a page, at least one."""
     every = [group_id for step in steps for group_id in step["groups"]]
-    size = sum(sum(scores[group_id]["lengths"]) for group_id in every) / max(1, len(every))
-    most = MOST / max(1.0, size)
-    count = min(len(every), max(1, int(min(groups or USUAL / max(1.0, size), most))))
+    tokens = sum(sum(scores[group_id]["lengths"]) for group_id in every)
+    size = max(1.0, tokens / max(1, len(every)))  # of a group, on average
+    count = min(groups or int(USUAL / size), int(MOST / size))
+    count = min(max(1, count), len(every))
     return {every[int((i + 0.5) * len(every) / count)] for i in range(count)}
 
 
@@ -149,12 +138,12 @@ def choose(steps: list[dict], scores: dict, groups: int) -> set[int]:
 
 
 @torch.no_grad()
-def facts_of(learner: Learner, batch: list, own: dict, config: Config) -> tuple[dict, Counter]:
-    """What the learner makes of the groups `own` of a batch before its step: of each episode, by
-    its key, a row of numbers for each of FACTS [6, M]; and how often each is trained."""
+def facts_of(learner: Learner, batch: list, own: list, config: Config) -> tuple[dict, Counter]:
+    """What the learner makes of some groups of its batch before the step: of each episode, by key,
+    a row [M] for each of FACTS, for `clipped` and `capped`; and how often each is trained."""
     samples, _ = samples_of(batch, config)  # of the whole batch: its rewards may be compared
-    times = Counter(t.key for t, _ in samples)
-    samples = [*{t.key: (t, credit) for t, credit in samples if t.group_id in own}.values()]
+    times, ids = Counter(t.key for t, _ in samples), {group.group_id for group in own}
+    samples = [*{t.key: (t, credit) for t, credit in samples if t.group_id in ids}.values()]
     found = {}
     for indices in pack([len(t.tokens) for t, _ in samples], config.token_budget):
         part = [samples[i] for i in indices]
@@ -167,26 +156,21 @@ def facts_of(learner: Learner, batch: list, own: dict, config: Config) -> tuple[
     return found, times
 
 
-def episode_of(t: Trajectory, facts: Tensor | None, times: int) -> dict:
+def episode_of(t: Trajectory, facts: Tensor | None) -> dict:
     """An episode as the page has it; without its tokens where nothing is known of them."""
-    episode = {"finish": t.finish, "reward": short(t.reward), "times": times}
-    episode |= {
-        "turn_rewards": [short(reward) for reward in t.turn_rewards],
-        "length": len(t.tokens),
-    }
+    episode = {"finish": t.finish, "reward": short(t.reward), "length": len(t.tokens)}
     if facts is None:
         return episode
-    behaviour, logprobs, advantages, entropy, clipped, capped = facts.tolist()
+    *known, clipped, capped = facts.tolist()
+    rows = [[short(x) for x in row] for row in known]
     return episode | {
         "turns": t.turns,
+        "turn_rewards": [short(x) for x in t.turn_rewards],
         "tokens": t.tokens.tolist(),
         "versions": t.versions[t.loss_mask].tolist(),
-        "behaviour": [short(x) for x in behaviour],
-        "logprobs": [short(x) for x in logprobs],
-        "advantages": [short(x) for x in advantages],
-        "entropy": [short(x) for x in entropy],
-        "clipped": np.flatnonzero(clipped).tolist(),
+        "clipped": np.flatnonzero(clipped).tolist(),  # which of the M
         "capped": np.flatnonzero(capped).tolist(),
+        **dict(zip(FACTS, rows, strict=True)),
     }
 
 
@@ -195,37 +179,25 @@ def short(x: float | None) -> float | None:
     return float(f"{x:.4g}") if x is not None and math.isfinite(x) else None
 
 
-def texts_of(shown: dict, tokenizer: Tokenizer) -> dict[int, str]:
-    """The text of every token id in the page."""
-    episodes = [episode for group in shown.values() for episode in group["episodes"]]
-    ids = {token for episode in episodes for token in episode.get("tokens", ())}
-    return {i: tokenizer.decode_bytes([i]).decode(errors="replace") for i in sorted(ids)}
-
-
 # ------------------------------------------------------------------------------------- logs
 
 
-def part_number(group_id: int, shares: Sequence) -> int:
-    """The task of a group, where there are several."""
-    return group_id % len(shares)
-
-
 def lives_of(events: list[dict]) -> dict[int, dict]:
-    """When each group was admitted, started, generated, verified, trained, in seconds of the run,
-    and by whom; of a group that was issued again the last time counts."""
+    """MOMENTS of each group, in seconds of the run, and who worked on it; of a group that was
+    issued again the last time counts."""
     lives = {}
     for event in events:
         kind, at = event["kind"], event["t"]
         end = round(at + event.get("seconds", 0.0), 6)
         match kind:
             case "admit" | "requeue":
-                again = kind == "requeue"
-                lives[event["group"]] = {"admit": at, "worker": event["worker"], "again": again}
+                again = {"again": kind == "requeue"}
+                lives[event["group"]] = again | {"admit": at, "worker": event["worker"]}
             case "start" | "finish":
                 lives[event["group"]][kind] = at
             case "score":
-                own = {"score": at, "scored": end, "judge": event["process"]}
-                lives[event["group"]] |= own
+                facts = {"score": at, "scored": end, "judge": event["process"]}
+                lives[event["group"]] |= facts
             case "train":
                 for group_id in event["groups"]:
                     lives[group_id] |= {"train": at, "trained": end}
@@ -238,51 +210,50 @@ def curves_of(rows: list[dict]) -> list[dict]:
     exams = thinned([row for row in rows if "eval" in row])
     found = []
     for name in exams[0]["eval"].get("tasks", [""]) if exams else [""]:
-        own = [row["tasks"][name] if name else row for row in steps]
-        held = [row["eval"]["tasks"][name] if name else row["eval"] for row in exams]
-        for kind, at, values in (
-            ("training reward", steps, [row["reward"] for row in own]),
-            ("held-out, solved", exams, [row["solved"] for row in held]),
+        for key, text, own in (
+            ("reward", "training reward", steps),
+            ("solved", "held-out, solved", exams),
         ):
-            x, y = [row["step"] for row in at], [short(value) for value in values]
-            found.append({"name": f"{name} {kind}".strip(), "exam": at is exams, "x": x, "y": y})
+            parts = [row.get("eval", row) if own is exams else row for row in own]
+            y = [short((part["tasks"][name] if name else part)[key]) for part in parts]
+            curve = {"name": f"{name} {text}".strip(), "exam": own is exams}
+            found.append(curve | {"x": column(own, "step"), "y": y})
     return found
 
 
 def steps_of(rows: list[dict], steps: list[dict], lives: dict) -> list[dict]:
-    """What a step says of itself, and how long its groups waited on average, in seconds."""
+    """What a step says of itself, and seconds from moment to moment of its groups, on average."""
     metrics = {row["step"]: row for row in rows if "reward" in row}
     found = []
     for event in thinned(steps):
         row = metrics.get(event["version"] + 1, {})
         own = [lives[group_id] for group_id in event["groups"]]
-        moments = ("admit", "start", "finish", "score", "scored", "train", "trained")
-        means = [sum(life[moment] for life in own) / len(own) for moment in moments]
-        facts = {name: short(row.get(name)) for name in SHOWN}
-        facts |= {"step": event["version"] + 1, "t": round(event["t"], 4)}
+        means = [np.mean(column(own, moment)) for moment in MOMENTS]
+        facts = {name: short(row.get(name)) for name in METRICS}
+        facts |= {"step": event["version"] + 1, "t": event["t"]}
         facts |= {"seconds": short(event["seconds"]), "waits": [short(x) for x in np.diff(means)]}
         found.append(facts)
     return found
 
 
 def thinned(rows: list) -> list:
-    """At most about STEPS of many rows, evenly."""
-    return rows[:: 1 + len(rows) // STEPS]
+    """At most STEPS of many rows, evenly."""
+    return rows[:: max(1, math.ceil(len(rows) / STEPS))]
 
 
 def spans_of(events: list[dict]) -> dict[str, list]:
     """Of each process [begin, seconds, kind, version, how many] of all it did; what lies so close
     together that nobody could see it apart is one span."""
-    events = [event for event in events if event["kind"] not in SILENT]
-    processes = sorted({event["process"] for event in events})
-    end = max([event["t"] for event in events], default=0.0)
-    tick = end * len(processes) / SPANS
-    found, last = {process: [] for process in processes}, {}
+    silent = ("admit", "requeue", "start", "finish")  # of one group: they are in its life
+    events = [event for event in events if event["kind"] not in silent]
+    found = {process: [] for process in sorted({event["process"] for event in events})}
+    tick = max(column(events, "t"), default=0.0) * len(found) / SPANS
+    last = {}
     for event in sorted(events, key=lambda event: event["t"]):
         begin, seconds = event["t"], event.get("seconds", 0.0)
         place = event["process"], event["kind"]
-        span = last.get(place)
-        if span and begin + seconds - span[0] < tick:
+        if place in last and begin + seconds - last[place][0] < tick:
+            span = last[place]
             span[1] = max(span[1], round(begin + seconds - span[0], 4))
             span[4] += 1
         else:

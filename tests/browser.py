@@ -82,11 +82,13 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Load a page, and wait until it has been drawn."""
-        self.ask("Page.navigate", url=address)
-        for _ in range(200):
-            if self.run("document.readyState") == "complete":
-                break
-            time.sleep(0.05)
+        for place in ("about:blank", address):  # by way of an empty page: it is loaded in any case
+            self.ask("Page.navigate", url=place)
+            page = json.dumps(place.partition("#")[0])
+            while not self.run(f"location.href.split('#')[0] === {page}"):
+                time.sleep(0.02)
+        while self.run("document.readyState") != "complete":
+            time.sleep(0.02)
 
     def run(self, code: str):
         """The value of a JavaScript expression in the page."""
@@ -117,7 +119,8 @@ class Browser:
     def requests(self) -> list[str]:
         """Every address that was asked for."""
         sent = [e for e in self.seen if e.get("method") == "Network.requestWillBeSent"]
-        return [event["params"]["request"]["url"] for event in sent]
+        addresses = [event["params"]["request"]["url"] for event in sent]
+        return [address for address in addresses if address != "about:blank"]
 
     def picture(self, path: Path) -> None:
         """Write what a person would see."""
