@@ -88,7 +88,8 @@ def test_what_the_learner_made_of_a_token_is_computed_again_another_way(run):
     folder, page = run
     shown = {group["group"]: group["episodes"] for group in page["groups"]}
     cut = stale = 0
-    for _, learner, _, batch in batches_of(folder):
+    for _, learner, event, batch in batches_of(folder):
+        assert learner.version == event["version"]  # the step has not been taken
         for group in batch:
             rewards = torch.tensor([t.reward for t in group.trajectories])
             spread = rewards.std() + 1e-6
@@ -113,6 +114,8 @@ def test_what_the_learner_made_of_a_token_is_computed_again_another_way(run):
                 found = torch.zeros_like(outside)
                 found[one["clipped"]] = True
                 assert (found == outside)[sure].all() and one["capped"] == []
+                if learner.version == 0:  # the weights that have sampled
+                    assert one["logprobs"] == pytest.approx(one["behaviour"], rel=1e-3, abs=1e-5)
                 cut, stale = cut + int(outside.sum()), stale + int((ratio != 1).sum())
     assert cut > 20 and stale > 100
 
