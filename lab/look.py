@@ -35,8 +35,8 @@ from runtime.messages import Trajectory
 from runtime.setup import task_of
 
 PAGE = Path(__file__).with_name("look.html")
-USUAL, MOST = 25_000, 90_000  # tokens in a page: about 1 MB, at most 4.5 MB
-SPANS, STEPS = 10_000, 4_000  # bars and points in a page: more than a screen has dots
+USUAL, MOST = 25_000, 70_000  # tokens in a page: about 1 MB, at most 3.5 MB
+SPANS, STEPS = 8_000, 3_000  # bars of a kind, and points: more than a screen has dots, 1.5 MB
 FACTS = ("behaviour", "logprobs", "advantages", "entropy")
 SETTINGS = ("task", "objective", "advantage", "credit", "max_staleness", "group_size")
 METRICS = ("reward", "entropy", "clipped", "capped", "ratio_max", "staleness_max")

@@ -251,7 +251,7 @@ def test_a_page_is_bounded(run, tmp_path, monkeypatch):
     text = (folder / "look.html").read_text()
     tokens = [len(one["tokens"]) for group in page["groups"] for one in group["episodes"]]
     size = len(look.to_json({"groups": page["groups"]})) / sum(tokens)
-    assert size * look.MOST < 4.8e6, f"{size:.0f} bytes a token"
+    assert size * look.MOST < 3.5e6, f"{size:.0f} bytes a token"
     assert len(text) - len(look.to_json(page)) < 60_000  # the page itself
     steps, scores = read_script(folder)
     every = [group for step in steps for group in step["groups"]]
