@@ -4,6 +4,7 @@
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
+    python bench.py look RUN           # a run as one page to look into, token by token: look.html
     python bench.py split N [TASK] [--billions B]  # how to split N devices, in one line
     python bench.py tables             # write docs/measured.md from results/*.json
 
@@ -29,7 +30,7 @@ from tqdm import tqdm
 from buffer import by_task, staleness
 from reward import TASKS, Task, make_task, own_files
 from runtime.checkpoint import sha256_of
-from runtime.config import Config, UserError, fail, parse, printable
+from runtime.config import Config, TrainingStopped, UserError, fail, parse, printable
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_file
 from runtime.huggingface import export
@@ -308,6 +309,10 @@ def main(arguments: list[str]) -> None:
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
+        elif name == "look":
+            from lab.look import look
+
+            print(printable(look(rest)))
         elif name == "split":
             from lab.simulate import suggest
 
@@ -319,10 +324,12 @@ def main(arguments: list[str]) -> None:
         else:
             print(describe())
             raise UserError(
-                f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode, split or tables"
+                f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode, look, split or tables"
             )
     except UserError as error:
         fail(error)
+    except TrainingStopped as error:
+        raise SystemExit(f"stopped: {printable(str(error))}") from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

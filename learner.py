@@ -257,21 +257,11 @@ def preferred(learner: Learner, groups: list, config: Config) -> tuple:
     return list(zip(pairs, credit, strict=True)), torch.tensor(dead)
 
 
-def micro_batch_loss(
-    learner: Learner,
-    batch: list,
-    measured: bool,
-    count: int,
-    config: Config,
-):
-    """This micro-batch's share of the step's loss, and of its diagnostics.
+def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
+    """What the objective sees of a micro-batch, its entropies [M], and a lesson for the critic.
 
-    batch: trajectories with their advantages; measured: look at the reference policy, too.
+    batch: trajectories with the advantages of their turns, see `samples_of`.
     """
-    reference = None
-    if measured:
-        with torch.no_grad():
-            reference, *_ = token_logprobs(learner.reference, batch, learner, config)  # [M]
     logprobs, entropy, hidden = token_logprobs(learner.model, batch, learner, config)  # [M] each
     sizes = torch.tensor([t.generated for t, _ in batch])
     sequence = torch.arange(len(batch)).repeat_interleave(sizes)  # [M]
@@ -289,13 +279,35 @@ def micro_batch_loss(
     # pi_p: with one update a step, the policy of this very forward pass
     ages = np.concatenate([learner.version - t.versions[t.loss_mask] for t, _ in batch])
     age = torch.from_numpy(ages).to(logprobs.device)
-    tokens = losses.Tokens(logprobs, logprobs.detach(), *sampled, age)
-    bounds = losses.Constants(double_low=config.double_low, double_high=config.double_high)
-    loss, touched = losses.policy_loss(config.objective, tokens, count, bounds)
+    return losses.Tokens(logprobs, logprobs.detach(), *sampled, age), entropy, lesson
+
+
+def bounds_of(config: Config) -> losses.Constants:
+    """The constants of the objectives, as configured."""
+    return losses.Constants(double_low=config.double_low, double_high=config.double_high)
+
+
+def micro_batch_loss(
+    learner: Learner,
+    batch: list,
+    measured: bool,
+    count: int,
+    config: Config,
+):
+    """This micro-batch's share of the step's loss, and of its diagnostics.
+
+    batch: trajectories with their advantages; measured: look at the reference policy, too.
+    """
+    reference = None
+    if measured:
+        with torch.no_grad():
+            reference, *_ = token_logprobs(learner.reference, batch, learner, config)  # [M]
+    tokens, entropy, lesson = tokens_of(learner, batch, config)
+    loss, touched = losses.policy_loss(config.objective, tokens, count, bounds_of(config))
     loss = loss - config.entropy * losses.token_mean(entropy, count)
     if measured:
         # weighted with pi / mu: the samples may be stale
-        kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]
+        kl = losses.unbiased_k3(tokens.logprobs, reference, tokens.behaviour)  # [M]
         weight = config.reference_weight * dampers.reference_scale(learner.damper)
         loss = loss + weight * losses.token_mean(kl, count)
     return loss, losses.diagnostics(tokens, entropy, touched, reference), lesson

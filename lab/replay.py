@@ -19,6 +19,7 @@ import copy
 import dataclasses
 import os
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,18 @@ def replay(config: Config) -> None:
     """The whole run again; prints what is shown by it, or raises TrainingStopped."""
     config, summary = recorded(config)
     steps, scores = read_script(Path(config.replay))
+    for _ in played_again(config, summary, steps, scores):
+        pass
+    episodes = f"{len(scores) * config.group_size:,} episodes"
+    sha256 = summary["weights_sha256"]
+    print(f"{len(steps)} steps and {episodes} again: all the same, weights {sha256[:16]}")
+
+
+def played_again(config: Config, summary: dict, steps: list, scores: dict) -> Iterator[tuple]:
+    """Play a run again; yields (learner, event of a step, its batch) before each of its steps.
+
+    Who looks must change nothing. Raises TrainingStopped where something differs.
+    """
     task, device = task_of(config), take_place(config, 0)
     if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
@@ -66,12 +79,12 @@ def replay(config: Config) -> None:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
         learner = resized(learner, task, config, step.get("learners", learner.team.size))
-        train(learner, step, done, config)
+        batch = take_batch(step, done)
+        yield learner, step, batch
+        train(learner, step, batch, config)
     sha256 = sha256_of(learner.weights)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
-    episodes = f"{len(scores) * config.group_size:,} episodes"
-    print(f"{len(steps)} steps and {episodes} again: all the same, weights {sha256[:16]}")
 
 
 # ---------------------------------------------------------------------------- what the log tells
@@ -156,17 +169,21 @@ def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> li
     return generator.take_finished()
 
 
-def train(learner: Learner, step: dict, done: dict, config: Config) -> None:
-    """Train the groups of one step, in the log's order, and compare."""
-    name = f"step {step['version']}"
+def take_batch(step: dict, done: dict) -> list[Group]:
+    """The groups of one step, in the log's order."""
     late = [group_id for group_id in step["groups"] if group_id not in done]
     if late:
-        raise differs(step, f"{name}: groups {late} are not finished")
-    batch = [done.pop(group_id) for group_id in step["groups"]]
+        raise differs(step, f"step {step['version']}: groups {late} are not finished")
+    return [done.pop(group_id) for group_id in step["groups"]]
+
+
+def train(learner: Learner, step: dict, batch: list[Group], config: Config) -> None:
+    """Train the groups of one step, and compare."""
     # the learning rate falls towards the last step that was planned then: --resume may move it
     metrics = learner_step(learner, batch, dataclasses.replace(config, steps=step["of"]))
     for key in ("loss", "grad_norm"):
         if repr(metrics[key]) != repr(step[key]):  # as text, NaN is itself
+            name = f"step {step['version']}"
             raise differs(step, f"{name}: {key} is {metrics[key]}, was {step[key]}")
 
 

@@ -79,7 +79,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
     run = open_training(config, "async")
-    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+    buffer = Buffer(run.task.shares, config.max_staleness, config.on_stale)
     pool = Workers(config, run.task, workers)
     run = AsyncRun(**vars(run), mailbox=None, buffer=buffer, pool=pool)
     config, learner, lives = run.config, run.learner, 2
@@ -109,9 +109,10 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
 
     def step(batch: list[Group]) -> None:
         facts = {"version": learner.version, "groups": [group.group_id for group in batch]}
-        metrics = learner_step(learner, batch, config)
-        facts |= {"of": config.steps} | {name: metrics[name] for name in ("loss", "grad_norm")}
-        run.log.event("learner", "train", in_flight=len(buffer.outstanding), **facts)
+        with run.log.timed("learner", "train", **facts) as event:
+            metrics = learner_step(learner, batch, config)
+            event |= {"of": config.steps, "in_flight": len(buffer.outstanding)}
+            event |= {name: metrics[name] for name in ("loss", "grad_norm")}
         settle(run)
 
     while learner.version < config.steps:

@@ -1,0 +1,443 @@
+"""A run as one page: its facts are those of the run, nothing escapes from it, and a real browser
+shows the tokens of a group that is clicked."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from browser import PATH, Browser
+from test_replay import rewrite, scores_of, wander
+
+import bench
+import train_async
+from lab import look
+from lab.replay import played_again, read_script, recorded
+from model import pack_tokens
+from runtime.config import Config
+from runtime.folder import read_lines
+
+browser = pytest.mark.skipif(not PATH, reason="needs chromium or google-chrome")
+EVIL = '</script><script>window.evil=1</script><img src=x onerror="window.evil=2"><!--'
+
+
+def page_of(folder) -> dict:
+    """The facts in a page, as its script reads them."""
+    text = (folder / "look.html").read_text()
+    (facts,) = re.findall(r'<script type="application/json" id="run">(.*?)</script>', text, re.S)
+    return json.loads(facts)
+
+
+def look_at(folder, *words: str) -> dict:
+    look.look([str(folder), *words])
+    return page_of(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with much staleness, and all its groups in a page."""
+    folder = tmp_path_factory.mktemp("look") / "run"
+    flags = {"objective": "double_sided", "lr": 3e-3, "swap": "keep"}
+    flags |= {"double_low": 0.2, "double_high": 0.28}
+    wander(folder, 3, 2, **flags)
+    return folder, look_at(folder, "--groups", "1000")
+
+
+def batches_of(folder):
+    """Every step of a run again, as the replay plays it: it compares each with the log."""
+    config, summary = recorded(dataclasses.replace(Config(), replay=str(folder)))
+    for learner, event, batch in played_again(config, summary, *read_script(folder)):
+        yield config, learner, event, batch
+
+
+# ----------------------------------------------------------------------------------- the facts
+
+
+def test_tokens_and_versions_are_those_of_the_run(run):
+    folder, page = run
+    shown = {group["group"]: group for group in page["groups"]}
+    events = {event["group"]: event for event in scores_of(folder)}
+    crossed = 0
+    for _, _, event, batch in batches_of(folder):
+        for group in batch:
+            own = shown.pop(group.group_id)
+            assert own["version"] == event["version"]
+            score = events[group.group_id]  # a worker has written that, not the replay
+            assert [one["swaps"] for one in own["episodes"]] == score["swaps"]
+            assert [len(one["tokens"]) for one in own["episodes"]] == score["lengths"]
+            for one, t in zip(own["episodes"], group.trajectories, strict=True):
+                swaps = one["swaps"]
+                assert one["tokens"] == t.tokens.tolist() and one["finish"] == t.finish
+                assert one["versions"] == t.versions[t.loss_mask].tolist()
+                assert one["turns"] == [list(turn) for turn in t.turns]
+                assert one["reward"] == pytest.approx(t.reward, rel=1e-3)
+                assert one["behaviour"] == pytest.approx(
+                    t.logprobs[t.loss_mask], rel=1e-3, abs=1e-3
+                )
+                positions = t.loss_mask.nonzero()[0]
+                for position, version in zip(positions, one["versions"], strict=True):
+                    pairs = zip(swaps[::2], swaps[1::2], strict=True)
+                    fed = [version for first, version in pairs if first < position]
+                    assert version == fed[-1]  # where the page draws the swap
+                crossed += len(swaps) > 2
+    assert not shown and crossed > 20
+
+
+def test_what_the_learner_made_of_a_token_is_computed_again_another_way(run):
+    folder, page = run
+    shown = {group["group"]: group["episodes"] for group in page["groups"]}
+    cut = stale = 0
+    for _, learner, event, batch in batches_of(folder):
+        assert learner.version == event["version"]  # the step has not been taken
+        for group in batch:
+            rewards = torch.tensor([t.reward for t in group.trajectories])
+            spread = rewards.std() + 1e-6
+            for t, one in zip(group.trajectories, shown[group.group_id], strict=True):
+                with torch.no_grad():
+                    hidden = learner.model(pack_tokens([t.tokens]))
+                    logits = learner.model.logits(hidden[:-1], learner.alphabet)
+                policy = torch.log_softmax(logits, -1)[t.loss_mask[1:]]  # [M, V]
+                tokens = torch.from_numpy(t.tokens[t.loss_mask]).long()
+                which = (tokens[:, None] == learner.alphabet).int().argmax(-1)
+                logprobs = policy.gather(-1, which[:, None])[:, 0]
+                ratio = (logprobs - torch.from_numpy(t.logprobs[t.loss_mask])).exp()
+                mine = [b - a for a, b in zip(one["behaviour"], one["logprobs"], strict=True)]
+                assert torch.tensor(mine).exp().tolist() == pytest.approx(ratio.tolist(), rel=5e-3)
+                entropy = -(policy.exp() * policy).sum(-1)
+                assert one["entropy"] == pytest.approx(entropy.tolist(), rel=1e-2, abs=1e-3)
+                advantage = float((t.reward - rewards.mean()) / spread)
+                same = [advantage] * len(ratio)
+                assert one["advantages"] == pytest.approx(same, rel=1e-3, abs=1e-5)
+                outside = (ratio <= 0.8) | (ratio >= 1.28)
+                sure = ((ratio - 0.8).abs() > 1e-3) & ((ratio - 1.28).abs() > 1e-3)
+                found = torch.zeros_like(outside)
+                found[one["clipped"]] = True
+                assert (found == outside)[sure].all() and one["capped"] == []
+                if learner.version == 0:  # the weights that have sampled
+                    assert one["logprobs"] == pytest.approx(one["behaviour"], rel=1e-3, abs=1e-5)
+                cut, stale = cut + int(outside.sum()), stale + int((ratio != 1).sum())
+    assert cut > 20 and stale > 100
+
+
+def test_a_life_is_what_the_log_says(run):
+    folder, page = run
+    events = read_lines(folder / "events.jsonl")
+    issued = [event for event in events if event["kind"] == "requeue"]
+    assert issued  # a worker died
+    for group in page["groups"]:
+        life, own = group["life"], [e for e in events if e.get("group") == group["group"]]
+        last = {event["kind"]: event for event in own}
+        for kind in ("start", "finish", "score"):
+            assert life[kind] == last[kind]["t"]
+        begin = last.get("requeue", last["admit"])
+        assert (life["admit"], life["worker"]) == (begin["t"], begin["worker"])
+        assert life["again"] == ("requeue" in last)
+        step = next(e for e in events if group["group"] in e.get("groups", ()))
+        assert (life["train"], group["version"]) == (step["t"], step["version"])
+    assert [step["step"] for step in page["steps"]] == [*range(1, 9)]
+    for step in page["steps"]:
+        assert len(step["waits"]) == 6
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"advantage": "gae"},
+        {"task": "hops:2", "credit": "turn", "slots": 9},
+        {"task": "guess,reverse:3", "groups_per_step": 4},
+        {"objective": "gspo", "swap": "recompute"},
+        {"top_p": 0.8},
+        {"advantage": "opob", "damper": "gac"},
+    ],
+)
+def test_every_kind_of_run_can_be_looked_into(tmp_path, flags):
+    wander(tmp_path / "run", 5, 2, **flags, steps=4)
+    page = look_at(tmp_path / "run", "--groups", "6")
+    assert len(page["groups"]) == 6 and page["trouble"] == ""
+    episodes = [episode for group in page["groups"] for episode in group["episodes"]]
+    for one in episodes:
+        generated = sum(stop - start for start, stop in one["turns"])
+        names = "versions behaviour logprobs advantages entropy".split()
+        assert {len(one[name]) for name in names} == {generated}
+    if flags.get("advantage") == "gae":  # a value of its own for each token
+        assert any(len(set(one["advantages"])) > 1 for one in episodes)
+    if "," in flags.get("task", ""):
+        assert {group["task"] for group in page["groups"]} == {"guess", "reverse:3"}
+
+
+def test_several_learners_and_real_workers(tmp_path):
+    flags = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 4, "eval_every": 2}
+    config = dataclasses.replace(Config(), out=str(tmp_path / "run"), learners=2, **flags)
+    train_async.train(config)
+    page = look_at(tmp_path / "run")
+    assert len(page["groups"]) == 16 and page["trouble"] == ""
+    reward_curve, exam = page["curves"]
+    rows = [row for row in read_lines(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    assert reward_curve["x"] == [1, 2, 3, 4] and exam["x"] == [0, 2, 4]
+    assert reward_curve["y"] == pytest.approx([row["reward"] for row in rows], rel=1e-3)
+    assert {"learner", "rollout-0", "reward-0"} <= page["spans"].keys()
+    trained = [span for span in page["spans"]["learner"] if span[2] == "train"]
+    assert [span[3] for span in trained] == [0, 1, 2, 3]
+    assert all(group["life"]["admit"] <= group["life"]["trained"] for group in page["groups"])
+
+
+def test_failed_samples_are_said_to_have_failed(tmp_path):
+    folder = tmp_path / "run"
+    wander(folder, 7, 2, out_of_time=0.2, max_failures=1.0)
+    page = look_at(folder, "--groups", "1000")
+    failed = 0
+    for group in page["groups"]:
+        episodes = group["episodes"]
+        assert sum(one["times"] for one in episodes) == len(episodes)  # the group is repaired
+        for one in episodes:
+            assert (one["finish"] == "verifier_timeout") == (one["times"] == 0)
+            assert ("tokens" in one) == (one["times"] > 0)
+            failed += one["times"] == 0
+    assert failed > 5
+
+
+def test_a_run_that_comes_out_otherwise_is_shown_up_to_there(run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    steps = [
+        i for i, e in enumerate(read_lines(folder / "events.jsonl"), 1) if e["kind"] == "train"
+    ]
+    rewrite(folder, steps[4], lambda event: event.update(loss=0.125))
+    with pytest.raises(SystemExit, match="stopped: .* is the train of step 4: loss is"):
+        bench.main(["look", str(folder)])
+    page = page_of(folder)
+    assert {group["version"] for group in page["groups"]} == {0, 1, 2, 3, 4}
+    assert len(page["steps"]) == 8 and "step 4" in page["trouble"]
+
+
+# ------------------------------------------------------------------------------- what may happen
+
+
+def test_a_mistake_costs_one_line(run, tmp_path, capsys):
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            bench.main(["look", *words])
+        said = capsys.readouterr().err.splitlines()
+        assert stopped.value.code == 2 and len(said) == 1, said
+        return said[0]
+
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    assert "look: must be given a run folder" in refused()
+    assert "look nowhere: must be a run folder" in refused("nowhere")
+    assert "--groups -1" in refused(str(folder), "--groups", "-1")
+    assert "unrecognized" in refused(str(folder), "--pages", "2")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "must be a run folder" in refused(str(empty))
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"mode": "async"', '"mode": "sync"'))
+    assert refused(str(folder)).endswith("must be a run of train_async.py")
+    (folder / "config.json").write_text(text)
+    events = (folder / "events.jsonl").read_bytes()
+    (folder / "events.jsonl").write_bytes(events[: len(events) // 2])
+    assert "must be finished and have a whole log" in refused(str(folder))
+    (folder / "events.jsonl").unlink()
+    assert "must be finished and have a whole log" in refused(str(folder))
+    (folder / "events.jsonl").write_bytes(events)
+    (folder / "summary.json").unlink()
+    assert "must be finished and have a whole log" in refused(str(folder))
+
+
+def test_a_page_is_bounded(run, tmp_path, monkeypatch):
+    _, page = run
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    text = (folder / "look.html").read_text()
+    tokens = [len(one["tokens"]) for group in page["groups"] for one in group["episodes"]]
+    size = len(look.to_json({"groups": page["groups"]})) / sum(tokens)
+    assert size * look.MOST < 3.5e6, f"{size:.0f} bytes a token"
+    assert len(text) - len(look.to_json(page)) < 60_000  # the page itself
+    steps, scores = read_script(folder)
+    every = [group for step in steps for group in step["groups"]]
+    long = {group: {"lengths": [9000] * 16} for group in every}
+    assert len(look.choose(steps, long, 1000)) == 1  # at least one
+    chosen = look.choose(steps, {group: {"lengths": [2000, 3000]} for group in every}, 0)
+    assert len(chosen) == 5  # a usual page, spread over the run:
+    places = sorted(map(every.index, chosen))
+    assert places == [2, 7, 12, 16, 21]
+    monkeypatch.setattr(look, "MOST", 60)
+    few = look_at(folder, "--groups", "1000")["groups"]
+    shown = [one for group in few for one in group["episodes"] if "tokens" in one]
+    assert sum(one["length"] for one in shown) <= 60 and len(few) >= 1
+
+
+def test_close_spans_become_one():
+    def event(t, seconds, **more):
+        return {"t": t, "process": "learner", "kind": "train", "seconds": seconds, **more}
+
+    events = [event(i * 1e-4, 1e-5, version=i) for i in range(100_000)]
+    spans = look.spans_of(events)["learner"]
+    assert len(spans) <= look.SPANS and sum(span[4] for span in spans) == 100_000
+    apart = look.spans_of([event(0.0, 0.5, version=0), event(0.6, 0.5, version=1)])
+    assert [span[3] for span in apart["learner"]] == [0, 1]
+
+
+def test_numbers_that_json_has_not_are_left_out():
+    values = [look.short(x) for x in (1 / 3, -12345.678, 0.0, float("nan"), float("inf"), None)]
+    assert values == [0.3333, -12350.0, 0.0, None, None, None]
+
+
+def test_nothing_leaves_the_facts_and_nothing_is_loaded():
+    text = look.to_json({"texts": {1: EVIL, 2: "\u2028"}})
+    assert "<" not in text and json.loads(text)["texts"]["1"] == EVIL
+    page = look.PAGE.read_text()
+    assert page.count("{{run}}") == 1
+    assert not re.search(r"https?:|//\w|\bsrc *=|href|@import|url\(", page)
+    assert "default-src 'none'" in page  # the browser forbids it, too
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", page)
+
+
+# ---------------------------------------------------------------------------------- a real browser
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("browser")) as window:
+        yield window
+
+
+TEXTS = "[...document.querySelectorAll('.episode .tokens')].map(x => x.textContent)"
+POLICY = "document.querySelectorAll('.tokens .policy').length"
+
+
+def heading(window) -> str:
+    return window.run("document.getElementById('group').textContent")
+
+
+@browser
+def test_a_click_on_a_group_shows_its_tokens(run, window):
+    folder, page = run
+    window.open(f"file://{folder}/look.html")
+    for index in (0, len(page["groups"]) - 1):
+        group = page["groups"][index]
+        row = f"document.getElementById('row-{index}')"
+        window.run(f"{row}.scrollIntoView()")
+        box = window.run(
+            f"(() => {{ const b = {row}.getBoundingClientRect(); return [b.x, b.y]; }})()"
+        )
+        window.click(box[0] + 30, box[1] + 10)
+        assert heading(window) == f"Group {group['group']}"
+        generated = sum(len(one["versions"]) for one in group["episodes"])
+        assert window.run(POLICY) == generated
+        for said, one in zip(window.run(TEXTS), group["episodes"], strict=True):
+            for token in one["tokens"]:
+                assert page["texts"][str(token)].strip() in said
+    addresses = {address.partition("#")[0] for address in window.requests()}
+    assert window.errors() == [] and addresses == {f"file://{folder}/look.html"}
+
+
+@browser
+def test_a_click_on_the_timeline_opens_the_group_that_is_there(run, window):
+    folder, page = run
+    group = page["groups"][5]
+    window.open(f"file://{folder}/look.html#group={group['group']}")
+    assert heading(window) == f"Group {group['group']}"
+    window.press("j")
+    assert heading(window) == f"Group {page['groups'][6]['group']}"
+    window.run("scrollTo(0, 0); show(0, end); null")
+    where = """(() => {
+      const box = canvas.getBoundingClientRect(), life = groups[5].life;
+      return [box.x + toX((life.admit + life.trained) / 2), box.y + laneY(lanes[5])];
+    })()"""
+    window.run("showLife(); show(groups[5].life.admit - 0.01, groups[5].life.trained + 0.01)")
+    window.click(*window.run(where))
+    chosen = window.run("state.group")
+    assert window.run(f"lanes[{chosen}] === lanes[5]")
+    assert heading(window) == f"Group {page['groups'][chosen]['group']}"
+
+
+@browser
+def test_the_keyboard_reaches_everything(run, window):
+    folder, page = run
+    window.open(f"file://{folder}/look.html#step=3")
+    assert window.run("state.step") == 3
+    window.press("ArrowRight")
+    assert window.run("state.step") == 4
+    window.press("k")
+    assert window.run("state.step") <= 4
+    width = "state.to - state.from"
+    before = window.run(width)
+    window.press("+")
+    assert window.run(width) == pytest.approx(0.6 * before, rel=0.01)
+    window.press("0")
+    assert window.run(width) == pytest.approx(window.run("end"))
+    colour = "document.querySelector('.policy').style.background"
+    seen = set()
+    for key in "12345":
+        window.press(key)
+        seen.add(window.run(colour))
+    assert len(seen) >= 3
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = window.run(background)
+    window.press("t")
+    assert window.run(background) != light
+    window.press("?")
+    assert window.run("document.getElementById('help').open")
+    window.press("Escape")
+    assert not window.run("document.getElementById('help').open")
+    assert window.errors() == []
+
+
+@browser
+def test_a_pointer_on_a_token_shows_its_facts(run, window):
+    folder, page = run
+    group = next(group for group in page["groups"] if any(o["clipped"] for o in group["episodes"]))
+    window.open(f"file://{folder}/look.html#group={group['group']}")
+    i, one = next((i, one) for i, one in enumerate(group["episodes"]) if one["clipped"])
+    part = f"document.querySelectorAll('.episode')[{i}].querySelector('.cut')"
+    window.run(f"{part}.scrollIntoView({{block: 'center'}})")
+    box = window.run(
+        f"(() => {{ const b = {part}.getBoundingClientRect(); return [b.x, b.y]; }})()"
+    )
+    window.mouse("mouseMoved", box[0] + 3, box[1] + 8)
+    said = window.run("document.getElementById('facts').innerText")
+    k = one["clipped"][0]
+    ratio = float(torch.tensor(one["logprobs"][k] - one["behaviour"][k]).exp())
+    assert f"{ratio:.3f}" in said and "clipped" in said
+    assert str(one["versions"][k]) in said and f"{one['entropy'][k]:.3f}" in said
+
+
+@browser
+def test_what_a_model_says_is_text_and_nothing_else(run, window, tmp_path):
+    _, page = run
+    evil = json.loads(json.dumps(page))
+    evil["texts"] = {i: EVIL for i in page["texts"]}
+    evil["run"] |= {"task": EVIL, "name": EVIL}
+    evil["trouble"] = EVIL
+    evil["spans"] = {EVIL: page["spans"]["learner"]}
+    for group in evil["groups"]:
+        group["task"] = group["life"]["worker"] = EVIL
+        for one in group["episodes"]:
+            one["finish"] = EVIL
+    text = look.PAGE.read_text().replace("{{run}}", look.to_json(evil))
+    (tmp_path / "look.html").write_text(text)
+    window.open(f"file://{tmp_path}/look.html")
+    assert EVIL in window.run(TEXTS)[0] and EVIL in window.run("document.title")
+    assert window.run("document.images.length") == 0
+    assert window.run("window.evil === undefined")
+    assert window.run("document.scripts.length") == 2
+
+
+@browser
+@pytest.mark.parametrize("groups", [0, 1])
+def test_a_page_with_little_in_it_opens(run, window, tmp_path, groups):
+    _, page = run
+    few = page | {"groups": page["groups"][:groups], "curves": [], "steps": [], "spans": {}}
+    text = look.PAGE.read_text().replace("{{run}}", look.to_json(few))
+    (tmp_path / "look.html").write_text(text)
+    seen = len(window.errors())
+    window.open(f"file://{tmp_path}/look.html")
+    assert heading(window) == (
+        f"Group {page['groups'][0]['group']}" if groups else "No group is shown"
+    )
+    for key in "jkn+-0ft12345":
+        window.press(key)
+    assert window.errors()[seen:] == []
