@@ -218,9 +218,21 @@ def method_lines(result: dict) -> list[str]:
     return [*lines, "", *markdown(head, rows)]
 
 
+def method_claim(result: dict) -> tuple[str, str, int]:
+    """Names of the methods that help on stale data, and that hurt, best first; how many others."""
+    arms = [
+        arm for arm in dict.fromkeys(run["arm"] for run in result["runs"]) if arm != "reinforce"
+    ]
+    found = {arm: compared(result["runs"], arm, STALE, baseline_of(arm)) for arm in arms}
+    words = {arm: verdict(*found[arm][1:]) for arm in sorted(arms, key=lambda a: -found[a][0])}
+    helped, hurt = ([f"`{a}`" for a, w in words.items() if w == x] for x in ("helps", "hurts"))
+    return ", ".join(helped), ", ".join(hurt), len(arms) - len(helped) - len(hurt)
+
+
 def draw_methods(runs: list[dict], path: Path) -> None:
     """What each method gains on data that are 4 and 16 versions old, and whether it is chance."""
-    names = [arm for arm in dict.fromkeys(run["arm"] for run in runs) if arm != "reinforce"]
+    names = [*dict.fromkeys(run["arm"] for run in runs)]
+    names.remove("reinforce")
     found = {arm: compared(runs, arm, STALE, baseline_of(arm)) for arm in names}
     names.sort(key=lambda arm: found[arm][0])
     figure, axis = new_figure((8, 0.34 * len(names) + 1.4))
