@@ -12,6 +12,7 @@ Left out: time (races.py). The rows of a plan are fixed before its first run: `p
 import copy
 import dataclasses
 import math
+import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import BLUE, GREY, ORANGE, markdown, new_figure, save_figure, save_result
+from lab.plots import BLUE, GREY, ORANGE, markdown, new_figure, save_figure, save_result, spread
 from learner import learner_step, make_learner, new_groups
 from reward import problem_of, task_of, verify_group
 from rollout import generate, make_generator
@@ -259,11 +260,47 @@ def bench_attempts(folder: Path) -> None:
         flags = {"lr": lr, **(WINDOW if damper == "kl" else {})}
         plan.append({"task": EDGE["task"], "seed": seed, "damper": damper, "flags": flags})
     runs = run_all(plan, folder, "attempts", ALIKE | EDGE)
-    print(*attempt_lines({"runs": runs}), sep="\n")
+    result = {"machine": describe_machine(), "alike": ALIKE | EDGE, "runs": runs}
+    result["overhead"] = window_overhead()
+    save_result(folder, "attempts", result)
+    print(*attempt_lines(result), sep="\n")
+
+
+def window_overhead(rounds: int = 12) -> dict:
+    """Seconds of a learner's step with the KL to a reference, measured every 5 steps as by default,
+    over those of a step without; the two in turn, the same batch."""
+    torch.set_num_threads(1)
+    config = Config(task="guess")
+    task = task_of(config)
+    pair = []
+    for every in (config.reference_every, 0):
+        own = dataclasses.replace(config, reference_every=every)
+        pair.append((own, make_learner(own, task, make_model(own, task))))
+    generator = make_generator(config, task, copy.deepcopy(pair[0][1].model))
+    groups = generate(generator, new_groups(pair[0][1], task, config.groups_per_step))
+    for group in groups:
+        apply_verdicts(group, verify_group(group, task, config))
+    ratios = []
+    for _ in range(rounds):
+        seconds = []
+        for own, learner in pair:
+            begin = time.perf_counter()
+            for _ in range(config.reference_every):
+                learner_step(learner, groups, own)
+            seconds.append(time.perf_counter() - begin)
+        ratios.append(seconds[0] / seconds[1])
+    return spread(ratios)
 
 
 def attempt_lines(result: dict) -> list[str]:
     """Of every learning rate: how many of the runs converged, and how often one must try."""
+    cost = result["overhead"]
+    spent = f"{cost['median']:.2f} ({cost['min']:.2f} to {cost['max']:.2f})"
+    lines = [
+        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds. Converged: a held-out reward of",
+        f"at least {CONVERGED}; in brackets the quartiles of the reward. A step of the learner takes",
+        f"{spent} times as long with the KL that the window needs.\n",
+    ]
     rows = []
     for lr in dict.fromkeys(run["flags"]["lr"] for run in result["runs"]):
         cells = []
@@ -272,7 +309,8 @@ def attempt_lines(result: dict) -> list[str]:
             finals = [run["final"] for run in own if run["damper"] == damper]
             good = sum(final >= CONVERGED for final in finals)
             tries = f"{len(finals) / good:.1f}" if good else "never"
-            cells += [f"{good} of {len(finals)}", tries]
+            low, high = np.quantile(finals, [0.25, 0.75])
+            cells += [f"{good} of {len(finals)} ({low:.2f} to {high:.2f})", tries]
         rows.append([f"{lr:g}", *cells])
     head = ["learning rate", "converged", "attempts", "with the window", "attempts"]
-    return markdown(head, rows)
+    return [*lines, *markdown(head, rows)]

@@ -308,7 +308,7 @@ def test_claims_quote_the_results(monkeypatch):
     monkeypatch.setattr(tables, "load_result", lambda name: made_up.get(name) or load_result(name))
     lines = tables.claims().splitlines()
     faster = lines[2]
-    assert len(lines) == 2 + 6 and {line.count("|") for line in lines} == {5}
+    assert len(lines) == 2 + 7 and {line.count("|") for line in lines} == {5}
     assert "`guess` 1.45× (1.21 to 1.74; 3 seeds, 9.3 s, not 13.5 s)" in faster
     assert "`sum` 1.45× (" in faster
 

@@ -254,10 +254,12 @@ def test_attempts_are_counted():
     for lr, finals in {0.01: [0.9, 0.8, 0.1, 0.2], 0.02: [0.1] * 4}.items():
         for damper, better in {"none": 0.0, "kl": 0.7}.items():
             rows += [{"flags": {"lr": lr}, "damper": damper, "final": x + better} for x in finals]
-    lines = stale.attempt_lines({"runs": rows})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    cost = {"median": 1.05, "min": 1.0, "max": 1.1}
+    lines = stale.attempt_lines({"runs": rows, "overhead": cost})
+    assert any("1.05 (1.00 to 1.10) times" in line for line in lines)
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-2:]]
     assert cells == [
-        ["0.01", "2 of 4", "2.0", "4 of 4", "1.0"],
-        ["0.02", "0 of 4", "never", "4 of 4", "1.0"],
+        ["0.01", "2 of 4 (0.18 to 0.83)", "2.0", "4 of 4 (0.87 to 1.52)", "1.0"],
+        ["0.02", "0 of 4 (0.10 to 0.10)", "never", "4 of 4 (0.80 to 0.80)", "1.0"],
     ]
     assert math.isclose(stale.RATES[0] / stale.RATES[1], 0.6, rel_tol=0.01)
