@@ -297,9 +297,9 @@ def attempt_lines(result: dict) -> list[str]:
     cost = result["overhead"]
     spent = f"{cost['median']:.2f} ({cost['min']:.2f} to {cost['max']:.2f})"
     lines = [
-        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds. Converged: a held-out reward of",
-        f"at least {CONVERGED}; in brackets the quartiles of the reward. A step of the learner takes",
-        f"{spent} times as long with the KL that the window needs.\n",
+        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds. Converged: a held-out",
+        f"reward of at least {CONVERGED}; in brackets the quartiles of the reward. A step of the",
+        f"learner takes {spent} times as long with the KL that the window needs.\n",
     ]
     rows = []
     for lr in dict.fromkeys(run["flags"]["lr"] for run in result["runs"]):
