@@ -18,6 +18,7 @@ from logprobs import token_logprobs
 from reward import task_of, verify_group
 from rollout import generate, make_generator
 from runtime.config import Config, UserError, check
+from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
 from runtime.models import make_model
 
