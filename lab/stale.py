@@ -42,6 +42,10 @@ STALE = ("η = 4", "η = 16")  # where a method must show what it is worth
 WINDOW = {"damper": "kl", "kl_threshold": 0.15}  # as the seeds have it
 FIXES = {"window": WINDOW, "ess": {"damper": "ess"}, "gac": {"damper": "gac"}}
 FIXES |= {"brake": {"damper": "brake"}, "baseline": {"advantage": "opob"}}
+READING = """\
+What a method gains, and in brackets where that lies in 99% of resamplings of the seeds: where 0 is
+inside, it cannot be told from chance. An objective is held against none (`reinforce`), what goes
+beside one against that objective alone."""
 BASELINES = ("cispo", "reinforce")
 SURE = 0.99  # of an interval: there are twenty methods, and one in a hundred is wrong by chance
 
@@ -195,58 +199,63 @@ def baseline_of(arm: str) -> str:
     return arm.partition(" + ")[0] if " + " in arm else "reinforce"
 
 
+def of(runs: list[dict], task: str) -> list[dict]:
+    """The runs of a task."""
+    return [run for run in runs if run["task"] == task]
+
+
+def remedies(runs: list[dict]) -> list[str]:
+    """All arms but the one without any."""
+    return [arm for arm in dict.fromkeys(run["arm"] for run in runs) if arm != "reinforce"]
+
+
 def method_lines(result: dict) -> list[str]:
     """A table for each task, and what each method is worth on stale data."""
-    runs, lines = result["runs"], []
-    for task in dict.fromkeys(run["task"] for run in runs):
-        own = [run for run in runs if run["task"] == task]
-        names = list(dict.fromkeys(run["condition"] for run in own))
-        rows = []
+    runs, lines = result["runs"], ["Mean held-out reward over a run, and its spread over seeds."]
+    for task in TASKS:
+        own = of(runs, task)
+        names, rows = list(dict.fromkeys(run["condition"] for run in own)), []
         for arm in dict.fromkeys(run["arm"] for run in own):
             cells = [list(areas(own, arm, [name]).values()) for name in names]
             rows.append([arm, *(f"{np.mean(each):.3f} ± {np.std(each):.3f}" for each in cells)])
         lines += ["", *markdown([f"`{task}`", *names], rows)]
     rows = []
-    for arm in dict.fromkeys(run["arm"] for run in runs):
-        if arm == "reinforce":
-            continue
+    for arm in remedies(runs):
         cells = []
-        for conditions in (STALE, ["8-bit"]):
-            mean, low, high = compared(runs, arm, conditions, baseline_of(arm))
-            cells.append(f"{mean:+.3f} ({low:+.3f} to {high:+.3f}): {verdict(low, high)}")
+        for own, conditions in [*((of(runs, task), STALE) for task in TASKS), (runs, ["8-bit"])]:
+            mean, low, high = compared(own, arm, conditions, baseline_of(arm))
+            cells.append(f"{verdict(low, high)}, {mean:+.3f} ({low:+.3f} to {high:+.3f})")
         rows.append([arm, baseline_of(arm), *cells])
-    head = ["method", "against", "η = 4 and 16", "8-bit rollouts"]
-    return [*lines, "", *markdown(head, rows)]
+    head = ["method", "against", *(f"`{task}`, η = 4 and 16" for task in TASKS), "8-bit, both"]
+    return [*lines, "", f"{READING}\n", *markdown(head, rows)]
 
 
 def method_claim(result: dict) -> tuple[str, str, int]:
     """Names of the methods that help on stale data, and that hurt, best first; how many others."""
-    arms = [
-        arm for arm in dict.fromkeys(run["arm"] for run in result["runs"]) if arm != "reinforce"
-    ]
-    found = {arm: compared(result["runs"], arm, STALE, baseline_of(arm)) for arm in arms}
-    words = {arm: verdict(*found[arm][1:]) for arm in sorted(arms, key=lambda a: -found[a][0])}
+    runs = result["runs"]
+    found = {arm: compared(runs, arm, STALE, baseline_of(arm)) for arm in remedies(runs)}
+    words = {arm: verdict(*found[arm][1:]) for arm in sorted(found, key=lambda a: -found[a][0])}
     helped, hurt = ([f"`{a}`" for a, w in words.items() if w == x] for x in ("helps", "hurts"))
-    return ", ".join(helped), ", ".join(hurt), len(arms) - len(helped) - len(hurt)
+    return ", ".join(helped), ", ".join(hurt), len(words) - len(helped) - len(hurt)
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
     """What each method gains on data that are 4 and 16 versions old, and whether it is chance."""
-    names = [*dict.fromkeys(run["arm"] for run in runs)]
-    names.remove("reinforce")
-    found = {arm: compared(runs, arm, STALE, baseline_of(arm)) for arm in names}
-    names.sort(key=lambda arm: found[arm][0])
-    figure, axis = new_figure((8, 0.34 * len(names) + 1.4))
+    names = remedies(runs)
+    names.sort(key=lambda arm: compared(runs, arm, STALE, baseline_of(arm))[0])
+    figure = new_figure((10, 0.32 * len(names) + 1.4))
     colours = {"helps": BLUE, "hurts": ORANGE, "cannot be told": GREY}
-    for y, arm in enumerate(names):
-        mean, low, high = found[arm]
-        colour = colours[verdict(low, high)]
-        axis.plot([low, high], [y, y], color=colour, linewidth=3)
-        axis.plot([mean], [y], "o", color=colour, markersize=7)
-    axis.axvline(0, color="black", linewidth=0.8)
-    axis.set_yticks(range(len(names)), [f"{arm}  (against {baseline_of(arm)})" for arm in names])
-    axis.set_xlabel("gain in mean held-out reward over a run, data 4 and 16 versions old")
-    axis.set_title("Blue helps, orange hurts, grey cannot be told (99% of resampled seeds)")
+    for axis, task in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
+        for y, arm in enumerate(names):
+            mean, low, high = compared(of(runs, task), arm, STALE, baseline_of(arm))
+            colour = colours[verdict(low, high)]
+            axis.plot([low, high], [y, y], color=colour, linewidth=3)
+            axis.plot([mean], [y], "o", color=colour, markersize=7)
+        axis.axvline(0, color="black", linewidth=0.8)
+        axis.set_title(task)
+        axis.set_xlabel("gain in held-out reward, mean over a run")
+        axis.set_yticks(range(len(names)), [f"{a}  (against {baseline_of(a)})" for a in names])
+    figure.suptitle("Data 4 and 16 versions old: blue helps, orange hurts, grey cannot be told")
     save_figure(figure, path)
 
 
