@@ -4,6 +4,7 @@ of methods (lab/stale.py)."""
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 import losses
 import train_sync
-from lab import stale
+from lab import distil, stale
 from learner import learner_step, make_learner, new_groups, preferred, samples_of, weigh
 from logprobs import token_logprobs
 from reward import task_of, verify_group
@@ -266,3 +267,33 @@ def test_attempts_are_counted():
         ["0.02", "0 of 4 (0.10 to 0.10)", "never", "4 of 4 (0.80 to 0.80)", "1.0"],
     ]
     assert math.isclose(stale.RATES[0] / stale.RATES[1], 0.6, rel_tol=0.01)
+
+
+# ---- a skill that was lost ----
+
+
+def test_every_stage_begins_where_another_has_ended(tmp_path):
+    plan = distil.stages(tmp_path, 3)
+    for name, flags in plan.items():
+        check(Config(**distil.ALIKE | flags))
+        for place in (flags.get("init"), flags.get("teacher")):
+            earlier = list(plan)[: list(plan).index(name)]
+            assert place is None or Path(place).name in earlier, (name, place)
+    taught, alone = plan["3-taught"], plan["3-alone"]
+    episodes = [
+        flags["steps"] * flags["groups_per_step"] * flags["group_size"]
+        for flags in ({"groups_per_step": 16, "group_size": 16} | x for x in (taught, alone))
+    ]
+    assert episodes == [distil.EPISODES] * 2, "the baseline has as many episodes"
+
+
+def test_the_table_of_distillation_has_medians():
+    def run(reward):
+        score = {"reward": reward, "solved": reward / 2}
+        return {"before": score, "after": score}
+
+    names = ("reverse", "sort", "taught", "alone", "sort after")
+    rows = [{"seed": i} | {name: run(0.1 * i + 0.5) for name in names} for i in range(3)]
+    lines = distil.distil_lines({"runs": rows})
+    assert lines[-1].split("|")[2].strip() == "0.60 (0.50 to 0.70)"
+    assert lines[-1].split("|")[3].strip() == "0.30 (0.25 to 0.35)"
