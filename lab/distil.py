@@ -14,7 +14,7 @@ from lab.races import run_each
 from runtime.devices import describe_machine
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
-EPISODES = 256 * 40  # of the last stage, with a teacher or without
+EPISODES = 256 * 120  # of the last stage, with a teacher or without
 ONE = {"group_size": 1, "groups_per_step": 256}
 
 
