@@ -32,9 +32,11 @@ def stages(folder: Path, seed: int) -> dict:
             "teacher": run["reverse"],
             **ONE,
         },
+        "fresh": {},  # as taught, on data that are never old
         "alone": {"task": "reverse", "steps": EPISODES // 256, "init": run["sort"]},
         "sort after": {"task": "sort", "init": run["taught"], **look},
     }
+    plan["fresh"] = plan["taught"] | {"max_staleness": 0}
     return {f"{seed}-{name}": flags | {"seed": seed} for name, flags in plan.items()}
 
 
@@ -56,6 +58,7 @@ def distil_lines(result: dict) -> list[str]:
         "`reverse`, the teacher": ("reverse", "after"),
         "`reverse`, when `sort` was learned": ("taught", "before"),
         "`reverse`, taught": ("taught", "after"),
+        "`reverse`, taught at staleness 0": ("fresh", "after"),
         "`reverse`, the same episodes with rewards": ("alone", "after"),
         "`sort`, before it was taught": ("sort", "after"),
         "`sort`, after": ("sort after", "before"),

@@ -292,7 +292,7 @@ def test_the_table_of_distillation_has_medians():
         score = {"reward": reward, "solved": reward / 2}
         return {"before": score, "after": score}
 
-    names = ("reverse", "sort", "taught", "alone", "sort after")
+    names = ("reverse", "sort", "taught", "fresh", "alone", "sort after")
     rows = [{"seed": i} | {name: run(0.1 * i + 0.5) for name in names} for i in range(3)]
     lines = distil.distil_lines({"runs": rows})
     assert lines[-1].split("|")[2].strip() == "0.60 (0.50 to 0.70)"
