@@ -206,8 +206,8 @@ def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
         dead, credit = torch.zeros(G, dtype=torch.bool), [[factor] * T for T in turns]
     elif config.credit == "episode":
         if config.advantage == "opob":
-            baseline = losses.optimal_baseline(rewards, *weigh(learner, trajectories, config))
-            advantages, dead = losses.group_advantages(rewards, "grpo", baseline=baseline)
+            weights = weigh(learner, trajectories, config)
+            advantages, dead = losses.optimal_advantages(rewards, *weights)
         else:
             advantages, dead = losses.group_advantages(rewards, config.advantage)
         credit = [[a] * T for a, T in zip(advantages.flatten().tolist(), turns, strict=True)]

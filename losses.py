@@ -259,13 +259,11 @@ def group_advantages(
     rewards,  # [G, n]
     kind: str,
     valid=None,  # bool [G, n]
-    baseline=None,  # [G, 1], in place of the mean
 ) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
     `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
     (Dr. GRPO, arXiv 2503.20783; GLM-5's agents). `rloo`: R - mean of the others (arXiv 2402.14740).
-    With a `baseline` `grpo` is (R - baseline) / std.
     Samples that are not `valid` bool [G, n] (their environment failed) count nowhere and get 0.
     A group with fewer than two valid samples or with equal rewards is dead: exactly 0 everywhere.
     AssertionError for an unknown kind, or a valid reward that is not finite.
@@ -283,7 +281,6 @@ def group_advantages(
     dead = ((rewards == best) | ~valid).all(1)  # a single one, too
     if kind == "grpo":
         std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
-        centred = centred if baseline is None else (rewards - baseline).masked_fill(~valid, 0.0)
         centred = centred / (std + STD_EPSILON)
     elif kind == "rloo":
         centred = centred * size / others  # R - mean of others = (R - mean) n / (n - 1)
@@ -304,6 +301,18 @@ def optimal_baseline(
     weights = (ratios * norms).square()
     weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)
     return (weights * rewards).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+
+
+def optimal_advantages(
+    rewards,  # [G, n]
+    ratios,  # [G, n]
+    norms,  # [G, n]
+) -> tuple:
+    """As `grpo`, with the optimal baseline in place of the mean: (advantages [G, n], dead [G])."""
+    advantages, dead = group_advantages(rewards, "grpo")
+    lower = rewards.mean(1, keepdim=True) - optimal_baseline(rewards, ratios, norms)  # [G, 1]
+    advantages = advantages + lower / (rewards.std(1, keepdim=True) + STD_EPSILON)
+    return advantages.masked_fill(dead[:, None], 0.0), dead
 
 
 def preference_advantages(margins, beta: float) -> Tensor:

@@ -17,7 +17,7 @@ from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
 from reward_model import serve_newest
-from rollout import COUNTED, make_generator
+from rollout import COUNTED, Generator, make_generator
 from runtime.advice import advice_of, judge
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
@@ -75,7 +75,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             if not config.reward_workers:
                 advice.served = serve_newest(config, task, advice.served)
                 judgement = judge(group, task, config, advice, line.beat)
-            events, generator.events = generator.events, []
+            events = events_of(generator, group.group_id)
             answers.append(Answer(group.group_id, group, judgement, events))
         if answers and (not active or time.monotonic() - waits > TOGETHER_SECONDS):
             line.send(*answers)
@@ -83,6 +83,16 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         if calls := generator.take_calls():
             line.send(*calls)
         line.beat()
+
+
+def events_of(generator: Generator, group_id: int) -> list[tuple]:
+    """Take what happened to a group, and spans so far, from a generator: a group never arrives
+    without its events, even where what was sent beside it is lost."""
+    events, generator.events = generator.events, []
+    own = []
+    for event in events:
+        (own if event[2] in (-1, group_id) else generator.events).append(event)
+    return own
 
 
 def learner_worker(line: Line, config: Config, shape: ModelConfig):

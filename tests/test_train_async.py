@@ -26,13 +26,13 @@ import train_sync
 from buffer import Buffer
 from rollout import generate, make_generator
 from runtime import flow
+from runtime.advice import judge
 from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.messages import Answer
 from runtime.processes import Lost
-from runtime.workers import judge
 
 ROOT = Path(__file__).parent.parent
 TRACKER = "multiprocessing.resource_tracker"
@@ -324,7 +324,7 @@ class PoolHere:
         return got
 
     def judge(self, group):
-        return judge(group, self.run.task, self.run.config, lambda: None)
+        return judge(group, self.run.task, self.run.config, self.run.advice)
 
     def generate(self, groups: list) -> list[Answer]:
         if self.run.mailbox.version > self.generator.newest or not self.generator.counts["steps"]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,3 +95,15 @@ def test_a_reward_worker_sends_verdicts_and_no_episodes():
     (message,) = line.sent
     assert isinstance(message, Answer) and len(message.judgement.verdicts) == 4
     assert message.group_id == group.group_id and message.group is None
+
+
+def test_a_group_brings_its_own_events_and_leaves_others_theirs():
+    """Of two groups that finish at once, either may arrive alone: a campaign of faults had a worker
+    send one of them first, and the ledger saw it judged before it was finished."""
+    events = [(0.0, "start", 4), (0.1, "start", 5), (0.2, "generate", -1), (0.3, "finish", 5)]
+    generator = SimpleNamespace(events=[*events, (0.3, "finish", 4)])
+    own = workers.events_of(generator, 5)
+    assert own == [events[1], events[2], events[3]]
+    assert generator.events == [events[0], (0.3, "finish", 4)]
+    assert workers.events_of(generator, 4) == [events[0], (0.3, "finish", 4)]
+    assert generator.events == []
