@@ -1,6 +1,8 @@
 """What 128k tokens take: the arithmetic is what is allocated, and what an article's 40% is."""
 
-from itertools import product
+from itertools from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import product
 
 import numpy as np
 import pytest
@@ -20,12 +22,21 @@ def shape(kind: str, **more) -> ModelConfig:
     return ModelConfig(**PRESETS["small"], **KINDS[kind], positions="rope", context=TOKENS, **more)
 
 
+@pytest.fixture(scope="module")
+def elsewhere():
+    """A process that nothing else was done in: this one may have pages that are free, or frees
+    some."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_allocated_is_what_was_computed(kind, precision):
+def test_what_is_allocated_is_what_was_computed(elsewhere, kind, precision):
     """The real cache of one slot with 131,072 tokens: its tensors, and the process that grows."""
     computed = sum(cache_bytes(shape(kind), TOKENS, precision).values())
-    tensors, grown = measured_bytes(shape(kind), TOKENS, precision)
+    measured = elsewhere.submit(measured_bytes, shape(kind), TOKENS, precision)
+    tensors, grown = measured.result()
     assert tensors == NEAR(computed, rel=0.02) and grown == NEAR(computed, rel=0.02)
     assert tensors == NEAR(computed, rel=0.001), "a tensor holds more than it shows"
 
@@ -81,9 +92,7 @@ def test_the_record_keeps_its_promise():
         c = ModelConfig(**memory.SHAPES[name], **KINDS[kind])
         assert row["parts"] == cache_bytes(c, TOKENS, precision)
         assert row["tensors"] == NEAR(row["computed"], rel=0.02)
-        assert row["resident"] == NEAR(
-            row["computed"], rel=0.02, abs=4e6
-        )  # or pages that were free
+        assert row["resident"] == NEAR(row["computed"], rel=0.02)
 
 
 def test_sparse_attention_takes_more_and_8_bits_take_less():
