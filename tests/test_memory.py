@@ -1,8 +1,8 @@
 """What 128k tokens take: the arithmetic is what is allocated, and what an article's 40% is."""
 
-from itertools from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
-import product
 
 import numpy as np
 import pytest
