@@ -42,7 +42,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "agents": ("agents", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
-    "methods": ("stale", 45, "methods.json .png", "what helps on stale data: 21 methods"),
+    "staleness-methods": ("stale", 45, "methods.json .png", "what helps on stale data: 21 methods"),
     "attempts": ("stale", 8, "attempts.json", "how often one must try at the edge of collapse"),
     "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
@@ -266,9 +266,9 @@ def show_episode(task: Task) -> None:
 
 def describe() -> str:
     """The help text: every measurement with its minutes and what it writes."""
-    lines = [__doc__, "measurement  minutes  what is measured, and the files it leaves"]
+    lines = [__doc__, "measurement        minutes  what is measured, and the files it leaves"]
     for name, (_, minutes, files, what) in MEASUREMENTS.items():
-        lines.append(f"{name:11}  {minutes:7}  {what}: {files}")
+        lines.append(f"{name:17}  {minutes:7}  {what}: {files}")
     return "\n".join(lines)
 
 
@@ -281,7 +281,7 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy {files} to results/"
     flags = [word for word in arguments if word != "--record"]
     config = parse(text, flags, getattr(room, FLAGS[name]) if name in FLAGS else NoFlags)
-    function = getattr(room, f"bench_{name}")
+    function = getattr(room, f"bench_{name.replace('-', '_')}")
     function(folder, config) if name in FLAGS else function(folder)
     print(f"\nwritten: {folder}/")
     if "--record" in arguments:

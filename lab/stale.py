@@ -1,7 +1,7 @@
 """stale.py: what to do about stale data: objectives and dampers on data of a known age.
 
-    python bench.py methods       # every objective and damper, at four ages and with 8-bit rollouts
-    python bench.py attempts      # how often one must try until a run converges, by learning rate
+    python bench.py staleness-methods    # every objective and damper, at four ages, and 8 bits
+    python bench.py attempts             # how often one must try until a run converges
 
 A run here is synchronous, but its generator is always `lag` versions behind: every token is exactly
 so old, nothing depends on the clock, and two runs at once do not disturb each other. In a real
@@ -149,7 +149,7 @@ def arms() -> dict[str, dict]:
 
 
 def plan_of() -> list[dict]:
-    """Every run of `bench_methods`, in the order in which they begin."""
+    """Every run of `bench_staleness_methods`, in the order in which they begin."""
     plan = []
     for (name, given), task in product(CONDITIONS.items(), TASKS):
         for seed, (arm, flags) in product(range(SEEDS[name]), arms().items()):
@@ -158,7 +158,7 @@ def plan_of() -> list[dict]:
     return plan
 
 
-def bench_methods(folder: Path) -> None:
+def bench_staleness_methods(folder: Path) -> None:
     """Objectives and dampers on stale data; methods.json and methods.png."""
     runs = run_all(plan_of(), folder, "methods", ALIKE)
     print(*method_lines({"runs": runs}), sep="\n")

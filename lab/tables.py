@@ -98,7 +98,7 @@ runs replayed to the same weights | faults of processes on one machine; replay n
 of CPU | `python bench.py faults`, `replay` |
 | Some remedies for stale data help | data 4 and 16 versions old, against none: {helped} help; \
 {hurt} hurt; of {open_ones} others it cannot be told | two tiny tasks, one learning rate, \
-published constants | `python bench.py methods` |
+published constants | `python bench.py staleness-methods` |
 | Agents learn to use tools and to mend their programs | held out, 5 seeds each, from random \
 weights, in at most {slowest:.0f} s: {", ".join(learned)} | tiny tasks | `python bench.py agents` |
 | Sparse attention pays at long context | forward and backward on an H100, selection included, \

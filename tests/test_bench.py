@@ -95,7 +95,8 @@ def test_the_help_lists_every_measurement_with_its_minutes_and_files(capsys):
 
 def test_every_measurement_is_a_function_that_gets_its_folder():
     for name, (module, *_) in bench.MEASUREMENTS.items():
-        function = getattr(importlib.import_module(f"lab.{module}"), f"bench_{name}")
+        room, called = importlib.import_module(f"lab.{module}"), name.replace("-", "_")
+        function = getattr(room, f"bench_{called}")
         first, *others = inspect.signature(function).parameters.values()
         assert first.name == "folder", name
         needed = [p for p in others if p.default is p.empty]
