@@ -39,7 +39,7 @@ CONDITIONS = {"η = 0": {}, "η = 2": {"lag": 2}, "η = 4": {"lag": 4}, "η = 16
 CONDITIONS |= {"8-bit": {"rollout_weights": "float8_e4m3fn"}}
 SEEDS = {"η = 0": 3, "η = 2": 3, "η = 4": 5, "η = 16": 5, "8-bit": 3}
 STALE = ("η = 4", "η = 16")  # where a method must show what it is worth
-WINDOW = {"damper": "kl", "kl_threshold": 0.15}  # as the seeds have it
+WINDOW = {"damper": "kl", "kl_threshold": 0.15}  # the threshold of articles about GLM-5
 FIXES = {"window": WINDOW, "ess": {"damper": "ess"}, "gac": {"damper": "gac"}}
 FIXES |= {"brake": {"damper": "brake"}, "baseline": {"advantage": "opob"}}
 READING = """\

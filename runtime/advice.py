@@ -84,13 +84,15 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
     needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
     with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
         require(place.is_dir(), "there is no such folder")
-        if (place / "checkpoints").is_dir():
+        a_run = (place / "checkpoints").is_dir()
+        if a_run:
             other, _ = stored_config(place, "--teacher")
-            require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
-            model = model_of(newest_weights(place), config, task, task.context)
         else:
             other = dataclasses.replace(config, model=str(place), init="", lora=0, context=0)
-            require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
+        require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
+        if a_run:
+            model = model_of(newest_weights(place), config, task, task.context)
+        else:
             model = make_model(other, task)
     model.flat.requires_grad_(False)
     alphabet = torch.from_numpy(alphabet_of(task))
