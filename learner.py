@@ -23,9 +23,9 @@ import dampers
 import losses
 from buffer import deal, pack, repaired
 from critic import Critic, criticise, make_critic, teach
-from logprobs import seen_by, token_logprobs
-from model import GPT, allowed_of, pack_tokens
-from reward import Task, alphabet_of, problem_of
+from logprobs import seen_by, token_logprobs, words_of
+from model import GPT, pack_tokens
+from reward import Task, problem_of
 from runtime.config import Config
 from runtime.messages import Group
 from runtime.team import MOMENTS, Team, add_gradients, share_facts, share_weights, slice_of
@@ -108,8 +108,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
     for own in slices:  # there from the beginning
         moments = {name: torch.zeros_like(own) for name in names}
         optimizer.state[own] = {"step": own.new_zeros(()), **moments}
-    alphabet = torch.from_numpy(alphabet_of(task)).to(flat.device)
-    alphabets = [alphabet_of(part) for part in task.parts or (task,)]
+    alphabet, allowed = words_of(task, flat.device)
     return Learner(
         model,
         flat,
@@ -117,7 +116,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         optimizer,
         damper=dampers.Damper(config.kl_threshold if config.damper == "kl" else math.inf),
         alphabet=alphabet,
-        allowed=allowed_of(alphabet, alphabets),
+        allowed=allowed,
         critic=make_critic(config, model) if config.advantage == "gae" else None,
         cursors=[0] * len(task.shares),
         begun=[0] * len(task.shares),

@@ -15,10 +15,18 @@ import torch
 from torch import Tensor
 
 from buffer import pack
-from model import GPT, Packed, pack_tokens, padded, recomputed
+from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
+from reward import Task, alphabet_of
 from runtime.config import Config
 
 PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
+
+
+def words_of(task: Task, device="cpu") -> tuple:
+    """The token ids that a policy may emit [V'], and where there are several tasks what each of
+    them allows (`allowed_of`)."""
+    alphabet = torch.from_numpy(alphabet_of(task)).to(device)
+    return alphabet, allowed_of(alphabet, [alphabet_of(part) for part in task.parts or (task,)])
 
 
 def token_logprobs(model: GPT, batch: list, words, config: Config) -> tuple:

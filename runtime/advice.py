@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from logprobs import seen_by
-from model import GPT, allowed_of
-from reward import Task, alphabet_of, verify_group
+from logprobs import seen_by, words_of
+from model import GPT
+from reward import Task, verify_group
 from reward_model import RewardModel, serve_newest, verdicts_by
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
@@ -95,9 +94,7 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
         else:
             model = make_model(other, task)
     model.flat.requires_grad_(False)
-    alphabet = torch.from_numpy(alphabet_of(task))
-    alphabets = [alphabet_of(part) for part in task.parts or (task,)]
-    return Teacher(model, alphabet, allowed_of(alphabet, alphabets), config)
+    return Teacher(model, *words_of(task), config)
 
 
 def same_words(one: Tokenizer, other: Tokenizer) -> bool:
