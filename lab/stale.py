@@ -27,7 +27,7 @@ from lab.plots import BLUE, GREY, ORANGE, markdown, new_figure, save_figure, sav
 from learner import learner_step, make_learner, new_groups
 from reward import problem_of, task_of, verify_group
 from rollout import generate, make_generator
-from runtime.config import OBJECTIVES, Config
+from runtime.config import DAMPERS, OBJECTIVES, Config
 from runtime.devices import cores, describe_machine
 from runtime.messages import Group, apply_verdicts
 from runtime.models import make_model
@@ -138,13 +138,14 @@ def run_all(
 # ---- which methods help ----
 
 
-def arms() -> dict[str, dict]:
-    """{name: flags} of every method: objectives alone, and two of them with what goes beside."""
+def arms(partners) -> dict[str, dict]:
+    """{name: flags} of every method: objectives alone, and some of them with what goes beside."""
     found = {name: {"objective": name} for name in OBJECTIVES}
     tight = {"double_low": 0.2, "double_high": 0.28}
     found["double_sided, 0.2/0.28"] = found["double_sided"] | tight
-    for name, (fix, flags) in product(BASELINES, FIXES.items()):
-        found[f"{name} + {fix}"] = {"objective": name} | flags
+    for name, (fix, flags) in product(partners, FIXES.items()):
+        if (name, fix) != ("dpo", "baseline"):  # a preference has no baseline
+            found[f"{name} + {fix}"] = {"objective": name} | flags
     return found
 
 
@@ -152,7 +153,8 @@ def plan_of() -> list[dict]:
     """Every run of `bench_staleness_methods`, in the order in which they begin."""
     plan = []
     for (name, given), task in product(CONDITIONS.items(), TASKS):
-        for seed, (arm, flags) in product(range(SEEDS[name]), arms().items()):
+        own = arms(OBJECTIVES if name in STALE else BASELINES)
+        for seed, (arm, flags) in product(range(SEEDS[name]), own.items()):
             row = {"arm": arm, "condition": name, "task": task, "seed": seed}
             plan.append(row | {"flags": flags | given})
     return plan
@@ -204,57 +206,89 @@ def of(runs: list[dict], task: str) -> list[dict]:
     return [run for run in runs if run["task"] == task]
 
 
-def remedies(runs: list[dict]) -> list[str]:
-    """All arms but the one without any."""
-    return [arm for arm in dict.fromkeys(run["arm"] for run in runs) if arm != "reinforce"]
+def alone(runs: list[dict]) -> list[str]:
+    """The objectives that correct something, without anything beside them."""
+    names = dict.fromkeys(run["arm"] for run in runs)
+    return [arm for arm in names if " + " not in arm and arm != "reinforce"]
+
+
+def gain(runs: list[dict], arm: str, conditions=STALE) -> str:
+    """What an arm is worth, in words and figures."""
+    mean, low, high = compared(runs, arm, conditions, baseline_of(arm))
+    return f"{verdict(low, high)}, {mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def method_lines(result: dict) -> list[str]:
-    """A table for each task, and what each method is worth on stale data."""
+    """The reward of every arm, what objectives are worth on stale data, and what goes beside."""
     runs, lines = result["runs"], ["Mean held-out reward over a run, and its spread over seeds."]
     for task in TASKS:
-        own = of(runs, task)
-        names, rows = list(dict.fromkeys(run["condition"] for run in own)), []
-        for arm in dict.fromkeys(run["arm"] for run in own):
-            cells = [list(areas(own, arm, [name]).values()) for name in names]
+        rows = []
+        for arm in arms(BASELINES):
+            cells = [list(areas(of(runs, task), arm, [name]).values()) for name in CONDITIONS]
             rows.append([arm, *(f"{np.mean(each):.3f} ± {np.std(each):.3f}" for each in cells)])
-        lines += ["", *markdown([f"`{task}`", *names], rows)]
+        lines += ["", *markdown([f"`{task}`", *CONDITIONS], rows)]
     rows = []
-    for arm in remedies(runs):
-        cells = []
-        for own, conditions in [*((of(runs, task), STALE) for task in TASKS), (runs, ["8-bit"])]:
-            mean, low, high = compared(own, arm, conditions, baseline_of(arm))
-            cells.append(f"{verdict(low, high)}, {mean:+.3f} ({low:+.3f} to {high:+.3f})")
-        rows.append([arm, baseline_of(arm), *cells])
-    head = ["method", "against", *(f"`{task}`, η = 4 and 16" for task in TASKS), "8-bit, both"]
-    return [*lines, "", f"{READING}\n", *markdown(head, rows)]
+    for arm in alone(runs):
+        rows.append([arm, *(gain(of(runs, t), arm) for t in TASKS), gain(runs, arm, ["8-bit"])])
+    head = ["against `reinforce`", *(f"`{task}`, η = 4 and 16" for task in TASKS), "8-bit, both"]
+    lines += ["", f"{READING}\n", *markdown(head, rows)]
+    for task in TASKS:
+        rows = []
+        for name in OBJECTIVES:
+            pairs = [f"{name} + {fix}" for fix in FIXES]
+            cells = [gain(of(runs, task), pair) if pair in arms([name]) else "" for pair in pairs]
+            rows.append([name, *cells])
+        lines += ["", *markdown([f"`{task}`, η = 4 and 16: beside", *FIXES], rows)]
+    return lines
 
 
-def method_claim(result: dict) -> tuple[str, str, int]:
-    """Names of the methods that help on stale data, and that hurt, best first; how many others."""
-    runs = result["runs"]
-    found = {arm: compared(runs, arm, STALE, baseline_of(arm)) for arm in remedies(runs)}
-    words = {arm: verdict(*found[arm][1:]) for arm in sorted(found, key=lambda a: -found[a][0])}
-    helped, hurt = ([f"`{a}`" for a, w in words.items() if w == x] for x in ("helps", "hurts"))
-    return ", ".join(helped), ", ".join(hurt), len(words) - len(helped) - len(hurt)
+def method_claim(result: dict) -> str:
+    """Which objectives help on stale data, best first, and how often each remedy beside them does,
+    and hurts."""
+    runs, worth, beside = result["runs"], {}, []
+    for arm in alone(runs):
+        mean, *interval = compared(runs, arm, STALE, "reinforce")
+        if verdict(*interval) == "helps":
+            worth[f"`{arm}`"] = mean
+    for fix in FIXES:
+        names = [arm for arm in dict.fromkeys(run["arm"] for run in runs) if arm.endswith(fix)]
+        said = [verdict(*compared(runs, arm, STALE, baseline_of(arm))[1:]) for arm in names]
+        beside.append(f"{fix} {said.count('helps')}, {said.count('hurts')}, {len(said)}")
+    best = sorted(worth, key=lambda arm: -worth[arm])
+    return (
+        f"{', '.join(best)} help; beside which of the objectives each remedy helps, hurts, of how "
+        f"many: {'; '.join(beside)}"
+    )
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
-    """What each method gains on data that are 4 and 16 versions old, and whether it is chance."""
-    names = remedies(runs)
-    names.sort(key=lambda arm: compared(runs, arm, STALE, baseline_of(arm))[0])
-    figure = new_figure((10, 0.32 * len(names) + 1.4))
+    """Above, what each objective gains on data that are 4 and 16 versions old; below, what each
+    remedy beside it gains."""
+    names = alone(runs)
+    names.sort(key=lambda arm: compared(runs, arm, STALE, "reinforce")[0])
+    figure = new_figure((11, 9))
+    above, below = figure.subplots(2, len(TASKS), sharey="row")
     colours = {"helps": BLUE, "hurts": ORANGE, "cannot be told": GREY}
-    for axis, task in zip(figure.subplots(1, len(TASKS), sharey=True), TASKS, strict=True):
+    for task, bars, grid in zip(TASKS, above, below, strict=True):
+        own = of(runs, task)
         for y, arm in enumerate(names):
-            mean, low, high = compared(of(runs, task), arm, STALE, baseline_of(arm))
+            mean, low, high = compared(own, arm, STALE, "reinforce")
             colour = colours[verdict(low, high)]
-            axis.plot([low, high], [y, y], color=colour, linewidth=3)
-            axis.plot([mean], [y], "o", color=colour, markersize=7)
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_title(task)
-        axis.set_xlabel("gain in held-out reward, mean over a run")
-        axis.set_yticks(range(len(names)), [f"{a}  (against {baseline_of(a)})" for a in names])
+            bars.plot([low, high], [y, y], color=colour, linewidth=3)
+            bars.plot([mean], [y], "o", color=colour, markersize=7)
+        bars.axvline(0, color="black", linewidth=0.8)
+        bars.set_title(f"{task}: an objective, against reinforce")
+        bars.set_yticks(range(len(names)), names)
+        for (y, name), (x, fix) in product(enumerate(OBJECTIVES), enumerate(FIXES)):
+            if f"{name} + {fix}" in arms([name]):
+                mean, low, high = compared(own, f"{name} + {fix}", STALE, name)
+                box = {"facecolor": colours[verdict(low, high)], "alpha": 0.5, "edgecolor": "none"}
+                grid.text(x, y, f"{mean:+.2f}", ha="center", va="center", bbox=box)
+        grid.set_title("what goes beside it, against it alone")
+        grid.set_xticks(range(len(FIXES)), FIXES)
+        grid.set_xlim(-0.5, len(FIXES) - 0.5)
+        grid.set_yticks(range(len(OBJECTIVES)), OBJECTIVES)
+        grid.set_ylim(len(OBJECTIVES) - 0.5, -0.5)
     figure.suptitle("Data 4 and 16 versions old: blue helps, orange hurts, grey cannot be told")
     save_figure(figure, path)
 
@@ -263,10 +297,10 @@ def draw_methods(runs: list[dict], path: Path) -> None:
 
 
 def bench_attempts(folder: Path) -> None:
-    """Runs at the edge of collapse, with the KL window and without; attempts.json and .png."""
+    """Runs at the edge of collapse, without a damper and with each; attempts.json and .png."""
     plan = []
-    for lr, damper, seed in product(RATES, ("none", "kl"), range(TRIES)):
-        flags = {"lr": lr, **(WINDOW if damper == "kl" else {})}
+    for lr, damper, seed in product(RATES, DAMPERS[::-1], range(TRIES)):
+        flags = {"lr": lr, **(WINDOW if damper == "kl" else {"damper": damper})}
         plan.append({"task": EDGE["task"], "seed": seed, "damper": damper, "flags": flags})
     runs = run_all(plan, folder, "attempts", ALIKE | EDGE)
     result = {"machine": describe_machine(), "alike": ALIKE | EDGE, "runs": runs}
@@ -306,20 +340,21 @@ def attempt_lines(result: dict) -> list[str]:
     cost = result["overhead"]
     spent = f"{cost['median']:.2f} ({cost['min']:.2f} to {cost['max']:.2f})"
     lines = [
-        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds. Converged: a held-out",
-        f"reward of at least {CONVERGED}; in brackets the quartiles of the reward. A step of the",
-        f"learner takes {spent} times as long with the KL that the window needs.\n",
+        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds. How often one must try until a",
+        f"run converges, to a held-out reward of at least {CONVERGED}; in brackets the quartiles of",
+        f"the reward. A step of the learner takes {spent} times as long with the KL",
+        "that the window needs.\n",
     ]
     rows = []
-    for lr in dict.fromkeys(run["flags"]["lr"] for run in result["runs"]):
+    for lr in RATES:
         cells = []
-        for damper in ("none", "kl"):
-            own = [run for run in result["runs"] if run["flags"]["lr"] == lr]
-            finals = [run["final"] for run in own if run["damper"] == damper]
+        for damper in DAMPERS[::-1]:
+            own = [run for run in result["runs"] if run["damper"] == damper]
+            finals = [run["final"] for run in own if run["flags"]["lr"] == lr]
             good = sum(final >= CONVERGED for final in finals)
             tries = f"{len(finals) / good:.1f}" if good else "never"
             low, high = np.quantile(finals, [0.25, 0.75])
-            cells += [f"{good} of {len(finals)} ({low:.2f} to {high:.2f})", tries]
+            cells.append(f"{tries} ({low:.2f} to {high:.2f})")
         rows.append([f"{lr:g}", *cells])
-    head = ["learning rate", "converged", "attempts", "with the window", "attempts"]
-    return [*lines, *markdown(head, rows)]
+    named = {"kl": "KL window", "none": "no damper"}
+    return [*lines, *markdown(["learning rate", *(named.get(d, d) for d in DAMPERS[::-1])], rows)]

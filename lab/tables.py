@@ -83,7 +83,6 @@ def claims() -> str:
     kernels = column(load_result("dsa-cuda")["rows"], "forward+backward")
     at_8k, at_128k = (f"{speed_up(kernels[i], ALONE, 'CUDNN'):.1f}×" for i in (1, -1))
     staged = load_result("recipe")["shown"][STAGED]
-    helped, hurt, open_ones = method_claim(load_result("methods"))
     return f"""\
 | Claim | Measured here | Caveat | How |
 |---|---|---|---|
@@ -96,9 +95,9 @@ versions; {missing} groups lost or dropped | one task, tiny models | `python ben
 {faults["lost"]} groups lost, {faults["duplicated"]} trained twice; {sum(same)} of {len(same)} \
 runs replayed to the same weights | faults of processes on one machine; replay needs the same kind \
 of CPU | `python bench.py faults`, `replay` |
-| Some remedies for stale data help | data 4 and 16 versions old, against none: {helped} help; \
-{hurt} hurt; of {open_ones} others it cannot be told | two tiny tasks, one learning rate, \
-published constants | `python bench.py staleness-methods` |
+| Some remedies for stale data help | data 4 and 16 versions old, against none: \
+{method_claim(load_result("methods"))} | two tiny tasks, one learning \
+rate, published constants | `python bench.py staleness-methods` |
 | Agents learn to use tools and to mend their programs | held out, 5 seeds each, from random \
 weights, in at most {slowest:.0f} s: {", ".join(learned)} | tiny tasks | `python bench.py agents` |
 | Sparse attention pays at long context | forward and backward on an H100, selection included, \
