@@ -206,10 +206,10 @@ def of(runs: list[dict], task: str) -> list[dict]:
     return [run for run in runs if run["task"] == task]
 
 
-def alone(runs: list[dict]) -> list[str]:
-    """The objectives that correct something, without anything beside them."""
-    names = dict.fromkeys(run["arm"] for run in runs)
-    return [arm for arm in names if " + " not in arm and arm != "reinforce"]
+def split_arms(runs: list[dict]) -> tuple[list[str], list[str]]:
+    """The objectives that correct something; the remedies beside an objective."""
+    names = list(dict.fromkeys(run["arm"] for run in runs if run["arm"] != "reinforce"))
+    return [a for a in names if " + " not in a], [a for a in names if " + " in a]
 
 
 def gain(runs: list[dict], arm: str, conditions=STALE) -> str:
@@ -221,14 +221,16 @@ def gain(runs: list[dict], arm: str, conditions=STALE) -> str:
 def method_lines(result: dict) -> list[str]:
     """The reward of every arm, what objectives are worth on stale data, and what goes beside."""
     runs, lines = result["runs"], ["Mean held-out reward over a run, and its spread over seeds."]
+    alone, beside = split_arms(runs)
+    everywhere = {run["arm"] for run in runs if run["condition"] == "8-bit"}
     for task in TASKS:
         rows = []
-        for arm in arms(BASELINES):
+        for arm in ["reinforce", *alone, *(arm for arm in beside if arm in everywhere)]:
             cells = [list(areas(of(runs, task), arm, [name]).values()) for name in CONDITIONS]
             rows.append([arm, *(f"{np.mean(each):.3f} ± {np.std(each):.3f}" for each in cells)])
         lines += ["", *markdown([f"`{task}`", *CONDITIONS], rows)]
     rows = []
-    for arm in alone(runs):
+    for arm in alone:
         rows.append([arm, *(gain(of(runs, t), arm) for t in TASKS), gain(runs, arm, ["8-bit"])])
     head = ["against `reinforce`", *(f"`{task}`, η = 4 and 16" for task in TASKS), "8-bit, both"]
     lines += ["", f"{READING}\n", *markdown(head, rows)]
@@ -236,7 +238,7 @@ def method_lines(result: dict) -> list[str]:
         rows = []
         for name in OBJECTIVES:
             pairs = [f"{name} + {fix}" for fix in FIXES]
-            cells = [gain(of(runs, task), pair) if pair in arms([name]) else "" for pair in pairs]
+            cells = [gain(of(runs, task), pair) if pair in beside else "" for pair in pairs]
             rows.append([name, *cells])
         lines += ["", *markdown([f"`{task}`, η = 4 and 16: beside", *FIXES], rows)]
     return lines
@@ -245,26 +247,27 @@ def method_lines(result: dict) -> list[str]:
 def method_claim(result: dict) -> str:
     """Which objectives help on stale data, best first, and how often each remedy beside them does,
     and hurts."""
-    runs, worth, beside = result["runs"], {}, []
-    for arm in alone(runs):
+    runs, worth, said = result["runs"], {}, []
+    alone, beside = split_arms(runs)
+    for arm in alone:
         mean, *interval = compared(runs, arm, STALE, "reinforce")
         if verdict(*interval) == "helps":
             worth[f"`{arm}`"] = mean
     for fix in FIXES:
-        names = [arm for arm in dict.fromkeys(run["arm"] for run in runs) if arm.endswith(fix)]
-        said = [verdict(*compared(runs, arm, STALE, baseline_of(arm))[1:]) for arm in names]
-        beside.append(f"{fix} {said.count('helps')}, {said.count('hurts')}, {len(said)}")
+        arms = [arm for arm in beside if arm.endswith(fix)]
+        words = [verdict(*compared(runs, arm, STALE, baseline_of(arm))[1:]) for arm in arms]
+        said.append(f"{fix} {words.count('helps')}, {words.count('hurts')}, {len(words)}")
     best = sorted(worth, key=lambda arm: -worth[arm])
     return (
-        f"{', '.join(best)} help; beside which of the objectives each remedy helps, hurts, of how "
-        f"many: {'; '.join(beside)}"
+        f"{', '.join(best)} help; beside how many objectives a remedy helps, hurts, of how many: "
+        f"{'; '.join(said)}"
     )
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
     """Above, what each objective gains on data that are 4 and 16 versions old; below, what each
     remedy beside it gains."""
-    names = alone(runs)
+    names, beside = split_arms(runs)
     names.sort(key=lambda arm: compared(runs, arm, STALE, "reinforce")[0])
     figure = new_figure((11, 9))
     above, below = figure.subplots(2, len(TASKS), sharey="row")
@@ -280,7 +283,7 @@ def draw_methods(runs: list[dict], path: Path) -> None:
         bars.set_title(f"{task}: an objective, against reinforce")
         bars.set_yticks(range(len(names)), names)
         for (y, name), (x, fix) in product(enumerate(OBJECTIVES), enumerate(FIXES)):
-            if f"{name} + {fix}" in arms([name]):
+            if f"{name} + {fix}" in beside:
                 mean, low, high = compared(own, f"{name} + {fix}", STALE, name)
                 box = {"facecolor": colours[verdict(low, high)], "alpha": 0.5, "edgecolor": "none"}
                 grid.text(x, y, f"{mean:+.2f}", ha="center", va="center", bbox=box)
@@ -340,15 +343,15 @@ def attempt_lines(result: dict) -> list[str]:
     cost = result["overhead"]
     spent = f"{cost['median']:.2f} ({cost['min']:.2f} to {cost['max']:.2f})"
     lines = [
-        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds. How often one must try until a",
-        f"run converges, to a held-out reward of at least {CONVERGED}; in brackets the quartiles of",
+        f"`reverse:4`, data {EDGE['lag']} versions old, {TRIES} seeds: how often one must try",
+        f"until a run converges (held-out reward at least {CONVERGED}); in brackets quartiles of",
         f"the reward. A step of the learner takes {spent} times as long with the KL",
         "that the window needs.\n",
     ]
-    rows = []
-    for lr in RATES:
+    rows, dampers = [], list(dict.fromkeys(run["damper"] for run in result["runs"]))
+    for lr in dict.fromkeys(run["flags"]["lr"] for run in result["runs"]):
         cells = []
-        for damper in DAMPERS[::-1]:
+        for damper in dampers:
             own = [run for run in result["runs"] if run["damper"] == damper]
             finals = [run["final"] for run in own if run["flags"]["lr"] == lr]
             good = sum(final >= CONVERGED for final in finals)
@@ -356,5 +359,4 @@ def attempt_lines(result: dict) -> list[str]:
             low, high = np.quantile(finals, [0.25, 0.75])
             cells.append(f"{tries} ({low:.2f} to {high:.2f})")
         rows.append([f"{lr:g}", *cells])
-    named = {"kl": "KL window", "none": "no damper"}
-    return [*lines, *markdown(["learning rate", *(named.get(d, d) for d in DAMPERS[::-1])], rows)]
+    return [*lines, *markdown(["learning rate, and `--damper`", *dampers], rows)]
