@@ -25,7 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dsa
-from model import GPT, attend_packed, pack_tokens, padded, sparse_kernels
+from model import (
+    GPT,
+    ModelConfig,
+    attend_packed,
+    pack_tokens,
+    padded,
+    planned,
+    sparse_kernels,
+    use_triton,
+)
 from runtime.eightbit import FLOAT8, LARGEST
 
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
@@ -239,33 +248,35 @@ def decode(
     computed for each slot apart, how many keys it reads depends on its own row, and masked keys add
     exact zeros.
     """
-    c, reads = model.config, []
+    c, reads, tables = model.config, [], None
+    sparse = sparse_kernels(c, positions.device)
+    if sparse is not None:
+        tables = planned(dsa.advance(cache.tables, positions + 1), sparse)
+    plan_dense, attend_dense = dense_kernels(c, cache.racks[0].kv)
     for rack in cache.racks:
         if n := rows_to_read(rack):
             slots = rack.slots[:n] if reads else ...  # of the first rack: every slot
-            at = positions[slots]  # [n]
-            keys = torch.arange(rack.kv.shape[3], device=at.device)
-            future = keys > at[:, None]  # [n, T]
-            mask = model.flat.new_zeros(future.shape).masked_fill_(future, -torch.inf)
+            at, length = positions[slots], rack.kv.shape[3]
             # a sequence that has moved on still writes into its first row, which nobody reads
-            place = (torch.arange(n, device=at.device), at.clamp(max=len(keys) - 1))
-            reads.append((rack, n, slots, place, mask))
+            at = at.clamp(max=length - 1)  # [n]
+            place = (torch.arange(n, device=at.device), at)
+            plan = None if sparse else plan_dense(at, length, c.kv_heads)
+            reads.append((rack, n, slots, place, plan))
 
     def attend(layer, q, k, v, index):
         outs = []
-        for rack, n, slots, place, mask in reads:
+        for rack, n, slots, place, plan in reads:
             keys, values = rack.kv[:, layer, :n]
             keys[place] = fitted(k[slots], keys)
             values[place] = fitted(v[slots], values)
-            if cache.tables is None:  # every query attends to the keys of its slot up to its own
-                outs.append(attend_rows(q[slots], keys, values, mask))
+            if sparse is None:  # every query attends to the keys of its slot up to its own
+                outs.append(attend_dense(q[slots], keys, values, plan))
         if outs:
             return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, cache.place)
         return attend_chunks(layer, q, index)
 
     def attend_chunks(layer, q, index):
         """Every query selects chunks of its slot by their means, and attends to those."""
-        tables = dsa.advance(cache.tables, positions + 1)
         if index is not None:
             cache.scored[layer][reads[0][3]] = fitted(index[1][:, None], cache.scored)
         renew_means(cache, layer, tables.own)
@@ -273,10 +284,25 @@ def decode(
         k, v, scored, means = (x[layer].flatten(0, 1) for x in kept)  # [B * T, H, D or E]
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])
-        dsa_attention = sparse_kernels(c, positions.device)
-        return dsa_attention(q.contiguous(), k, v, tables, c.top_k, index, means)
+        return sparse(q.contiguous(), k, v, tables, c.top_k, index, means)
 
     return model.body(tokens, positions, attend)
+
+
+def dense_kernels(config: ModelConfig, kv: Tensor) -> tuple[Callable, Callable]:
+    """A function that is called once a step, and one that attends with what it has returned."""
+    if use_triton(config, kv.device) and kv.dtype != FLOAT8:
+        from dsa_triton import WIDTHS, dense_decode, plan_dense
+
+        if config.head_width in WIDTHS:
+            return plan_dense, dense_decode
+    return hide_future, attend_rows
+
+
+def hide_future(positions: Tensor, length: int, *_) -> Tensor:
+    """What is added to logits [n, length]: -inf behind the positions [n]."""
+    future = torch.arange(length, device=positions.device) > positions[:, None]
+    return torch.zeros(future.shape, device=future.device).masked_fill_(future, -torch.inf)
 
 
 def attend_rows(
@@ -290,7 +316,7 @@ def attend_rows(
     SDPA gets the G query heads of a group where it expects queries: so they share their keys.
     """
     grouped = q.unflatten(1, (k.shape[2], -1))  # [n, Hkv, G, D]
-    mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1)
+    mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1).to(q.dtype)
     k = k.transpose(1, 2).to(q.dtype)  # [n, Hkv, T, D]
     v = v.transpose(1, 2).to(q.dtype)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)

@@ -89,6 +89,7 @@ class Tables(NamedTuple):
     row: Tensor  # [NC] first key row of the chunk
     q_pos: Tensor  # [N] position of the query; -1: an empty slot, which sees nothing
     first: Tensor  # [N] id of the first chunk of the query's sequence
+    blocks: Tensor | None = None  # the kernels' plan (dsa_triton.py), made once for all layers
 
     @property
     def past(self) -> Tensor:
@@ -152,11 +153,16 @@ def cache_tables(
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:
-    """Moves cache tables to new lengths, int64 [B], without building the chunks again."""
+    """Moves cache tables to new lengths, int64 [B], without building the chunks again.
+
+    On a GPU the lengths are not looked at: the host would wait, and no graph could be captured.
+    """
     slots = len(tables.first)
     capacity = tables.rows // slots
-    fits = tables.cached and len(lengths) == slots and lengths.clamp(0, capacity).equal(lengths)
-    assert fits, f"lengths must be 0..{capacity} for each cache slot, got {lengths.tolist()}"
+    fits = tables.cached and len(lengths) == slots
+    if lengths.device.type == "cpu":
+        fits = fits and lengths.clamp(0, capacity).equal(lengths)
+    assert fits, f"lengths must be 0..{capacity} for each of {slots} cache slots, got {lengths}"
     return tables._replace(q_pos=lengths - 1)
 
 

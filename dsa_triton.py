@@ -8,8 +8,13 @@ where they do not (G = 16 and BQ = 1). Softmax is online and in base 2; sums are
 
   _select       scores the past of a block and keeps the best chunks in registers as int64 (the
                 float's order, the id reversed), tile by tile: scores are never stored
+  _score        for longer lists (GLM-5's 2048 single tokens): stores the scores of a stripe of
+                blocks, as integers in the same order, and
+  _pick         finds the last one that is kept, by four histograms of 8 bits each
   _forward      walks over a block's list; in decode, several programs share a list, and
-  _merge        adds up what they found
+  _merge        adds up what they found. With a list of all chunks it is flash decoding for dense
+                attention (`dense_decode`): how long a list is, a program reads from the GPU, so
+                one captured graph serves all lengths
   _delta        sum(out * grad), for both backward kernels
   _backward_q   dQ; for chunks of less than 16 keys dK and dV too, by atomic additions
   _backward_kv  dK and dV of a chunk from its inverse list, the blocks that selected it, made by
@@ -46,6 +51,9 @@ ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ 
 SCORE_ROWS = 64  # blocks that are scored together
 PIECE_LANES = 8192  # most lanes in a piece of an inverse list
 PROGRAMS = 264  # decode splits its lists to have so many: two for each multiprocessor of an H200
+SPLITS = 64  # ... but never a list in more than these
+STRIPE = 512  # blocks whose scores are stored at once, for lists of more than STREAMED + 1
+SCORED, READ = 128, 1024  # chunks that are scored, and read again, in a tile
 
 
 @triton.jit
@@ -72,10 +80,10 @@ def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
     Returns the rows of [N * Hq], whether they exist, the first key row of the block's own chunk,
     and how far into it each of them sees (-1: sees nothing at all).
     """
-    start = tl.load(blocks + 4 * block)
-    size = tl.load(blocks + 4 * block + 1)
-    own = tl.load(blocks + 4 * block + 2)
-    reach = tl.load(blocks + 4 * block + 3)
+    start = tl.load(blocks + 5 * block)
+    size = tl.load(blocks + 5 * block + 1)
+    own = tl.load(blocks + 5 * block + 2)
+    reach = tl.load(blocks + 5 * block + 3)
     query = member // G
     live = query < size
     at = (start + query).to(tl.int64) * (HKV * G) + head * G + member % G
@@ -97,12 +105,20 @@ def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _tile_count(blocks, block, reach, S, C: tl.constexpr, BN: tl.constexpr):
+    """Tiles of a block's list: it ends where the block has seen all it may, or where S do."""
+    listed = tl.minimum(tl.load(blocks + 5 * block + 4), S)
+    return tl.where(tl.max(reach, 0) >= 0, tl.cdiv(listed * C, BN), 0)
+
+
+@triton.jit
 def _forward(
-    q, k, v, rows, blocks, out, lse, scale, S, ALL, PER,
+    q, k, v, rows, blocks, out, lse, scale, S, ALL,
     HKV: tl.constexpr, HS: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
-    """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq] over PER tiles of each list."""
+    """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq]: each split has its share of the
+    tiles of a list."""
     block, head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
     at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
@@ -114,8 +130,9 @@ def _forward(
     top = tl.full([BM], float("-inf"), lse.dtype.element_ty)
     total = tl.zeros([BM], lse.dtype.element_ty)
     acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
-    tiles = tl.where(furthest >= 0, tl.cdiv(S * C, BN), 0)
-    for tile in range(split * PER, tl.minimum(split * PER + PER, tiles)):
+    tiles = _tile_count(blocks, block, reach, S, C, BN)
+    share = tl.cdiv(tiles, tl.num_programs(2))
+    for tile in range(split * share, tl.minimum(split * share + share, tiles)):
         row, need = _keys(rows, tile, own, S, C, BN)
         place = (row * HKV + head)[:, None] * D + d[None, :]
         seen = (need <= furthest)[:, None]
@@ -186,7 +203,7 @@ def _backward_q(
     log = tl.load(lse + at, mask=live, other=0.0)
     shift = tl.load(delta + at, mask=live, other=0.0)
     acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
-    for tile in range(0, tl.where(furthest >= 0, tl.cdiv(S * C, BN), 0)):
+    for tile in range(0, _tile_count(blocks, block, reach, S, C, BN)):
         row, need = _keys(rows, tile, own, S, C, BN)
         place = (row * HKV + head)[:, None] * D + d[None, :]
         seen = (need <= furthest)[:, None]
@@ -251,80 +268,176 @@ def _backward_kv(
 
 
 @triton.jit
+def _past_of(blocks, first, past, block, NB):
+    """Of blocks: their first query, the first chunk of its past, and how many (-1: sees none)."""
+    listed = block < NB
+    lead = tl.load(blocks + 5 * block, mask=listed, other=0).to(tl.int64)
+    live = listed & (tl.load(blocks + 5 * block + 1, mask=listed, other=0) > 0)
+    begin = tl.load(first + lead, mask=live, other=0)
+    return lead, live, begin, tl.load(past + lead, mask=live, other=-1)
+
+
+@triton.jit
+def _summed(q, lead, live, head, WIDE: tl.constexpr, HS: tl.constexpr, G: tl.constexpr,
+            D: tl.constexpr):  # fmt: skip
+    """The summed query [BR, D] of each group."""
+    place = ((lead * HS + head) * G)[:, None] * D + tl.arange(0, D)[None, :]
+    query = tl.load(q + place, mask=live[:, None], other=0.0).to(WIDE)
+    for g in range(1, G):
+        query += tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(WIDE)
+    return query
+
+
+@triton.jit
+def _ordered(
+    q, query, keys, weights, lead, live, head, chunk, known,
+    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Scores of chunks, as int32 [BR, BC] in the same order. query: as from `_summed`."""
+    d = tl.arange(0, D)
+    kind: tl.constexpr = keys.dtype.element_ty if LEARNED else WIDE
+    key = keys + (chunk * HS + head)[None, :] * D + d[:, None]
+    key = tl.load(key, mask=known[None, :], other=0.0).to(kind)  # [D, BC]
+    if LEARNED:
+        place = ((lead * HS + head) * G)[:, None] * D + d[None, :]
+        score = tl.zeros([place.shape[0], key.shape[1]], WIDE)
+        for g in range(G):
+            part = tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(kind)
+            weight = tl.load(weights + lead * G + g, mask=live, other=0.0).to(WIDE)
+            hit = tl.dot(part, key, input_precision="tf32x3")
+            score += tl.maximum(hit, 0.0) * weight[:, None]
+    else:
+        score = tl.dot(query, key, input_precision="tf32x3")
+    score = score.to(tl.float32)
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def _select(
     q, keys, weights, blocks, first, past, sel, NB, S,
     HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
     BR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """sel [NB, HS, S] of each block's first query: its own chunk, then the best of its past."""
-    block, head, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1), tl.arange(0, D)
-    listed = block < NB
-    lead = tl.load(blocks + 4 * block, mask=listed, other=0).to(tl.int64)
-    live = listed & (tl.load(blocks + 4 * block + 1, mask=listed, other=0) > 0)
-    begin = tl.load(first + lead, mask=live, other=0)
-    count = tl.load(past + lead, mask=live, other=-1)
+    block, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
+    lead, live, begin, count = _past_of(blocks, first, past, block, NB)
     stop = begin + tl.maximum(count, 0)
-    kind: tl.constexpr = keys.dtype.element_ty if LEARNED else WIDE
-    place = ((lead * HS + head) * G)[:, None] * D + d[None, :]
-    query = tl.zeros([BR, D], kind)
-    if not LEARNED:
-        for g in range(G):
-            query += tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(kind)
+    query = lead if LEARNED else _summed(q, lead, live, head, WIDE, HS, G, D)
     best = tl.full([BR, BS], LOWEST, tl.int64)  # ascending
     low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0)
     for tile in range(low, tl.max(stop, 0), BC):
         chunk = tile + tl.arange(0, BC).to(tl.int64)
         inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
-        known = (chunk < tl.max(stop, 0))[None, :]
-        key = keys + (chunk * HS + head)[None, :] * D + d[:, None]
-        key = tl.load(key, mask=known, other=0.0).to(kind)  # [D, BC]
-        if LEARNED:
-            score = tl.zeros([BR, BC], WIDE)
-            for g in range(G):
-                query = tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(kind)
-                weight = tl.load(weights + lead * G + g, mask=live, other=0.0).to(WIDE)
-                hit = tl.dot(query, key, input_precision="tf32x3")
-                score += tl.maximum(hit, 0.0) * weight[:, None]
-        else:
-            score = tl.dot(query, key, input_precision="tf32x3")
-        score = score.to(tl.float32)
-        bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-        bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+        known = chunk < tl.max(stop, 0)
+        bits = _ordered(
+            q, query, keys, weights, lead, live, head, chunk, known, HS, G, D, LEARNED, WIDE
+        ).to(tl.int64)
         packed = tl.where(inside, (bits << 32) + (0xFFFFFFFF - chunk)[None, :], LOWEST)
         if tl.max(tl.max(packed, 1) > tl.min(best, 1), 0):  # most tiles of a long past: no
             best = tl.bitonic_merge(tl.maximum(best, tl.topk(packed, BS)))
     slot = BS - tl.arange(0, BS)
     ids = tl.where(best == LOWEST, -1, 0xFFFFFFFF - (best & 0xFFFFFFFF))
+    listed = block < NB
     sel += ((block.to(tl.int64) * HS + head) * S)[:, None]
-    tl.store(sel + slot[None, :], ids, mask=listed[:, None] & (slot < S)[None, :])
-    tl.store(sel, tl.where(count >= 0, stop, -1)[:, None], mask=listed[:, None])
+    tl.store(sel + slot[None, :], ids.to(tl.int32), mask=listed[:, None] & (slot < S)[None, :])
+    tl.store(sel, tl.where(count >= 0, stop, -1).to(tl.int32)[:, None], mask=listed[:, None])
+
+
+@triton.jit
+def _score(
+    q, keys, weights, blocks, first, past, scores, START, NB, K,
+    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """scores int32 [stripe, HS, K] of the blocks from START on, by the place in a block's past."""
+    row, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(2)
+    lead, live, begin, count = _past_of(blocks, first, past, START + row, NB)
+    stop = begin + tl.maximum(count, 0)
+    low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0) + tl.program_id(1) * BC
+    if low < tl.max(stop, 0):  # one tile of all that these blocks score
+        chunk = low + tl.arange(0, BC).to(tl.int64)
+        inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
+        query = lead if LEARNED else _summed(q, lead, live, head, WIDE, HS, G, D)
+        known = chunk < tl.max(stop, 0)
+        bits = _ordered(
+            q, query, keys, weights, lead, live, head, chunk, known, HS, G, D, LEARNED, WIDE
+        )
+        place = ((row.to(tl.int64) * HS + head) * K)[:, None] + (chunk[None, :] - begin[:, None])
+        tl.store(scores + place, bits, mask=inside)
+
+
+@triton.jit
+def _pick(
+    blocks, first, past, scores, sel, START, NB, K, S, HS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """sel [NB, HS, S] of one block: its own chunk, then the best of its past in order of ids."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    _, _, begin, count = _past_of(blocks, first, past, START + row, NB)
+    scores += (row * HS + head) * K
+    sel += ((START + row) * HS + head) * S
+    want = tl.minimum(tl.maximum(count, 0), S - 1)
+    left, last = want, want.to(tl.uint32) * 0  # so many of the scores that begin like `last`
+    if count > want:
+        for shift in tl.static_range(24, -1, -8):  # the next 8 bits of the last that is kept
+            found = tl.zeros([256], tl.int32)
+            for tile in range(0, count, BC):
+                at = tile + tl.arange(0, BC)
+                score = tl.load(scores + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
+                score = score ^ 0x80000000
+                alike = at < count
+                if shift < 24:
+                    alike &= (score >> (shift + 8)) == last
+                found += tl.histogram(((score >> shift) & 255).to(tl.int32), 256, mask=alike)
+            above = tl.cumsum(found, 0, reverse=True)
+            digit = tl.sum((above >= left).to(tl.int32), 0) - 1
+            left -= tl.sum(tl.where(tl.arange(0, 256) > digit, found, 0), 0)
+            last = (last << 8) + digit.to(tl.uint32)
+    if START + row < NB:
+        tl.store(sel, tl.where(count >= 0, begin + count, -1).to(tl.int32))
+    taken, equal = want * 0 + 1, want * 0
+    for tile in range(0, count, BC):
+        at = tile + tl.arange(0, BC)
+        score = tl.load(scores + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
+        score = score ^ 0x80000000
+        same = ((at < count) & (score == last)).to(tl.int32)
+        first_of = (same > 0) & (equal + tl.cumsum(same, 0) <= left)  # ties: the lowest ids
+        keep = (((at < count) & (score > last)) | first_of).to(tl.int32)
+        tl.store(sel + taken + tl.cumsum(keep, 0) - 1, (begin + at).to(tl.int32), mask=keep > 0)
+        taken += tl.sum(keep, 0)
+        equal += tl.sum(same, 0)
 
 
 def _sizes(tables: Tables) -> Tensor:  # [NC] key rows of each chunk
     return F.pad(tables.row, (0, 1), value=tables.rows).diff()
 
 
-def _blocks(tables: Tables, query_block: int) -> Tensor:
-    """int32 [NB, 4]: first query row, queries, first key row of the own chunk, place in it.
+def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
+    """int32 [NB, 5]: first query row, queries, first key row of the own chunk, place in it, and how
+    many chunks they may see.
 
-    Blocks lie in chunks, so the chunks tell them, with as many as a full chunk has in each: some
-    are empty, but their number is known without asking the device.
+    It is a plan: made once, it serves all layers, as `tables._replace(blocks=...)`. Blocks lie in
+    chunks, so the chunks tell them, with as many as a full chunk has in each: some are empty, but
+    their number is known without asking the device.
     """
     if query_block == 1:
         own = tables.row[tables.own]
         place = (tables.q_pos - tables.past * tables.chunk_size).masked_fill(tables.past < 0, -1)
         start = torch.arange(len(own), device=own.device)
-        columns = (start, torch.ones_like(own), own, place)
+        columns = (start, torch.ones_like(own), own, place, tables.past + 1)
     else:
         place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
         start = tables.row[:, None] + place
         size = (_sizes(tables)[:, None] - place).clamp(0, query_block)
-        columns = (start, size, (start - place), place.expand_as(start))
+        seen = tables.past[start.clamp(max=tables.rows - 1)] + 1
+        columns = (start, size, start - place, place.expand_as(start), seen)
     return torch.stack(columns, dim=-1).int().flatten(0, -2)
 
 
-def _by_block(sel: Tensor, blocks: Tensor) -> Tensor:  # [N, Hs, S] -> [NB, Hs, S]
-    return sel[blocks[:, 0].long().clamp(max=len(sel) - 1)]  # an empty block's list is not used
+def _by_block(sel: Tensor, blocks: Tensor, query_block: int) -> Tensor:  # -> int32 [NB, Hs, S]
+    if query_block == 1:
+        return sel.int()
+    return sel[blocks[:, 0].clamp(max=len(sel) - 1)].int()  # an empty block's list is not used
 
 
 def _by_query(lists: Tensor, tables: Tables, query_block: int) -> Tensor:  # and back
@@ -341,7 +454,7 @@ def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]
     """
     heads, width, many = lists.shape[1], lists.shape[2], len(tables.row)
     device, total = lists.device, heads * many
-    key = lists + torch.arange(0, total, many, device=device)[:, None]
+    key = lists + torch.arange(0, total, many, dtype=torch.int32, device=device)[:, None]
     key, order = torch.where(lists < 0, total, key).int().flatten().sort(stable=True)
     edges = torch.searchsorted(key, torch.arange(total + 1, dtype=torch.int32, device=device))
     needed = (edges.diff() + limit - 1) // limit  # [Hs * NC] pieces
@@ -380,30 +493,40 @@ def _tiles(q: Tensor, k: Tensor, chunk_size: int, query_block: int) -> tuple[dic
     return common | walk, common | inverse | {"num_warps": 4}
 
 
+def _walk(q, k, v, rows, blocks, chunk_size, scale, query_block=1, split=False) -> tuple:
+    """Launches `_forward` on lists of key rows, int32 [NB, Hs, S]: out as q, log2-sum-exp2
+    [N * Hq], and what a backward pass repeats. split: several programs share a list."""
+    walk, inverse = _tiles(q, k, chunk_size, query_block)
+    walk |= {"HS": rows.shape[1]}
+    every, exact = q.shape[:2].numel(), torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q), q.new_empty(every, dtype=exact)
+    grid, splits = (len(blocks) * walk["PARTS"], k.shape[1]), 1
+    if split:
+        tiles = triton.cdiv(rows.shape[2] * chunk_size, walk["BN"])
+        splits = min(tiles, SPLITS, max(1, PROGRAMS // (grid[0] * grid[1])))
+    found = (out, lse)
+    if splits > 1:
+        found = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
+    inputs = (q, k, v, rows, blocks, *found, scale, rows.shape[2], every)
+    _launch(_forward, (*grid, splits), *inputs, **walk)
+    if splits > 1:
+        merge = {"D": q.shape[2], "BS": triton.next_power_of_2(splits)}
+        _launch(_merge, (every,), *found, out, lse, every, splits, **merge)
+    return out, lse, (grid, walk, inverse)
+
+
 class _Attention(torch.autograd.Function):
     """Attention of blocks to the chunks in their lists; backward makes the probabilities again."""
 
     @staticmethod
     def forward(ctx, q, k, v, lists, blocks, tables, scale, query_block):
-        rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
-        walk, inverse = _tiles(q, k, tables.chunk_size, query_block)
-        walk |= {"HS": lists.shape[1]}
-        every, exact = q.shape[:2].numel(), torch.promote_types(q.dtype, torch.float32)
-        out, lse = torch.empty_like(q), q.new_empty(every, dtype=exact)
-
-        tiles = triton.cdiv(lists.shape[2] * tables.chunk_size, walk["BN"])
-        grid = (len(blocks) * walk["PARTS"], k.shape[1])
-        splits = min(tiles, 16, max(1, PROGRAMS // (grid[0] * grid[1]))) if tables.cached else 1
-        found = (out, lse)
-        if splits > 1:
-            found = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
-        inputs = (q, k, v, rows, blocks, *found, scale, lists.shape[2], every)
-        _launch(_forward, (*grid, splits), *inputs, triton.cdiv(tiles, splits), **walk)
-        if splits > 1:
-            merge = {"D": q.shape[2], "BS": triton.next_power_of_2(splits)}
-            _launch(_merge, (every,), *found, out, lse, every, splits, **merge)
+        rows = lists.contiguous()  # a chunk of one key is its row
+        if tables.chunk_size > 1:
+            rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
+        given = (q, k, v, rows, blocks, tables.chunk_size, scale, query_block, tables.cached)
+        out, lse, launch = _walk(*given)
         ctx.save_for_backward(q, k, v, out, lse, lists, rows, blocks)
-        ctx.plan = tables, scale, grid, walk, inverse
+        ctx.plan = tables, scale, *launch
         return out
 
     @staticmethod
@@ -470,8 +593,9 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_blo
     dsa.check_selection(tables, sel, k.shape[1])
     shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
     assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
-    blocks = _blocks(tables, query_block)
-    return _attend(q, k, v, _by_block(sel, blocks), blocks, tables, scale, query_block)
+    blocks = plan_blocks(tables, query_block)
+    blocks[:, 4] = sel.shape[2]  # a list of a stranger may have gaps
+    return _attend(q, k, v, _by_block(sel, blocks, query_block), blocks, tables, scale, query_block)
 
 
 def _attend(q, k, v, lists, blocks, tables, scale, query_block) -> Tensor:
@@ -492,12 +616,14 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, quer
     None, means as from `dsa.chunk_means` -> int64 [N, Hkv or 1, S]. `query_block` neighbours share
     what the first of them selects: nothing later is looked at. Equal scores give dsa.py's ids;
     scores may differ from dsa.py's in their last bits.
-    A decoder's few queries, and lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens), are
-    selected by dsa.py, 256 queries at a time.
+    Lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens) are in order of ids behind the own
+    chunk; the scores of STRIPE blocks are stored at once. A decoder's few queries are selected by
+    dsa.py.
     """
     dsa.check_tensors(tables, q, k)
     _check(tables, query_block, q=q, k=k)
-    lists = _lists(q, k, tables, top_k, index, means, query_block, _blocks(tables, query_block))
+    blocks = plan_blocks(tables, query_block)
+    lists = _lists(q, k, tables, top_k, index, means, query_block, blocks).long()
     return lists if query_block == 1 else _by_query(lists, tables, query_block)
 
 
@@ -509,9 +635,8 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
         dsa.check_tensors(tables, q, k[:, None], weights)
         assert weights.shape == q.shape[:2], f"weights must be {q.shape[:2]}, got {weights.shape}"
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
-    if tables.cached or width > STREAMED + 1:
-        sel = dsa.select_chunks(q, k, tables, top_k, index, means)
-        return _by_block(sel, blocks)
+    if tables.cached:
+        return dsa.select_chunks(q, k, tables, top_k, index, means).int()
     q, k, weights = _work(q), _work(k[:, None] if learned else k), _work(weights)
     if means is None:
         means = k if tables.chunk_size == 1 else dsa.chunk_means(k, tables)
@@ -519,14 +644,32 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     fits = list(means.shape) == want and means.is_contiguous() and means.device == k.device
     fits = fits and means.dtype in (k.dtype, torch.float32)
     assert fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}"
-    sel = torch.empty(len(blocks), heads, width, dtype=torch.int64, device=q.device)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
     shape |= {"WIDE": tl.float64 if q.dtype == torch.float64 else tl.float32}
+    shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
+    inputs = (q, means, weights, blocks, tables.first, tables.past)
+    sel = torch.full((len(blocks), heads, width), -1, dtype=torch.int32, device=q.device)
+    if width > STREAMED + 1:
+        _long_lists(inputs, tables, sel, shape)
+        return sel
     kept = triton.next_power_of_2(max(2, width - 1))
-    shape |= {"BR": SCORE_ROWS, "BC": max(32, kept), "BS": kept, "num_warps": 4, "num_stages": 1}
-    inputs = (q, means, weights, blocks, tables.first, tables.past, sel, len(blocks), width)
-    _launch(_select, (triton.cdiv(len(blocks), SCORE_ROWS), heads), *inputs, **shape)
+    shape |= {"BC": max(32, kept), "BS": kept}
+    grid = (triton.cdiv(len(blocks), SCORE_ROWS), heads)
+    _launch(_select, grid, *inputs, sel, len(blocks), width, **shape)
     return sel
+
+
+def _long_lists(inputs: tuple, tables: Tables, sel: Tensor, shape: dict) -> None:
+    """Fills `sel`, stripe by stripe; inputs and shape: what the kernels get."""
+    (many, heads, width), blocks, most = sel.shape, inputs[3:6], tables.widest
+    scores = sel.new_empty(min(many, STRIPE), heads, most)
+    # neighbours score all of the longest sequence, and what begins among them
+    grid = (triton.cdiv(len(scores), SCORE_ROWS), triton.cdiv(most + SCORE_ROWS, SCORED), heads)
+    for start in range(0, many, len(scores)):
+        if width < most:  # otherwise all are kept, whatever they score
+            _launch(_score, grid, *inputs, scores, start, many, most, **shape | {"num_warps": 8}, BC=SCORED)
+        rows = (min(len(scores), many - start), heads)
+        _launch(_pick, rows, *blocks, scores, sel, start, many, most, width, HS=heads, BC=READ)
 
 
 def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, query_block=1):
@@ -536,7 +679,38 @@ def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, q
     synchronisation. Nothing is kept for a backward pass that cannot come.
     """
     _check_attention(q, k, v, tables, query_block)
-    blocks = _blocks(tables, query_block)
+    blocks = plan_blocks(tables, query_block) if tables.blocks is None else tables.blocks
     with torch.no_grad():
         lists = _lists(q, k, tables, top_k, index, means, query_block, blocks)
     return _attend(q, k, v, lists, blocks, tables, None, query_block)
+
+
+# ---- flash decoding
+
+
+def plan_dense(positions: Tensor, length: int, heads: int) -> tuple:
+    """What `dense_decode` must know of n slots at int64 `positions` [n], once for all layers: key
+    rows in tiles of at most 64, and blocks; each key head of a slot is a sequence of its own."""
+    tile = min(64, length & -length)
+    past = (positions // tile).repeat_interleave(heads)
+    first = torch.arange(len(past), device=past.device)
+    local = torch.arange(length // tile, device=past.device)
+    rows = first[:, None] * length + local * tile
+    rows = rows.masked_fill(local > past[:, None], -1)[:, None]  # [n * Hkv, 1, tiles]
+    place = positions.repeat_interleave(heads) % tile
+    columns = (first, torch.ones_like(past), first * length + past * tile, place, past + 1)
+    return rows.int(), torch.stack(columns, dim=-1).int(), tile
+
+
+@torch.no_grad()
+def dense_decode(q: Tensor, k: Tensor, v: Tensor, plan: tuple) -> Tensor:
+    """One query a slot on all its cached keys up to its own (Flash-Decoding, Dao et al. 2023).
+
+    q [n, Hq, D], k and v [n, T, Hkv, D] whose heads lie outside T, plan as from `plan_dense` ->
+    [n, Hq, D]. No host synchronisation, and one shape for all lengths. AssertionError as above.
+    """
+    n, length, heads, width = k.shape
+    flat = [x.transpose(1, 2).contiguous().view(-1, 1, width) for x in (k, v)]
+    assert flat[0].data_ptr() == k.data_ptr(), "the heads of k must lie outside its positions"
+    inputs = [_work(x) for x in (q.reshape(n * heads, -1, width), *flat)]
+    return _walk(*inputs, *plan, width**-0.5, split=True)[0].view(q.shape).to(q.dtype)

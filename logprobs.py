@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from buffer import pack
-from model import GPT, Packed, allowed_of, pack_tokens, padded, recomputed
+from model import GPT, Packed, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of
 from runtime.config import Config
 
@@ -27,6 +27,15 @@ def words_of(task: Task, device="cpu") -> tuple:
     them allows (`allowed_of`)."""
     alphabet = torch.from_numpy(alphabet_of(task)).to(device)
     return alphabet, allowed_of(alphabet, [alphabet_of(part) for part in task.parts or (task,)])
+
+
+def allowed_of(alphabet: Tensor, alphabets: list) -> Tensor | None:
+    """What is added to logits [V] in each of several tasks, [K, V]: -1e9 where a token is not in
+    its own alphabet; None for one task, which has the whole."""
+    if len(alphabets) == 1:
+        return None
+    own = [torch.isin(alphabet, torch.as_tensor(ids).to(alphabet)) for ids in alphabets]
+    return (torch.stack(own).float() - 1) * 1e9
 
 
 def token_logprobs(model: GPT, batch: list, words, config: Config) -> tuple:

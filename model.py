@@ -398,15 +398,34 @@ def dense_packed(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell)
 
 
+def use_triton(config: ModelConfig, device: torch.device) -> bool:
+    """Whether attention is computed by the kernels of dsa_triton.py."""
+    return config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda")
+
+
+def captures(config: ModelConfig) -> bool:
+    """Whether a decode step can be a CUDA graph: dsa.py makes the host wait for the GPU."""
+    return config.attention == "dense" or config.kernels != "spec"
+
+
 def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None:
     """The `dsa_attention` to use on this device, None where attention is dense."""
     if config.attention == "dense":
         return None
-    if config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda"):
+    if use_triton(config, device):
         from dsa_triton import dsa_attention
 
         return dsa_attention
     return dsa.dsa_attention
+
+
+def planned(tables: dsa.Tables, sparse: Callable) -> dsa.Tables:
+    """Tables with what the kernels need of them, made once and not in every layer."""
+    if sparse is dsa.dsa_attention:
+        return tables
+    from dsa_triton import plan_blocks
+
+    return tables._replace(blocks=plan_blocks(tables))
 
 
 def attend_packed(
@@ -425,7 +444,7 @@ def attend_packed(
     token_of_row = packed.grid[real]  # [K]
     row_of_token = real.flatten().cumsum(0)[packed.cell] - 1  # [N]
     edges = F.pad(real.sum(1).cumsum(0), (1, 0))  # [B + 1] the row where each sequence starts
-    tables = dsa.packed_tables(edges, config.chunk_size, capacity)
+    tables = planned(dsa.packed_tables(edges, config.chunk_size, capacity), sparse)
 
     def attend(layer, q, k, v, index):
         of_tokens = q, k, v, *(index or ())
@@ -434,12 +453,3 @@ def attend_packed(
         return out.index_select(0, row_of_token)
 
     return attend
-
-
-def allowed_of(alphabet: Tensor, alphabets: list) -> Tensor | None:
-    """What is added to logits [V] in each of several tasks, [K, V]: -1e9 where a token is not in
-    its own alphabet; None for one task, which has the whole."""
-    if len(alphabets) == 1:
-        return None
-    own = [torch.isin(alphabet, torch.as_tensor(ids).to(alphabet)) for ids in alphabets]
-    return (torch.stack(own).float() - 1) * 1e9

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
-from model import GPT, allowed_of, merged, pack_tokens
+from logprobs import allowed_of
+from model import GPT, captures, merged, pack_tokens
 from reward import Task, capacity_of
 from runtime.config import Config
 from runtime.eightbit import Precision, form_of, take
@@ -395,7 +396,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
         swap=config.swap,
         worker=worker,
         precision=Precision(config.rollout_weights, config.rollout_cache),
-        graphs=model.flat.is_cuda and model.config.attention == "dense",
+        graphs=model.flat.is_cuda and captures(model.config),
     )
 
 

@@ -26,9 +26,10 @@ from test_dsa import (
     seen_rows,
 )
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa
-from cache import decode, make_cache, prefill
+from cache import captured, decode, make_cache, prefill, reserve
 from model import GPT, ModelConfig, pack_tokens
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -311,8 +312,18 @@ TIES = [  # cu_seqlens, chunk size, top_k, longest list the kernel keeps
     ([0, 21, 21, 70], 16, 9, 64),
     ([0, 7, 31], 1, 40, 64),
     ([0, 7, 40], 1, 5, 64),
-    ([0, 7, 40], 1, 5, 3),  # by dsa.py
+    ([0, 7, 40], 1, 5, 3),  # longer lists than the first kernel keeps, and more
+    ([0, 1, 2, 2, 40, 41], 1, 9, 3),
+    ([0, 37, 100], 16, 5, 3),
+    ([0, 7, 31], 1, 40, 3),  # all are kept
+    ([0, 60, 100], 2, 6, 3),
 ]
+
+
+def in_order(sel):
+    """A selection with all but the first in order of ids, and -1 last."""
+    rest = sel[..., 1:].masked_fill(sel[..., 1:] < 0, 1 << 40).sort(-1).values
+    return torch.cat((sel[..., :1], rest.masked_fill(rest == 1 << 40, -1)), -1)
 
 
 @kernels
@@ -322,6 +333,8 @@ def test_selection_with_ties_is_the_naive_one(
     cu, chunk_size, top_k, streamed, learned, monkeypatch
 ):
     monkeypatch.setattr(dsa_triton, "STREAMED", streamed)
+    for name, small in {"STRIPE": 32, "SCORED": 16, "READ": 16}.items():
+        monkeypatch.setattr(dsa_triton, name, small)
     n, tables = cu[-1], packed(*cu, chunk_size=chunk_size)
     small = [torch.randint(-1, 2, shape).float() for shape in ((n, 4, 16), (n, 2, 16))]
     index = [torch.randint(-1, 2, shape).float() for shape in ((n, 2, 16), (n, 16), (n, 2))]
@@ -338,11 +351,15 @@ def test_selection_with_ties_is_the_naive_one(
         given = (q.to(DEVICE, dtype), k.to(DEVICE, dtype), tables, top_k, given)
         sel = dsa_triton.select_chunks(*given)
         assert sel.dtype == torch.int64 and sel.shape[2] == min(top_k, tables.widest)
-        assert torch.equal(sel, dsa.select_chunks(*given))
+        long = sel.shape[2] > streamed + 1  # then the best of the past are in order of ids
+        assert torch.equal(
+            sel, in_order(dsa.select_chunks(*given)) if long else dsa.select_chunks(*given)
+        )
         scores = naive_scores(cu, chunk_size, score)
         for h in range(1 if learned else 2):
             one = {place: values[h] for place, values in scores.items()}
             for t, ids in enumerate(naive_pick(cu, chunk_size, one, top_k)):
+                ids = ids[:1] + sorted(ids[1:]) if long else ids
                 assert sel[t, h].tolist() == ids + [-1] * (sel.shape[2] - len(ids))
                 assert len(ids) == len(set(ids))
 
@@ -395,25 +412,92 @@ def test_special_scores_are_selected_as_in_dsa(value):
         assert ids[0] == t and len(set(ids)) == len(ids) == min(t + 1, 8) and max(ids) == t
 
 
+MODEL = dict(width=32, heads=4, kv_heads=2, head_width=16, hidden=32, vocab_size=40, context=40)
+KINDS = {"dense": dict(attention="dense")}
+for scoring in ("mean", "indexer"):
+    KINDS[scoring] = dict(attention="dsa", scoring=scoring, chunk_size=4, top_k=3)
+
+
 @kernels
-@pytest.mark.parametrize("scoring", ["mean", "indexer"])
-def test_a_model_computes_with_them_what_it_computes_without(scoring):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_computes_with_them_what_it_computes_without(kind):
     """Training forward and gradient, prefill and decode."""
-    shape = dict(layers=1, width=32, heads=4, kv_heads=2, head_width=16, hidden=32, vocab_size=40)
-    sparse = dict(attention="dsa", scoring=scoring, chunk_size=4, top_k=3, context=32)
     tokens, found = torch.arange(15) * 7 % 40, {}
     for how in ("spec", "triton"):
-        model = GPT(ModelConfig(**shape, **sparse, kernels=how)).on(DEVICE)
+        model = GPT(ModelConfig(**MODEL, layers=1, **KINDS[kind], kernels=how)).on(DEVICE)
         hidden = model(pack_tokens([tokens[:5], tokens], DEVICE))
         hidden.square().sum().backward()
         cache = make_cache(model, 2, 32)
         prefill(model, cache, [1], [tokens[:14]])
+        reserve(cache, np.array([1, 15]))
         ids, positions = (torch.tensor([0, x], device=DEVICE) for x in (tokens[14], 14))
         step = decode(model, cache, ids, positions)[1]
         close(step, hidden[-1].detach(), 1e-5)
         found[how] = (hidden.detach(), model.flat_grad, step)
     for got, want in zip(found["triton"], found["spec"], strict=True):
         close(got, want, 1e-5)
+
+
+class NeverWait(TorchDispatchMode):
+    """Fails where a host would wait for its GPU, and no graph could be captured."""
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        waits = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select")
+        assert call.overloadpacket.__name__ not in waits, f"{call} makes the host wait"
+        return call(*args, **kwargs or {})
+
+
+@kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_step_asks_the_gpu_for_no_number_and_plans_once(kind, monkeypatch):
+    model = GPT(ModelConfig(**MODEL, layers=3, **KINDS[kind], kernels="triton")).on(DEVICE)
+    cache, plans = make_cache(model, 2, 40), []
+    prefill(model, cache, [0, 1], [[1, 2, 3], [4]])
+    tokens, positions = (torch.tensor(x, device=DEVICE) for x in ([4, 5], [3, 1]))
+    monkeypatch.setattr(  # on a CPU it may look at the lengths
+        dsa, "advance", lambda tables, lengths: tables._replace(q_pos=lengths - 1)
+    )
+    name = "plan_dense" if kind == "dense" else "plan_blocks"
+    make = getattr(dsa_triton, name)
+    monkeypatch.setattr(dsa_triton, name, lambda *args: plans.append(0) or make(*args))
+    with NeverWait():
+        decode(model, cache, tokens, positions)
+    assert len(plans) == 1
+    model(pack_tokens([[1, 2, 3], [4]], DEVICE)).sum().backward()
+    assert len(plans) == 1 + (kind != "dense"), "a plan serves all layers"
+
+
+@kernels
+@pytest.mark.parametrize("width,heads", [(16, (4, 2)), (32, (3, 1)), (64, (2, 2))])
+@pytest.mark.parametrize("length,programs", [(48, 264), (160, 12), (128, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_decoding_is_dense_attention(width, heads, length, programs, dtype, monkeypatch):
+    """Slots of any length, keys that are not written yet; and a slot knows nothing of others."""
+    monkeypatch.setattr(dsa_triton, "PROGRAMS", programs)
+    (query_heads, key_heads), n = heads, 3
+    at = torch.tensor([0, length - 1, length // 2], device=DEVICE)
+    q = torch.randn(n, query_heads, width).to(DEVICE, dtype)
+    kv = torch.randn(2, n, key_heads, length, width).to(DEVICE, dtype)
+    for slot, position in enumerate(at.tolist()):
+        kv[:, slot, :, position + 1 :] = NAN
+    k, v = kv.transpose(2, 3)  # [n, T, Hkv, D], heads outside
+    got = dsa_triton.dense_decode(q, k, v, dsa_triton.plan_dense(at, length, key_heads))
+    assert got.dtype == dtype
+    for slot, position in enumerate(at.tolist()):
+        keys, values = (x[slot, : position + 1].transpose(0, 1).double() for x in (k, v))
+        query = q[slot].double().unflatten(0, (key_heads, -1))
+        want = F.scaled_dot_product_attention(query, keys, values).flatten(0, 1)
+        close(got[slot], want, 4e-3 if dtype == torch.bfloat16 else 1e-5)
+    other = dsa_triton.plan_dense(at.flip(0), length, key_heads)
+    assert torch.equal(dsa_triton.dense_decode(q.flip(0), k.flip(0), v.flip(0), other)[2], got[0])
+
+
+@kernels
+def test_flash_decoding_copies_no_cache():
+    kv, at = torch.zeros(2, 1, 32, 2, 16, device=DEVICE), torch.zeros(1, device=DEVICE).long()
+    plan = dsa_triton.plan_dense(at, 32, 2)
+    with pytest.raises(AssertionError, match="heads of k must lie outside"):
+        dsa_triton.dense_decode(torch.zeros(1, 2, 16, device=DEVICE), *kv, plan)
 
 
 @kernels
@@ -529,13 +613,15 @@ def test_a_cpu_tensor_is_refused_where_nothing_is_interpreted():
 # The compiler -------------------------------------------------------------------------------------
 
 KERNELS = {name: x for name, x in vars(dsa_triton).items() if isinstance(x, triton.JITFunction)}
-LAUNCHED = {"_forward", "_merge", "_delta", "_backward_q", "_backward_kv", "_select"}
+LAUNCHED = {"_forward", "_merge", "_delta", "_backward_q", "_backward_kv"}
+LAUNCHED |= {"_select", "_score", "_pick"}
 SHAPES = {  # D, chunk size, query block, S, cached, indexer heads and width
     "per query, 64": (64, 64, 1, 16, False, None),
     "per query, 128": (128, 64, 1, 16, False, None),
     "block of 8, 64": (64, 64, 8, 16, False, None),
     "block of 8, 128": (128, 64, 8, 16, False, None),
     "tokens": (128, 1, 1, 64, False, (4, 64)),
+    "2048 tokens": (128, 1, 1, 2048, False, (4, 64)),
     "decode": (128, 64, 1, 16, True, None),
 }
 
@@ -572,7 +658,7 @@ def compile_for_hopper(kernel, *args, **constants) -> tuple[str, int]:
 def test_kernels_compile_for_sm_90_and_spill_nothing(name, monkeypatch):
     """What dsa_attention and its backward would launch for 32 query heads, 2 key heads, bf16."""
     width, chunk_size, query_block, top_k, cached, indexer = SHAPES[name]
-    length, launches = chunk_size * top_k, []
+    length, launches = chunk_size * top_k + chunk_size, []
     monkeypatch.setattr(dsa_triton, "_check", lambda *args, **tensors: None)  # CPU tensors
     monkeypatch.setattr(
         dsa_triton, "_launch", lambda kernel, grid, *a, **c: launches.append((kernel, a, c))
@@ -594,12 +680,33 @@ def test_kernels_compile_for_sm_90_and_spill_nothing(name, monkeypatch):
         out.sum().backward()
     want = {"_forward", "_merge"} if cached else LAUNCHED - {"_merge"}
     want -= {"_backward_kv"} if chunk_size < dsa_triton.ATOMIC_BELOW else set()
+    want -= {"_select"} if top_k > dsa_triton.STREAMED + 1 else {"_score", "_pick"}
     assert {kernel.__name__ for kernel, _, _ in launches} == want
+    compile_all(name, launches)
+
+
+def compile_all(name: str, launches: list) -> None:
+    """No launch spills, and none needs more shared memory than there is."""
     for kernel, args, constants in launches:
         usage, shared = compile_for_hopper(kernel, *args, **constants)
         print(f"{name:16} {kernel.__name__:13} {usage} shared {shared}")
         assert usage.endswith("STACK:0"), f"{kernel.__name__} spills: {usage}"
         assert shared <= 227 * 1024, f"{kernel.__name__} needs {shared} bytes of shared memory"
+
+
+@compiler
+@pytest.mark.parametrize("width,heads", [(64, (32, 2)), (128, (32, 8)), (128, (8, 8))])
+def test_flash_decoding_compiles_for_sm_90_and_spills_nothing(width, heads, monkeypatch):
+    launches = []
+    monkeypatch.setattr(
+        dsa_triton, "_launch", lambda kernel, grid, *a, **c: launches.append((kernel, a, c))
+    )
+    kv = torch.zeros(2, 1, heads[1], 4096, width, dtype=torch.bfloat16)
+    plan = dsa_triton.plan_dense(torch.tensor([4000]), 4096, heads[1])
+    query = torch.zeros(1, heads[0], width, dtype=torch.bfloat16)
+    dsa_triton.dense_decode(query, *kv.transpose(2, 3), plan)
+    assert [kernel.__name__ for kernel, _, _ in launches] == ["_forward", "_merge"]
+    compile_all(f"dense, {width}", launches)
 
 
 @compiler
@@ -648,6 +755,21 @@ def test_more_than_2_31_elements():
     want_grads = torch.autograd.grad(want, alone, torch.ones_like(want))
     for a, b in zip(grads, want_grads, strict=True):
         close(a[last], b, 2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_captured_step_serves_all_lengths(kind):
+    model = GPT(ModelConfig(**MODEL, layers=2, **KINDS[kind])).on(DEVICE)
+    caches, graphs = [make_cache(model, 2, 40) for _ in "ab"], []
+    for cache in caches:
+        reserve(cache, np.array([40, 40]))
+        prefill(model, cache, [0, 1], [[1, 2, 3], [4]])
+    for step in range(20):
+        inputs = [torch.tensor(x, device=DEVICE) for x in ([4 + step, 5], [3 + step, 1 + step])]
+        want = decode(model, caches[0], *inputs)
+        got = captured(lambda given: decode(model, caches[1], *given), inputs, graphs)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu
