@@ -44,7 +44,7 @@ SHORT = 32  # positions of the shortest rows
 @dataclass(eq=False)
 class Rack:
     """Rows of one length, of which the first are in use; `slots` tells whose sequence lies in each
-    (0 where nobody's does)."""
+    (-1 where nobody's does)."""
 
     kv: Tensor  # [2, L, n, T, Hkv, D] keys and values
     slots: Tensor  # [n]
@@ -112,7 +112,7 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
             if row == len(new.slots):  # half as many rows again, and one
                 more, grown = min(row // 2 + 1, len(wanted) - row), True
                 longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
-                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more))
+                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more), value=-1)
             new.used += 1
             new.slots[row] = b
             copy_row(old, cache.row[b], new, row)
@@ -121,7 +121,7 @@ def reserve(cache: Cache, needed: np.ndarray) -> bool:
             gap, last = cache.row[b], int(old.slots[old.used])
             copy_row(old, old.used, old, gap)
             old.slots[gap], cache.row[last] = last, gap
-            old.slots[old.used] = 0
+            old.slots[old.used] = -1
         cache.rack[b], cache.row[b] = wanted[b], row
     if changed:
         before = np.cumsum([0] + [rows_to_read(rack) for rack in cache.racks])
@@ -256,10 +256,12 @@ def decode(
     for rack in cache.racks:
         if n := rows_to_read(rack):
             slots = rack.slots[:n] if reads else ...  # of the first rack: every slot
-            at, length = positions[slots], rack.kv.shape[3]
+            length = rack.kv.shape[3]
             # a sequence that has moved on still writes into its first row, which nobody reads
-            at = at.clamp(max=length - 1)  # [n]
+            at = positions[slots].clamp(max=length - 1)  # [n]
             place = (torch.arange(n, device=at.device), at)
+            if reads:
+                at = at.masked_fill(rack.slots[:n] < 0, -1)  # nobody's: nothing is attended to
             plan = None if sparse else plan_dense(at, length, c.kv_heads)
             reads.append((rack, n, slots, place, plan))
 
@@ -300,8 +302,9 @@ def dense_kernels(config: ModelConfig, kv: Tensor) -> tuple[Callable, Callable]:
 
 
 def hide_future(positions: Tensor, length: int, *_) -> Tensor:
-    """What is added to logits [n, length]: -inf behind the positions [n]."""
-    future = torch.arange(length, device=positions.device) > positions[:, None]
+    """What is added to logits [n, length]: -inf behind the positions [n]; -1 is taken for 0."""
+    keys = torch.arange(length, device=positions.device)
+    future = keys > positions.clamp(min=0)[:, None]
     return torch.zeros(future.shape, device=future.device).masked_fill_(future, -torch.inf)
 
 

@@ -667,7 +667,17 @@ def _long_lists(inputs: tuple, tables: Tables, sel: Tensor, shape: dict) -> None
     grid = (triton.cdiv(len(scores), SCORE_ROWS), triton.cdiv(most + SCORE_ROWS, SCORED), heads)
     for start in range(0, many, len(scores)):
         if width < most:  # otherwise all are kept, whatever they score
-            _launch(_score, grid, *inputs, scores, start, many, most, **shape | {"num_warps": 8}, BC=SCORED)
+            _launch(
+                _score,
+                grid,
+                *inputs,
+                scores,
+                start,
+                many,
+                most,
+                **shape | {"num_warps": 8},
+                BC=SCORED,
+            )
         rows = (min(len(scores), many - start), heads)
         _launch(_pick, rows, *blocks, scores, sel, start, many, most, width, HS=heads, BC=READ)
 

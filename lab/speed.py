@@ -2,6 +2,8 @@
 
 `python bench.py decode` and `dsa` run these. Ways of doing the same thing are compared
 in one run, in turn (A B A B), with medians and extremes; the first round of each only warms up.
+On a GPU a way is timed twice: as one eager call, and as a replayed CUDA graph ("NAME, graph"), in
+which compiling, plans and the launching of kernels are not counted.
 Left out: training runs (races.py, campaigns.py), models of Qwen3's form (qwen.py).
 """
 
@@ -40,6 +42,25 @@ def in_turn(ways: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
     return {name: column(found[1:], name) for name in ways}
 
 
+def as_graphs(ways: dict[str, Callable]) -> dict[str, Callable]:
+    """The same calls as CUDA graphs, which are replayed; none without a GPU."""
+    found = {}
+    for name, way in ways.items() if torch.cuda.is_available() else ():
+        way()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            way()
+        found[f"{name}, graph"] = graph.replay
+    return found
+
+
+def bandwidth(megabytes: int = 1024) -> float:
+    """Bytes a second that a copy reads and writes on this GPU, the best of 9."""
+    source = torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda")
+    copy = torch.empty_like(source)
+    return 2 * source.nbytes / min(seconds_of(partial(copy.copy_, source)) for _ in range(9))
+
+
 # --------------------------------------------------------------------------- decoding, long context
 
 STEPS = 5  # decode steps that are timed together
@@ -47,24 +68,32 @@ STEPS = 5  # decode steps that are timed together
 
 def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
     """Model `small`, on a GPU or one CPU thread: one decoded token a slot at growing context, dense
-    against sparse."""
+    against sparse; on a GPU dense by flash decoding, as the generator does, and by SDPA."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
     result = {"machine": describe_machine(), "model": "small", "slots": slots, "rows": []}
     kinds = {"dense": {}}
+    if device == "cuda":
+        kinds["dense, SDPA"] = {"kernels": "spec"}
+        result["bytes_per_s"] = bandwidth()
     for size, k in ((64, 16), (64, 8), (16, 16)):
         kinds[f"{k} chunks of {size}"] = {"attention": "dsa", "chunk_size": size, "top_k": k}
     for length in tqdm([2**i for i in range(12, 18 if device == "cuda" else 15)], unit="length"):
         ways = {}
         for name, how in kinds.items():
             shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
-            model = GPT(shape).on(device)
+            model = GPT(shape).on(device, torch.bfloat16 if device == "cuda" else None)
             ways[name] = partial(decode_steps, model, *full_cache(model, slots, length))
-        seconds = in_turn(ways, rounds)
+        seconds = in_turn(ways | as_graphs(ways), rounds)
         row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
         for name, times in seconds.items():
+            dense = seconds["dense, graph" if name.endswith("graph") else "dense"]
             row["tokens_per_s"][name] = spread(np.divide(slots * STEPS, times))
-            row["over_dense"][name] = spread(np.divide(seconds["dense"], times))
+            row["over_dense"][name] = spread(np.divide(dense, times))
+        if device == "cuda":  # the time that reading weights, keys and values takes, over the time
+            kv = ways["dense"].args[1].racks[-1].kv[:, :, 0].nbytes  # of one slot
+            fastest = STEPS * (model.flat.nbytes + slots * kv) / result["bytes_per_s"]
+            row["memory_bound"] = spread(np.divide(fastest, seconds["dense, graph"]))
         result["rows"].append(row)
         tqdm.write(str(row))
         save_result(folder, f"decode-{device}", result)
@@ -102,11 +131,14 @@ def dense_attention(backend: SDPBackend, q, k, v) -> torch.Tensor:
 
 
 def bench_dsa(folder: Path, rounds: int = 3) -> None:
-    """Forward, and forward with backward, of the sparse kernels (16 chunks of 64, selection
-    included) against dense attention at growing context, on a GPU in bfloat16."""
+    """Forward, and forward with backward, of the sparse kernels (16 chunks of 64, and GLM-5's 2,048
+    tokens; selection included) against dense attention at growing context, on a GPU in bfloat16."""
     if not torch.cuda.is_available():
         raise UserError("dsa: must be run on a machine with a CUDA device")
-    from dsa_triton import dsa_attention
+    from dsa_triton import dsa_attention, plan_blocks
+
+    def planned(tables, block):
+        return tables._replace(blocks=plan_blocks(tables, block))
 
     query_heads, key_heads, width = HEADS
     result = {"machine": describe_machine(), "heads": HEADS, "dtype": "bfloat16", "rows": []}
@@ -117,15 +149,19 @@ def bench_dsa(folder: Path, rounds: int = 3) -> None:
         tables = dsa.packed_tables(torch.tensor([0, length], device="cuda"), 64)
         ways = {f"dense {backend.name}": partial(dense_attention, backend) for backend in BACKENDS}
         for block in (1, 8, 16):
-            how = {"tables": tables, "top_k": 16, "query_block": block}
+            how = {"tables": planned(tables, block), "top_k": 16, "query_block": block}
             ways[f"sparse, query block {block}"] = partial(dsa_attention, **how)
+        single = dsa.packed_tables(torch.tensor([0, length], device="cuda"), 1)
+        index = [torch.randn(length, *heads, **GPU) for heads in ((4, 64), (64,), (4,))]
+        how = {"tables": planned(single, 1), "top_k": 2048, "index": index}
+        ways["2,048 single tokens, indexer 4 x 64"] = partial(dsa_attention, **how)
         row = {"length": length}
         for kind in ("forward", "forward+backward"):
             runs = {}
             for name, way in ways.items():
                 runs[name] = partial(attend, way, tensors, kind != "forward")
-            times = in_turn(runs, rounds)
-            row[kind] = {name: {"ms": spread(1e3 * np.array(times[name]))} for name in ways}
+            times = in_turn(runs | as_graphs(runs), rounds)
+            row[kind] = {name: {"ms": spread(1e3 * np.array(each))} for name, each in times.items()}
         result["rows"].append(row)
         tqdm.write(str(row))
         save_result(folder, "dsa-cuda", result)

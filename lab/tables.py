@@ -192,13 +192,18 @@ def decode_lines(result: dict) -> list[str]:
             ratio = row["over_dense"][name]["median"]
             text = f"{rate['median']:,.0f} ({ratio:.1f}×)"
             cells.setdefault(name, {})[f"{row['length']:,}"] = text
+        if "memory_bound" in row:
+            share = cells.setdefault("dense, graph: of what memory allows", {})
+            share[f"{row['length']:,}"] = f"{row['memory_bound']['median']:.0%}"
     text = f"Model `{result['model']}`, {result['slots']} slots with full caches.\n"
     return [text, *nested_table("tokens/s (over dense) at", cells)]
 
 
 def speed_up(costs: dict, way: str, backend: str) -> float:
-    """How many times as fast a sparse way is as dense attention by one of PyTorch's backends."""
-    return costs[f"dense {backend}_ATTENTION"]["ms"]["median"] / costs[way]["ms"]["median"]
+    """How many times as fast a sparse way is as dense attention by one of PyTorch's backends; a
+    graph is compared with a graph."""
+    dense = f"dense {backend}_ATTENTION" + ", graph" * way.endswith("graph")
+    return costs[dense]["ms"]["median"] / costs[way]["ms"]["median"]
 
 
 def kernel_lines(result: dict) -> list[str]:
@@ -206,7 +211,8 @@ def kernel_lines(result: dict) -> list[str]:
     own_terms = []
     for row in result["rows"]:
         length = f"{row['length']:,}"
-        for kind, way in product(("forward", "forward+backward"), (ALONE, TOGETHER)):
+        shown = [way for way in row["forward"] if way.startswith((ALONE, TOGETHER, "2,048"))]
+        for kind, way in product(("forward", "forward+backward"), shown):
             milliseconds = row[kind][way]["ms"]["median"]
             text = f"{milliseconds:.1f} ({speed_up(row[kind], way, 'CUDNN'):.1f}×)"
             cells.setdefault(f"{kind}, {way.removeprefix('sparse, ')}", {})[length] = text

@@ -474,22 +474,22 @@ def test_a_decode_step_asks_the_gpu_for_no_number_and_plans_once(kind, monkeypat
 def test_flash_decoding_is_dense_attention(width, heads, length, programs, dtype, monkeypatch):
     """Slots of any length, keys that are not written yet; and a slot knows nothing of others."""
     monkeypatch.setattr(dsa_triton, "PROGRAMS", programs)
-    (query_heads, key_heads), n = heads, 3
-    at = torch.tensor([0, length - 1, length // 2], device=DEVICE)
+    (query_heads, key_heads), n = heads, 4
+    at = torch.tensor([0, length - 1, length // 2, -1], device=DEVICE)  # the last is nobody's
     q = torch.randn(n, query_heads, width).to(DEVICE, dtype)
     kv = torch.randn(2, n, key_heads, length, width).to(DEVICE, dtype)
     for slot, position in enumerate(at.tolist()):
         kv[:, slot, :, position + 1 :] = NAN
     k, v = kv.transpose(2, 3)  # [n, T, Hkv, D], heads outside
     got = dsa_triton.dense_decode(q, k, v, dsa_triton.plan_dense(at, length, key_heads))
-    assert got.dtype == dtype
-    for slot, position in enumerate(at.tolist()):
+    assert got.dtype == dtype and (got[3] == 0).all()
+    for slot, position in enumerate(at.tolist()[:3]):
         keys, values = (x[slot, : position + 1].transpose(0, 1).double() for x in (k, v))
         query = q[slot].double().unflatten(0, (key_heads, -1))
         want = F.scaled_dot_product_attention(query, keys, values).flatten(0, 1)
         close(got[slot], want, 4e-3 if dtype == torch.bfloat16 else 1e-5)
     other = dsa_triton.plan_dense(at.flip(0), length, key_heads)
-    assert torch.equal(dsa_triton.dense_decode(q.flip(0), k.flip(0), v.flip(0), other)[2], got[0])
+    assert torch.equal(dsa_triton.dense_decode(q.flip(0), k.flip(0), v.flip(0), other)[3], got[0])
 
 
 @kernels
