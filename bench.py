@@ -42,7 +42,12 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
     "agents": ("agents", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
-    "staleness-methods": ("stale", 100, "methods.json .png", "what helps on stale data: 60 methods"),
+    "staleness-methods": (
+        "stale",
+        100,
+        "methods.json .png",
+        "what helps on stale data: 60 methods",
+    ),
     "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
     "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),

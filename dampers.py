@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LIKENESS = 0.1  # gac: the cosine that is left of a larger one; the abstract gives no number
+LIKENESS = 0.1  # gac: so much of |g| may lie along u; the abstract gives no number
 BRAKING = 0.5  # brake: rho of the paper; beyond 1 a gradient could be turned round
 BESIDE = {"gac": "previous", "brake": "exp_avg"}  # which of the tensors beside the weights is u
 
@@ -111,7 +111,8 @@ def step_scale(kind: str, damper, metrics: dict) -> float:
 
 
 # ---- the KL window ----
-# "Divergence-Suppressed Alignment": keep the last 1000 KL values; while their mean is above 0.15,
+# "Divergence-Suppressed Alignment": keep the last 1000 KL values (one is measured every
+# `--reference-every` steps); while their mean is above 0.15,
 # learn more slowly and hold on to the reference more. Window, threshold and 0.6 come from
 # secondary articles, no primary source is known, and none says by how much the reference term is
 # raised: doubling is this project's choice.
@@ -146,5 +147,6 @@ def lr_scale(damper) -> float:
 
 
 def reference_scale(damper) -> float:
-    """Factor on the reference coefficient: raised exactly when `lr_scale` is lowered."""
+    """Factor on the reference coefficient, raised while `lr_scale` is lowered. In the step that
+    crosses the threshold they differ: its loss comes before its KL is observed."""
     return damper.reference_factor if window_mean(damper) > damper.threshold else 1.0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 # Log-ratios are cut at this size before exp: e^20 is far beyond every cap below, while its square
-# still fits float32. The gradient beyond it is zero.
+# still fits float32. A ratio beyond it has no gradient.
 LOG_RATIO_LIMIT = 20.0
 
 

@@ -182,7 +182,8 @@ def crossing(held: list, goal: float) -> tuple:
 
 
 def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
-    """(the best synchronous mode, {mode: medians over its seeds}); inf: the score was not reached.
+    """(the best synchronous mode of those with all seeds, {mode: medians over its seeds}); inf: the
+    score was not reached.
 
     Beside the medians: `seconds` to the score and `finals` of all seeds; `gain`, median time to the
     score of the best synchronous mode over that of this one, and `gains`, between which it lies.
@@ -197,7 +198,8 @@ def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
         found[mode] = {key: float(np.median(column(each, key))) for key in MEASURED}
         found[mode]["seconds"] = column(each, "target_s")
         found[mode]["finals"] = column(each, "final")
-    synchronous = [mode for mode in found if mode.startswith("sync")]
+    most = max(len(row["seconds"]) for row in found.values())  # one lucky run is no baseline
+    synchronous = [m for m in found if m.startswith("sync") and len(found[m]["seconds"]) == most]
     best = min(synchronous, key=lambda mode: found[mode]["target_s"])
     for row in found.values():
         row["gain"], *row["gains"] = ratio_of_medians(found[best]["seconds"], row["seconds"])

@@ -426,12 +426,12 @@ def test_the_verdict_looks_at_every_seed():
         strict, *others = recipe.verdict(list(runs), lengths).values()
         return [int(strict.split()[1]), *others]
 
-    assert held(run(), run()) == [6, True, True]
-    assert held(run(**{"warm-up only": {16: 1.0}})) == [3, True, True]  # 2 times: not asked for
-    assert held(run(), run(**{"warm-up only": {128: 0.99}})) == [5, True, True]  # a tie
-    assert held(run(), run(**{"warm-up only": {128: 0.995}})) == [5, False, True]
-    assert held(run(**{"random indexer": {32: 0.5}}), run()) == [5, False, True]
-    assert held(run(), run(**{"full recipe": {64: 0.98}})) == [6, True, False]
+    assert held(run(), run()) == [8, True, True]
+    assert held(run(**{"warm-up only": {16: 1.0}})) == [3, False, True]
+    assert held(run(), run(**{"warm-up only": {128: 0.99}})) == [7, True, True]  # a tie
+    assert held(run(), run(**{"warm-up only": {128: 0.995}})) == [7, False, True]
+    assert held(run(**{"random indexer": {32: 0.5}}), run()) == [7, False, True]
+    assert held(run(), run(**{"full recipe": {64: 0.98}})) == [8, True, False]
 
 
 def test_too_few_keys_are_refused(tmp_path):
