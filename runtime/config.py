@@ -127,7 +127,9 @@ class Config:
     scoring: str = flag("mean", "dsa: how chunks are scored", choices=("mean", "indexer"))
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(8, "dsa: chunks that a query attends to", 1)
-    kernels: str = flag("auto", "dsa: auto is triton on CUDA", choices=("auto", "spec", "triton"))
+    kernels: str = flag(
+        "auto", "attention: auto is triton on CUDA", choices=("auto", "spec", "triton")
+    )
 
     slots: int = flag(
         128,

@@ -67,7 +67,7 @@ def test_faults_and_replays_kept_their_promises():
 def test_the_recipe_kept_its_promises():
     recipe = load_result("recipe")
     strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
-    assert strict == "in 9 of 9 (seed, length)"
+    assert strict == "in 12 of 12 (seed, length)"
     assert shown["never the other way round"] and shown["full within 1 point of dense at 8x"]
     assert len(recipe["runs"]) == 3 and recipe["wall_s"] <= 1800  # two of them at a time
 
