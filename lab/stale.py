@@ -262,8 +262,8 @@ def method_claim(result: dict) -> str:
         said.append(f"{', '.join(names) or 'none'} help {where}")
     for fix in FIXES:
         each = [word for arm in beside if arm.endswith(fix) for word in words[arm]]
-        said.append(f"{fix} helps {each.count('helps')} and hurts {each.count('hurts')}")
-    return f"{'; '.join(said[:2])}; of {len(each)} pairs with an objective, {', '.join(said[2:])}"
+        said.append(f"{fix} {each.count('helps')}/{each.count('hurts')}")
+    return f"{'; '.join(said[:2])}; beside them ({len(each)} cases) help/hurt: {', '.join(said[2:])}"
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
