@@ -263,7 +263,8 @@ def method_claim(result: dict) -> str:
     for fix in FIXES:
         each = [word for arm in beside if arm.endswith(fix) for word in words[arm]]
         said.append(f"{fix} {each.count('helps')}/{each.count('hurts')}")
-    return f"{'; '.join(said[:2])}; beside them ({len(each)} cases) help/hurt: {', '.join(said[2:])}"
+    said[2] = f"of {len(each)} cases beside them help/hurt: {said[2]}"
+    return f"{'; '.join(said[:3])}, {', '.join(said[3:])}"
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
