@@ -50,6 +50,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     ),
     "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
     "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
+    "judge": ("distil", 8, "judge.json", "a reward model in place of the task"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "learners": ("team", 3, "learners.json", "a step of several learners, a CPU thread each"),
     "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),

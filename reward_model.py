@@ -122,8 +122,9 @@ def margins(served: RewardModel, batch: list) -> Tensor:
     return both[: len(batch)] - both[len(batch) :]
 
 
-def train(config: PairConfig) -> None:
-    """Learn, say how often unseen pairs are judged rightly, write the next file of the folder."""
+def train(config: PairConfig) -> float:
+    """Learn, and write the next file of the folder; returns the share of unseen pairs that are
+    judged rightly."""
     task, folder = make_task(config.task, config.seed), Path(config.out)
     require(task.max_turns == 1, f"--task {config.task}: must be a task of one turn")
     with blame(f"--out {folder}: must be a folder that can be written", OSError):
@@ -136,7 +137,9 @@ def train(config: PairConfig) -> None:
     torch.save(facts | {"task": config.task}, memory := io.BytesIO())
     path = folder / f"{served.version}.pt"
     write_file(path, memory.getbuffer())
-    print(f"{path}: {right.float().mean():.1%} of 512 held-out pairs are judged rightly")
+    share = right.float().mean().item()
+    print(f"{path}: {share:.1%} of 512 held-out pairs are judged rightly")
+    return share
 
 
 # ---- serving ----
@@ -176,11 +179,11 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
 @torch.no_grad()
 def verdicts_by(served: RewardModel, group: Group) -> list[tuple]:
     """(reward, rewards of turns, None) of the episodes of a group, by a reward model."""
-    found = []
-    for t in group.trajectories:
-        reward = 0.0 if t.failed else float(torch.sigmoid(scores(served, [t.tokens]))[0])
-        found.append((reward, (reward,) * len(t.turns), None))
-    return found
+    scored = torch.sigmoid(scores(served, [t.tokens for t in group.trajectories])).tolist()
+    rewards = [0.0 if t.failed else x for t, x in zip(group.trajectories, scored, strict=True)]
+    return [
+        (x, (x,) * len(t.turns), None) for t, x in zip(group.trajectories, rewards, strict=True)
+    ]
 
 
 if __name__ == "__main__":

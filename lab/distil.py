@@ -1,20 +1,28 @@
-"""distil.py: a skill that was lost comes back from a teacher.
+"""distil.py: a skill that was lost comes back from a teacher; what a learned judge is worth.
 
 `python bench.py distil`: a policy learns `reverse`, then `sort`, which costs it the first skill;
 then it is asked to be its own earlier self on prompts of `reverse`, one answer to a prompt and no
 reward (cross-stage distillation, as in GLM-5). The same number of episodes with rewards and without
 a teacher is the baseline. Asynchronous runs; held-out problems.
+`python bench.py judge`: `reverse` with a reward model in place of the task, which has seen few or
+many pairs. Policies learn what their judge believes; the task says what is true.
 Left out: what is trained (learner.py), who asks the teacher (runtime/advice.py).
 """
 
+from itertools import product
 from pathlib import Path
 
-from lab.plots import markdown, save_result, spread
+import numpy as np
+
+from lab.plots import between, markdown, save_result, spread
 from lab.races import run_each
+from reward_model import PAIRS, PairConfig, train
 from runtime.devices import describe_machine
+from runtime.folder import read_lines
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
 EPISODES = 256 * 120  # of the last stage, with a teacher or without
+JUDGE_STEPS = (0, 20, 400)
 ONE = {"group_size": 1, "groups_per_step": 256}
 
 
@@ -50,6 +58,44 @@ def bench_distil(folder: Path, seeds: int = 3) -> None:
         rows.append(row)
         save_result(folder, "distil", {"machine": describe_machine(), "runs": rows})
     print(*distil_lines({"runs": rows}), sep="\n")
+
+
+# ---- a learned judge
+
+
+def bench_judge(folder: Path, seeds: int = 3) -> None:
+    """Reward models from a few pairs and from many, and what is learned from each; judge.json."""
+    rows = []
+    for seed, steps in product(range(seeds), JUDGE_STEPS):
+        flags, right = {"task": "reverse", "seed": seed, "steps": 150}, 1.0
+        if steps:  # otherwise the task is the judge
+            judges = folder / f"judges-{seed}-{steps}"
+            right = train(PairConfig(task="reverse", out=str(judges), steps=steps, seed=seed))
+            flags["reward_model"] = str(judges.resolve())
+        for _, run, summary in run_each({f"{seed}-{steps}": flags}, folder, **ALIKE):
+            steps_made = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+            believed = float(np.mean([row["reward"] for row in steps_made[-10:]]))
+            row = {"seed": seed, "pairs": steps * PAIRS, "right": right, "believed": believed}
+            rows.append(row | {"true": summary["eval"]["after"]["reward"]})
+        save_result(folder, "judge", {"machine": describe_machine(), "runs": rows})
+    print(*judge_lines({"runs": rows}), sep="\n")
+
+
+def judge_lines(result: dict) -> list[str]:
+    """What policies believe of their answers, and what these are worth."""
+    rows = []
+    for pairs in dict.fromkeys(row["pairs"] for row in result["runs"]):
+        own = [row for row in result["runs"] if row["pairs"] == pairs]
+        cells = [between([row[x] for row in own], ".2f") for x in ("right", "believed", "true")]
+        rows.append([f"a reward model, {pairs:,} pairs" if pairs else "the task itself", *cells])
+    text = (
+        f"`reverse`, 150 steps, {len(own)} seeds, smallest to largest. Believed: the mean reward\n"
+    )
+    text += "that the judge gave in the last 10 steps; true: what the task says, held out.\n"
+    return [text, *markdown(["judge", "pairs judged rightly", "believed", "true"], rows)]
+
+
+# ---- a teacher's table
 
 
 def distil_lines(result: dict) -> list[str]:

@@ -6,7 +6,9 @@ Left out: what is done in which order, and what happens when a worker dies (trai
 import contextlib
 import shutil
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from buffer import Buffer
 from model import GPT
@@ -114,9 +116,10 @@ def start_workers(run: AsyncRun) -> Pool:
     """Spawn every process of the run."""
     config, shape = run.config, run.learner.model.config
     _, rollouts = pick_devices(config)
+    judges = replace(config, threads=torch.get_num_threads())  # as many as a replay has
     roles = {
         "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
-        "reward": (sessions.reward_worker, config.reward_workers, config),
+        "reward": (sessions.reward_worker, config.reward_workers, judges),
         "learner": (workers.learner_worker, config.team_size - 1, config, shape),
     }
 

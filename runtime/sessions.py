@@ -27,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from reward import Task, advance, ask, forget, part_of, task_of
 from reward_model import serve_newest
@@ -40,6 +41,7 @@ GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but 
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other, and keep the sessions of environments meanwhile."""
+    torch.set_num_threads(config.threads or 1)  # of a reward model, a teacher
     task = task_of(config)
     advice = advice_of(config, task)
     gc.freeze()

@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from toys import wait_for
 
 import train_async
 import train_sync
 from lab.plots import load_result
+from runtime import sessions
 from runtime.config import Config, UserError
 from runtime.messages import Call
 from tasks.exam import Host
@@ -37,6 +40,27 @@ def left_by(tag: str) -> list[int]:
         except OSError:
             pass
     return found
+
+
+@pytest.mark.parametrize("threads,expected", [(1, 1), (0, 1), (3, 3)])
+def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected):
+    """A reward model on all cores takes them from everybody else."""
+
+    class Begun(Exception):
+        pass
+
+    def beat():
+        raise Begun
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    line = SimpleNamespace(connection=None, status={}, beat=beat)
+    try:
+        with pytest.raises(Begun):
+            sessions.reward_worker(line, config_of("guess", threads=threads))
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture
