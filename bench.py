@@ -328,10 +328,8 @@ def main(arguments: list[str]) -> None:
 
             print(f"written: {write_tables()}")
         else:
-            print(describe())
-            raise UserError(
-                f"{name!r}: must be {', '.join(MEASUREMENTS)}, episode, look, split or tables"
-            )
+            names = [*MEASUREMENTS, "episode", "look", "split", "tables"]
+            raise UserError(f"{name!r}: must be {', '.join(names)} (--help says what they are)")
     except UserError as error:
         fail(error)
     except TrainingStopped as error:

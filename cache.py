@@ -31,7 +31,6 @@ from model import (
     attend_packed,
     pack_tokens,
     padded,
-    planned,
     sparse_kernels,
     use_triton,
 )
@@ -251,7 +250,8 @@ def decode(
     c, reads, tables = model.config, [], None
     sparse = sparse_kernels(c, positions.device)
     if sparse is not None:
-        tables = planned(dsa.advance(cache.tables, positions + 1), sparse)
+        tables = dsa.advance(cache.tables, positions + 1)
+        tables = tables._replace(blocks=sparse.plan_blocks(tables))
     plan_dense, attend_dense = dense_kernels(c, cache.racks[0].kv)
     for rack in cache.racks:
         if n := rows_to_read(rack):
@@ -286,7 +286,7 @@ def decode(
         k, v, scored, means = (x[layer].flatten(0, 1) for x in kept)  # [B * T, H, D or E]
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])
-        return sparse(q.contiguous(), k, v, tables, c.top_k, index, means)
+        return sparse.dsa_attention(q.contiguous(), k, v, tables, c.top_k, index, means)
 
     return model.body(tokens, positions, attend)
 
@@ -326,6 +326,11 @@ def attend_rows(
 
 
 # ------------------------------------------------------------------------------- for speed
+
+
+def captures(config: ModelConfig) -> bool:
+    """Whether a decode step can be a CUDA graph: dsa.py makes the host wait for the GPU."""
+    return config.attention == "dense" or config.kernels != "spec"
 
 
 def captured(

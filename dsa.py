@@ -5,7 +5,7 @@ Three things are called DSA. Two of them are this file, with one code path and o
     indexer" scores single tokens, and every query attends to the best 2048: `chunk_size=1`.
   * Dual-Stage Attention: stage 1 scores chunks of 512 keys and keeps 8, stage 2 is ordinary
     attention inside the kept chunks: `chunk_size=512, top_k=8`. On GPUs 64 is the fast middle.
-  * Divergence-Suppressed Alignment is no attention at all: see the KL-window damper in losses.py.
+  * Divergence-Suppressed Alignment is no attention at all: see the KL window in dampers.py.
 
 Two rules hold for every chunk size. Only chunks ENTIRELY in the past compete, so no future token
 leaks through a mean. A query's own chunk is always selected, and counts as one of the `top_k`
@@ -150,6 +150,10 @@ def cache_tables(
     full = packed_tables(edges, chunk_size)  # as if all slots were full
     first = full.first[::capacity].clone()  # a view would keep a number for every key
     return advance(full._replace(cached=True, first=first), lengths)
+
+
+def plan_blocks(tables: Tables) -> None:
+    """Nothing: only the kernels have a plan (dsa_triton.py)."""
 
 
 def advance(tables: Tables, lengths: Tensor) -> Tables:

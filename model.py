@@ -17,6 +17,7 @@ Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -403,29 +404,15 @@ def use_triton(config: ModelConfig, device: torch.device) -> bool:
     return config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda")
 
 
-def captures(config: ModelConfig) -> bool:
-    """Whether a decode step can be a CUDA graph: dsa.py makes the host wait for the GPU."""
-    return config.attention == "dense" or config.kernels != "spec"
-
-
-def sparse_kernels(config: ModelConfig, device: torch.device) -> Callable | None:
-    """The `dsa_attention` to use on this device, None where attention is dense."""
+def sparse_kernels(config: ModelConfig, device: torch.device) -> ModuleType | None:
+    """dsa.py, or dsa_triton.py with functions of the same names; None where attention is dense."""
     if config.attention == "dense":
         return None
     if use_triton(config, device):
-        from dsa_triton import dsa_attention
+        import dsa_triton
 
-        return dsa_attention
-    return dsa.dsa_attention
-
-
-def planned(tables: dsa.Tables, sparse: Callable) -> dsa.Tables:
-    """Tables with what the kernels need of them, made once and not in every layer."""
-    if sparse is dsa.dsa_attention:
-        return tables
-    from dsa_triton import plan_blocks
-
-    return tables._replace(blocks=plan_blocks(tables))
+        return dsa_triton
+    return dsa
 
 
 def attend_packed(
@@ -444,12 +431,13 @@ def attend_packed(
     token_of_row = packed.grid[real]  # [K]
     row_of_token = real.flatten().cumsum(0)[packed.cell] - 1  # [N]
     edges = F.pad(real.sum(1).cumsum(0), (1, 0))  # [B + 1] the row where each sequence starts
-    tables = planned(dsa.packed_tables(edges, config.chunk_size, capacity), sparse)
+    tables = dsa.packed_tables(edges, config.chunk_size, capacity)
+    tables = tables._replace(blocks=sparse.plan_blocks(tables))
 
     def attend(layer, q, k, v, index):
         of_tokens = q, k, v, *(index or ())
         q, k, v, *index = (x.index_select(0, token_of_row) for x in of_tokens)  # [K, ...]
-        out = sparse(q, k, v, tables, config.top_k, index or None)
+        out = sparse.dsa_attention(q, k, v, tables, config.top_k, index or None)
         return out.index_select(0, row_of_token)
 
     return attend

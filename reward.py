@@ -14,8 +14,8 @@ of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs
 Copy tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and
 alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end`.
 Several tasks in one run are a `Task` with `parts`: group g belongs to part g modulo their number.
-Left out: learned reward models; processes (runtime/sessions.py). Never give model output to `eval`,
-to an unbounded number parser or to a regular expression that backtracks.
+Left out: learned rewards (reward_model.py); processes (runtime/sessions.py). Never give model
+output to `eval`, to an unbounded number parser or to a regular expression that backtracks.
 
 `python bench.py episode [SPEC ...]` prints a sample episode of each task.
 """

@@ -7,9 +7,9 @@
 A GPT reads prompt and answer; the hidden state of the last token, times one vector, is the score.
 Of two answers to a prompt the better one should score higher: the loss is -log sigmoid(s+ - s-)
 (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155). Pairs are the task's best answer,
-spoiled twice, and who is better says the task: here it plays the human.
-A run takes sigmoid(score) for the reward of an answer. It serves the newest file of the folder, and
-a file that appears while it goes on; the version that has judged a group is in the log. Held-out
+spoiled twice; the task says which is better, in place of a human.
+A run takes sigmoid(score) for the reward of an answer. It serves the newest file of the folder,
+also one that appears during the run; the version that has judged a group is in the log. Held-out
 problems are still verified by the task, so a run shows what its reward model is worth.
 Left out: tasks of several turns, pairs that people have judged.
 
@@ -163,8 +163,10 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
 
 def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
     """One version of the configured folder; UserError."""
-    said, single = f"--reward-model {config.reward_model}", not task.parts and task.max_turns == 1
-    require(single, f"{said}: must be left out with --task {config.task}, which has several turns")
+    said, why = f"--reward-model {config.reward_model}", "is several tasks"
+    if not task.parts:
+        why = "has several turns" if task.max_turns > 1 else ""
+    require(not why, f"{said}: must be left out with --task {config.task}, which {why}")
     with blame(f"{said}: must be a folder of reward_model.py, for this task"):
         require(version > 0, "it has no file 1.pt, 2.pt, ...")
         stored = load_tensors(Path(config.reward_model, f"{version}.pt"))

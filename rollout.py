@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import captured, decode, make_cache, prefill, prefill_groups, reserve
+from cache import captured, captures, decode, make_cache, prefill, prefill_groups, reserve
 from logprobs import allowed_of
-from model import GPT, captures, merged, pack_tokens
+from model import GPT, merged, pack_tokens
 from reward import Task, capacity_of
 from runtime.config import Config
 from runtime.eightbit import Precision, form_of, take
@@ -119,8 +119,7 @@ class Generator:
             self.model = merged(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
         self.rules = self.environment.parts or (self.environment,)  # of each task
-        words = np.arange(shape.vocab_size)
-        self.stops = np.stack([np.isin(words, list(own.stop)) for own in self.rules])
+        self.stops = np.array([[w in x.stop for w in range(shape.vocab_size)] for x in self.rules])
         self.allowed = allowed_of(self.alphabet, [own.alphabet for own in self.rules])
         self.cache = make_cache(self.model, slots, capacity, self.precision.cache)
         few = 2 * len(self.alphabet) < shape.vocab_size

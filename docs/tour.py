@@ -163,6 +163,9 @@ def main() -> int:
     torch.set_num_threads(1)
     arguments, stations, page = sys.argv[1:], walk(), PAGE.read_text()
     if arguments[:1] == ["--compare"]:
+        if unknown := {*arguments[1:]} - {*stations}:
+            print(f"{', '.join(unknown)}: must be of {', '.join(stations)}", file=sys.stderr)
+            return 2
         differ = compare(stations, arguments[1:], page)
         print("\n".join(differ) or "nothing differs from the page")
     elif arguments[:1] == ["--check"]:

@@ -123,12 +123,14 @@ def draw_reward(run: Path, path: Path) -> None:
         score[f"{name}: reward"] = (style[:7] + ":", t, rewards)
         score[f"{name}: solved"] = (style[:7] + "o-", times, solved)
     if not score:  # one task
-        score["training reward (mean)"] = (BLUE, t, column(steps, "reward"))
+        judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
+        score[f"training reward (mean{judge})"] = (BLUE, t, column(steps, "reward"))
         score["evaluation: solved"] = (ORANGE + "o-", times, column(exams, "solved"))
     staleness = {"mean": (GREEN, t, column(steps, "staleness_mean"))}
     staleness["oldest token"] = (PURPLE, t, oldest)
-    above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05)}
-    below = {"xlabel": "wall-clock time (s)", "ylabel": "staleness (versions)"}
+    time = (0, 1.02 * max(*t, *times))
+    above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05), "xlim": time}
+    below = {"xlabel": "wall-clock time (s)", "ylabel": "staleness (versions)", "xlim": time}
     below["ylim"] = (-0.1, 1.5 * max(1, *oldest))
     panels = [(score, above), (staleness, below)]
     draw_panels(path, name_of(run), panels, (7, 5), columns=1)
@@ -213,9 +215,9 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
         if curves.keys() != panels[0][0].keys():
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=10)
     legend = axes.flat[len(panels) % axes.size]
-    legend.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=8)
+    legend.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=10)
     if len(panels) < axes.size:
         legend.axis("off")
     figure.suptitle(title, parse_math=False)

@@ -91,7 +91,7 @@ two cores: {"; ".join(gains)} | in brackets, where the ratio lies in 90% of resa
 models, short answers | `python bench.py race --seeds 5` |
 | Nothing is trained that is too old | oldest token over the bound in {len(ages)} runs: {over:+d} \
 versions; {missing} groups lost or dropped | one task, tiny models | `python bench.py staleness` |
-| Nothing is lost, and runs can be executed again | {faults["faults"]} faults on purpose: \
+| Nothing is lost, and runs can be replayed | {faults["faults"]} faults on purpose: \
 {faults["lost"]} groups lost, {faults["duplicated"]} trained twice; {sum(same)} of {len(same)} \
 runs without faults replayed to the same weights | faults of processes on one machine; replay \
 needs the same kind of CPU | `python bench.py faults`, `replay` |

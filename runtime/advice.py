@@ -86,6 +86,8 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
         a_run = (place / "checkpoints").is_dir()
         if a_run:
             other, _ = stored_config(place, "--teacher")
+            known, asked = ({x.split(":")[0] for x in c.task.split(",")} for c in (other, config))
+            require(asked <= known, f"it has learned {other.task}, and not {config.task}")
         else:
             other = dataclasses.replace(config, model=str(place), init="", lora=0, context=0)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")

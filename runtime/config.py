@@ -29,6 +29,11 @@ YES_NO = ("no", "yes")
 CHATS = ("no", "think", "answer")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
+# Flags that say nothing unless another one has such a value (none: any).
+ONLY_WITH = {"teacher_weight": ("teacher", ()), "dpo_beta": ("objective", ("dpo",))}
+ONLY_WITH |= dict.fromkeys(("double_low", "double_high"), ("objective", ("double_sided",)))
+ONLY_WITH |= {"kl_threshold": ("damper", ("kl",)), "gae_lambda": ("advantage", ("gae",))}
+
 # what a plain --help shows
 FIRST = "task steps seed out resume replay model attention max_staleness lr".split()
 
@@ -161,10 +166,12 @@ class Config:
     teacher: str = flag("", "policy to learn from: a run folder, or a folder of Qwen3 weights")
     teacher_weight: float = flag(1.0, "its share of an advantage (1: rewards say nothing)", 1e-3, 1)
     reward_model: str = flag("", "folder of reward_model.py, which judges in place of the task")
-    damper: str = flag("kl", "what stale data do to a step (dampers.py)", choices=DAMPERS)
+    damper: str = flag(
+        "kl", "how a step is made smaller when data are stale (dampers.py)", choices=DAMPERS
+    )
     advantage: str = flag("grpo", "inside a group, or (gae) by a critic", choices=ADVANTAGES)
     credit: str = flag("episode", "what a turn is credited with", choices=("episode", "turn"))
-    gae_lambda: float = flag(1.0, "gae: how far rewards are looked at, and not the critic", 0, 1)
+    gae_lambda: float = flag(1.0, "gae: 1 trusts rewards only, less trusts the critic more", 0, 1)
     critic_lr: float = flag(3e-3, "gae: learning rate of the critic", 0, 1.0)
     critic_updates: int = flag(2, "gae: its updates a step", 1, 100)
     keep_dead: str = flag("yes", "groups whose rewards are all equal; no: replace", choices=YES_NO)
@@ -230,7 +237,8 @@ def check(config: Config) -> Config:
             require(value in choices, f"{said} one of {', '.join(choices)}")
         if f.type is not str:
             fits = low <= value <= high and math.isfinite(value)
-            require(fits, f"{said} at least {low} and at most {high}")
+            most = f" and at most {high}" if math.isfinite(high) else ""
+            require(fits, f"{said} at least {low}{most}")
     if hasattr(config, "chunk_size"):
         size = config.chunk_size
         require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
@@ -258,6 +266,13 @@ def check_together(config: Config) -> None:
         require(config.advantage == "grpo", said)
         said = "--reference-every 0: must be at least 1 with dpo, which compares with the reference"
         require(config.reference_every, said)
+    for name, (flag_of, allowed) in ONLY_WITH.items():
+        given, found = getattr(config, name), getattr(config, flag_of)
+        idle = given != getattr(Config, name) and (found not in allowed if allowed else not found)
+        without = (
+            f"without {flag_name(flag_of)}" if not found else f"with {flag_name(flag_of)} {found}"
+        )
+        require(not idle, f"{flag_name(name)} {given}: must be left out {without}")
     if config.teacher:
         require(kind != "dpo", "--objective dpo: must be another one with --teacher")
         said = f"--top-p {config.top_p}, --top-k-sampling {config.top_k_sampling}"
@@ -265,7 +280,7 @@ def check_together(config: Config) -> None:
     alone = config.teacher and config.teacher_weight == 1  # rewards say nothing
     if config.advantage != "gae" and not alone:
         n = config.group_size
-        require(n > 1, f"--group-size {n}: must be at least 2 with {config.advantage}")
+        require(n > 1, f"--group-size {n}: must be at least 2 with {kind}")
     samples = config.groups_per_step * config.group_size
     said = f"--learners {config.learners}: must be at most the {samples} samples of a step"
     require(config.learners <= samples, said)

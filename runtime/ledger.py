@@ -16,6 +16,7 @@ the two. Left out: who writes the events (train_async.py).
 
 import json
 import math
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -150,6 +151,8 @@ def audit(run: Path) -> tuple[int, Ledger]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         fail("usage: python -m runtime.ledger RUN")
+    if not os.path.isdir(sys.argv[1]):
+        fail(f"{sys.argv[1]}: must be a run folder")
     try:
         events, books = audit(Path(sys.argv[1]))
     except UserError as problem:

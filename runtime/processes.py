@@ -294,7 +294,8 @@ class Pool:
                     silent, new = now - worker.heard, worker.said == "spawn"
                     if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
                         worker.noticed = worker.heard
-                        self._put(worker, Silent(f"is silent for {silent:.0f} s"))
+                        said = "is still starting, after" if new else "is silent for"
+                        self._put(worker, Silent(f"{said} {silent:.0f} s"))
                     limit = min(self.silence, TEAM_SILENCE) if worker.role == TEAM else self.silence
                     if silent > (START_SECONDS if new else limit):
                         self._replace(worker, f"was silent for {silent:.0f} s")

@@ -95,7 +95,7 @@ def open_training(config: Config, mode: str) -> Run:
     model = make_model(config, task, state)
     kernels = sparse_kernels(model.config, torch.device(rollouts[0]))
     said = f"--rollout-cache {config.rollout_cache}: must be auto with kernels in Triton"
-    require(config.rollout_cache == "auto" or kernels in (None, dsa.dsa_attention), said)
+    require(config.rollout_cache == "auto" or kernels in (None, dsa), said)
     learner = make_learner(config, task, model.on(learners[0]))
     if config.slots == 0:
         places = rollouts if mode == "async" else learners
