@@ -9,6 +9,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -120,6 +121,18 @@ def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path, cache):
     assert one["weights_sha256"] == other["weights_sha256"]
     assert one["steps"] == 20 and one["staleness"] == {"max": 0, "mean": 0.0, "bound": 0}
     assert one["eval"] == other["eval"]
+    for name in ("async", "sync"):  # and every number of a step is explained
+        keys = {key for row in read_lines(tmp_path / name / "metrics.jsonl") for key in row}
+        assert keys <= explained_metrics(), keys - explained_metrics()
+
+
+def explained_metrics() -> set[str]:
+    """The keys in the table of docs/reliability.md."""
+    page = (Path(train_async.__file__).parent / "docs" / "reliability.md").read_text()
+    rows = page.partition("## A line of metrics.jsonl")[2].partition("\n## ")[0].splitlines()
+    return {
+        key for row in rows if row[:1] == "|" for key in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
 
 
 def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
