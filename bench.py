@@ -239,7 +239,7 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: {command}")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
-    if last and dead > 0.85 * groups and summary["eval_after"] <= 0.5:
+    if last and not config.get("teacher") and dead > 0.85 * groups and summary["eval_after"] <= 0.5:
         lines += [
             f"little to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
             "steps all answers got the same reward.",

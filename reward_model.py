@@ -17,8 +17,9 @@ Axes: N sequences · d model width
 """
 
 import io
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +30,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import GPT, PRESETS, ModelConfig, pack_tokens
-from reward import Task, make_task
+from reward import Task, capacity_of, complete, make_task
 from runtime.checkpoint import load_tensors
-from runtime.config import Config, blame, flag, require, run_main
+from runtime.config import Config, UserError, blame, flag, require, run_main
 from runtime.folder import write_file
 from runtime.messages import Group
+from runtime.models import model_of
+from runtime.tokenizer import own_tokenizer, same_words
+from tasks import limits
 
 PAIRS = 64  # of a step
 
@@ -50,11 +54,13 @@ class PairConfig:
 
 
 class RewardModel(NamedTuple):
-    """A model, what its hidden states are multiplied with [d], and which of the folder it is."""
+    """A model, what its hidden states are multiplied with [d], which of the folder it is, and which
+    newer one could not be read."""
 
     model: GPT
     head: Tensor
     version: int
+    refused: int = 0
 
 
 def scores(served: RewardModel, sequences: list) -> Tensor:
@@ -78,7 +84,7 @@ def spoiled(answer: list, words: np.ndarray, random: np.random.Generator) -> lis
 
 def pairs_of(task: Task, split: str, seed: int) -> Iterator[tuple[list, list]]:
     """(better, worse), token ids of prompt and answer, on one problem after the other."""
-    random, encode, index = np.random.default_rng(seed), task.tokenizer.encode, 0
+    random, encode, index, last = np.random.default_rng(seed), task.tokenizer.encode, 0, 0
     words = np.array([token for token in task.alphabet if token not in task.stop])
     while True:
         problem = task.reset(index if split == "train" else index % task.eval_size, split)
@@ -87,11 +93,15 @@ def pairs_of(task: Task, split: str, seed: int) -> Iterator[tuple[list, list]]:
         for _ in range(2):
             own = spoiled(encode(best), words, random)
             text = task.tokenizer.decode_bytes(own).decode(errors="replace")
-            found.append((task.step(problem, [text]).reward, [*prompt, *own, task.tokenizer.end]))
+            (reward,) = complete(task, problem, ((text,), ()))
+            found.append((reward, [*prompt, *own, task.tokenizer.end]))
         index += 1
         if found[0][0] != found[1][0]:
+            last = index
             (_, worse), (_, better) = sorted(found, key=lambda pair: pair[0])
             yield better, worse
+        same = f"must be one that tells answers apart: {index - last} pairs had equal rewards"
+        require(index - last < 1000, f"--task {task.name}: {same}")
 
 
 def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
@@ -147,18 +157,28 @@ def train(config: PairConfig) -> float:
 
 def versions_of(folder: Path) -> list[int]:
     """Numbers of the files of a folder."""
-    return [int(path.stem) for path in folder.glob("*.pt") if path.stem.isdecimal()]
+    names = [path.stem for path in folder.glob("*.pt") if path.is_file()]
+    return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
 
 
 def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel | None:
     """The newest reward model of the configured folder, read if it is another one than before;
-    None where none is configured. UserError for one that does not fit the task."""
+    None where none is configured. Who has one keeps it where the newest cannot be read.
+
+    UserError for a first one that does not fit the task.
+    """
     if not config.reward_model:
         return None
     newest = max(versions_of(Path(config.reward_model)), default=0)
-    if served and served.version == newest:
+    if not served:
+        return read_reward_model(config, task, newest)
+    if newest in (0, served.version, served.refused):
         return served
-    return read_reward_model(config, task, newest)
+    try:
+        return read_reward_model(config, task, newest)
+    except UserError as error:
+        print(f"{error}; version {served.version} goes on judging", file=sys.stderr, flush=True)
+        return served._replace(refused=newest)
 
 
 def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
@@ -167,13 +187,17 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
     if not task.parts:
         why = "has several turns" if task.max_turns > 1 else ""
     require(not why, f"{said}: must be left out with --task {config.task}, which {why}")
-    with blame(f"{said}: must be a folder of reward_model.py, for this task"):
+    needed = "must be a folder of reward_model.py, for this task"
+    with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
         require(version > 0, "it has no file 1.pt, 2.pt, ...")
         stored = load_tensors(Path(config.reward_model, f"{version}.pt"))
         require(stored["task"] == config.task, f"it is for {stored['task']!r:.80}")
-        model = GPT(ModelConfig(**stored["shape"]), 0)
-        model.flat.copy_(stored["weights"])
+        require(same_words(task.tokenizer, own_tokenizer()), "its vocabulary is the project's own")
+        own = replace(config, model="tiny", recompute="no")
+        model = model_of(stored, own, task, capacity_of(config, task))
         require(stored["head"].shape == (model.config.width,), "its head has another width")
+        finite = model.flat.isfinite().all() and stored["head"].isfinite().all()
+        require(finite, "its weights must be finite")
     model.flat.requires_grad_(False)
     return RewardModel(model, stored["head"], version)
 

@@ -12,6 +12,7 @@ import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints 
 from bench import exit_code, finish
 from buffer import by_task
 from learner import learner_step, new_groups
+from reward_model import serve_newest
 from rollout import COUNTED, generate, make_generator
 from runtime.advice import judge
 from runtime.books import close_step, keep
@@ -41,7 +42,10 @@ def train(config: Config) -> None:
                     prompts = [new_groups(learner, task, n, kind) for kind, n in enumerate(missing)]
                     groups = generate(generator, sum(prompts, []), run.host)
                     span |= {name: generator.counts[name] - before[name] for name in COUNTED}
-                with log.timed("reward-0", "score"):
+                with log.timed("reward-0", "score") as span:
+                    run.advice.served = serve_newest(config, task, run.advice.served)
+                    if run.advice.served:
+                        span["reward_model"] = run.advice.served.version
                     for group in groups:
                         apply_judgement(group, judge(group, task, config, run.advice))
                 batch += keep(run, groups)

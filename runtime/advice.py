@@ -19,17 +19,15 @@ from torch import Tensor
 
 from logprobs import seen_by, words_of
 from model import GPT
-from reward import Task, verify_group
+from reward import Task, capacity_of, verify_group
 from reward_model import RewardModel, serve_newest, verdicts_by
-from runtime.checkpoint import newest_weights
+from runtime.checkpoint import newest_checkpoint, newest_weights
 from runtime.config import Config, blame, require
 from runtime.messages import Group, Judgement
 from runtime.models import make_model, model_of
 from runtime.runlog import stored_config
-from runtime.tokenizer import Tokenizer, tokenizer_of
+from runtime.tokenizer import same_words, tokenizer_of
 from tasks import limits
-
-PROBE = "Wenn 7+5=12, then 0.5 < 1; été\n"  # two vocabularies that agree on it are taken for one
 
 
 class Teacher(NamedTuple):
@@ -67,7 +65,7 @@ def judge(
         verdicts = verdicts_by(served, group)
     else:
         verdicts = verify_group(group, task, config, alive)
-    said = ask_teacher(teacher, group) if teacher else ()
+    said = ask_teacher(teacher, group.trajectories, verdicts) if teacher else ()
     version = served.version if served else 0
     return Judgement(verdicts, began, time.monotonic() - began, said, version)
 
@@ -82,35 +80,48 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
     place, said = Path(config.teacher), f"--teacher {config.teacher}"
     needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
     with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
-        require(place.is_dir(), "there is no such folder")
-        a_run = (place / "checkpoints").is_dir()
+        run = place.parents[1] if place.parent.name == "checkpoints" else place
+        require(run.is_dir(), "there is no such folder")
+        a_run = (run / "checkpoints").is_dir()
         if a_run:
-            other, _ = stored_config(place, "--teacher")
+            other, _ = stored_config(run, "--teacher")
             known, asked = ({x.split(":")[0] for x in c.task.split(",")} for c in (other, config))
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
         else:
-            other = dataclasses.replace(config, model=str(place), init="", lora=0, context=0)
+            dense = {"attention": "dense", "scoring": "mean"}
+            other = dataclasses.replace(config, model=str(place), init="", lora=0, **dense)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
         if a_run:
-            model = model_of(newest_weights(place), config, task, task.context)
+            model = model_of(newest_weights(place), config, task, capacity_of(config, task))
         else:
             model = make_model(other, task)
     model.flat.requires_grad_(False)
     return Teacher(model, *words_of(task), config)
 
 
-def same_words(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two vocabularies are the same, as far as a look tells."""
-    facts = [(x.size, x.stop, x.plain, x.form, x.encode(PROBE)) for x in (one, other)]
-    return facts[0] == facts[1]
+def pinned(config: Config) -> Config:
+    """With a run as teacher: the checkpoint that is its newest now. So it teaches the same for as
+    long as the student learns, also when the teacher learns on."""
+    place = Path(config.teacher)
+    if not config.teacher or not (place / "checkpoints").is_dir():
+        return config
+    with blame(f"--teacher {place}: must be a run folder with a checkpoint"):
+        path, _ = newest_checkpoint(place)
+    return dataclasses.replace(config, teacher=str(path))
 
 
-def ask_teacher(teacher: Teacher, group: Group) -> list[np.ndarray]:
-    """The teacher's log-probs of what was generated in each episode of a group, float32 [M]."""
-    for t in group.trajectories:
+def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.ndarray]:
+    """The teacher's log-probs of what was generated in each episode of a group, float32 [M]; 0 in
+    those that failed. A replay does not have these, and sums depend on what is packed together."""
+    for t in episodes:
         if t.loss_mask is None:  # only tokens travel to a reward worker
             t.loss_mask = np.zeros(len(t.tokens), np.bool_)
             for start, stop in t.turns:
                 t.loss_mask[start:stop] = True
-    said = seen_by(teacher.model, group.trajectories, teacher, teacher.config)
-    return [logprobs.numpy() for logprobs in said]
+    failed = [
+        t.failed or error is not None for t, (*_, error) in zip(episodes, verdicts, strict=True)
+    ]
+    sound = [t for t, bad in zip(episodes, failed, strict=True) if not bad]
+    said = iter(seen_by(teacher.model, sound, teacher, teacher.config) if sound else ())
+    none = [np.zeros(t.loss_mask.sum(), np.float32) for t in episodes]
+    return [zeros if bad else next(said).numpy() for zeros, bad in zip(none, failed, strict=True)]

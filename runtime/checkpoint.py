@@ -80,10 +80,13 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def newest_weights(place: Path) -> dict:
-    """Shape and weights of a model: of a file of pretrain.py, or of the newest checkpoint of a run
-    folder that is whole; UserError."""
-    if not place.is_dir():
-        return load_tensors(place)
+    """Shape and weights of a model: of a file (of pretrain.py, or a checkpoint), or of the newest
+    checkpoint of a run folder that is whole; UserError."""
+    return newest_checkpoint(place)[1] if place.is_dir() else load_tensors(place)
+
+
+def newest_checkpoint(place: Path) -> tuple[Path, dict]:
+    """The newest checkpoint of a run folder that is whole, and what it holds; UserError."""
     found = None
     for path in sorted((place / "checkpoints").glob("step*.pt"), reverse=True):
         try:
@@ -93,7 +96,7 @@ def newest_weights(place: Path) -> dict:
             sys.stderr.write(printable(f"{path} is passed over: {error}\n"))
     require(found is not None, f"{place}: must hold a checkpoint that is whole")
     require(not found["shape"].get("lora"), f"{place}: has adapters only; --export gives all")
-    return found
+    return path, found
 
 
 def drop_what_follows(folder: Path, state: dict) -> None:

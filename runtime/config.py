@@ -273,6 +273,10 @@ def check_together(config: Config) -> None:
             f"without {flag_name(flag_of)}" if not found else f"with {flag_name(flag_of)} {found}"
         )
         require(not idle, f"{flag_name(name)} {given}: must be left out {without}")
+    if config.keep_dead == "no":
+        said = "--keep-dead no: must be yes where a group of equal rewards teaches something: with"
+        require(config.advantage != "gae", f"{said} gae")
+        require(not config.teacher, f"{said} --teacher")
     if config.teacher:
         require(kind != "dpo", "--objective dpo: must be another one with --teacher")
         said = f"--top-p {config.top_p}, --top-k-sampling {config.top_k_sampling}"

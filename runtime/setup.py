@@ -19,7 +19,7 @@ from cache import kept_in
 from learner import Learner, make_learner
 from model import GPT, PRESETS, padded, sparse_kernels
 from reward import task_of
-from runtime.advice import Advice, advice_of
+from runtime.advice import Advice, advice_of, pinned
 from runtime.checkpoint import (
     checkpoint,
     drop_what_follows,
@@ -79,6 +79,7 @@ def open_training(config: Config, mode: str) -> Run:
     for name in ("teacher", "reward_model"):
         if place := getattr(config, name):
             config = dataclasses.replace(config, **{name: os.path.abspath(place)})
+    config = config if state else pinned(config)
     if config.cluster:
         require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
         from runtime.cluster import open_cluster  # it takes a second, and needs Ray

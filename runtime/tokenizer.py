@@ -23,6 +23,7 @@ VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
 LARGEST = 1 << 27  # bytes of tokenizer.json
+PROBE = "Wenn 7+5=12, then 0.5 < 1; été\n"  # vocabularies that agree on it are taken for one
 CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 # A vocabulary of GPT-2's kind writes each byte as a character: its own, if that is visible.
@@ -105,6 +106,12 @@ def tokenizer_of(config: Config) -> Tokenizer:
 def own_tokenizer() -> Tokenizer:
     """The project's own, read once."""
     return read_tokenizer(VOCABULARY)
+
+
+def same_words(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two vocabularies are the same, as far as a look tells."""
+    facts = [(x.size, x.stop, x.plain, x.form, x.encode(PROBE)) for x in (one, other)]
+    return facts[0] == facts[1]
 
 
 # -------------------------------------------------------------------------- Hugging Face folders

@@ -1,5 +1,6 @@
 """A reward model: it learns from pairs, judges in the reward workers, and has versions."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -9,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from qwen3 import write_folder
 from test_teacher import FLAGS
 
 import reward_model as room
 import train_async
 import train_sync
-from model import pack_tokens
-from reward import make_task, task_of
+from model import GPT, ModelConfig, pack_tokens
+from reward import Step, make_task, task_of
 from reward_model import PairConfig, pairs_of, scores, serve_newest, verdicts_by
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
@@ -160,3 +162,76 @@ def test_what_is_no_reward_model_is_refused(judges, tmp_path):
     with pytest.raises(UserError, match="must be a task of one turn"):
         room.train(PairConfig(task="guess", out=str(tmp_path)))
     assert json.dumps(room.versions_of(tmp_path)) == "[1, 2]"
+    shutil.copy(judges / "1.pt", tmp_path / "03.pt")
+    (tmp_path / "4.pt").mkdir()
+    assert json.dumps(sorted(room.versions_of(tmp_path))) == "[1, 2]"
+
+
+def test_a_newer_file_that_cannot_be_read_changes_nothing(judges, tmp_path, capsys):
+    shutil.copy(judges / "1.pt", tmp_path / "1.pt")
+    config = Config(**FLAGS, reward_model=str(tmp_path))
+    served = serve_newest(config, task_of(config), None)
+    (tmp_path / "2.pt").write_bytes(b"half")
+    for _ in range(3):
+        served = serve_newest(config, task_of(config), served)
+    assert served.version == 1 and capsys.readouterr().err.count("goes on judging") == 1
+    shutil.copy(judges / "1.pt", tmp_path / "3.pt")
+    assert serve_newest(config, task_of(config), served).version == 3
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    assert serve_newest(config, task_of(config), served).version == 1
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"weights": torch.ones(1)}, "for its shape"),
+        ({"head": torch.full((64,), float("nan"))}, "must be finite"),
+        ({"head": torch.ones(3)}, "another width"),
+        ({"shape": {"context": 4}}, "positions for task"),
+        ({"shape": {"vocab_size": 100}}, "for its shape"),
+        ({"shape": {"layers": 10**9}}, "must be a folder of reward_model.py"),
+    ],
+)
+def test_a_file_from_somebody_else_is_looked_at(judges, tmp_path, change, words):
+    stored = torch.load(judges / "1.pt", weights_only=True)
+    (name, value), *_ = change.items()
+    if name == "shape":
+        value = stored["shape"] | value
+        if "context" in change["shape"]:  # with the positions that it says
+            small = GPT(ModelConfig(**value), 0)
+            stored["weights"] = small.flat.detach()
+    torch.save(stored | {name: value}, tmp_path / "1.pt")
+    config = Config(**FLAGS, reward_model=str(tmp_path))
+    with pytest.raises(UserError, match=words):
+        serve_newest(config, task_of(config), None)
+
+
+def test_a_reward_model_has_the_projects_own_vocabulary(judges, tmp_path):
+    folder = write_folder(tmp_path / "qwen")
+    config = Config(**FLAGS | {"model": str(folder)}, reward_model=str(judges))
+    with pytest.raises(UserError, match="its vocabulary is the project's own"):
+        serve_newest(config, task_of(config), None)
+
+
+def test_answers_that_are_all_alike_teach_nothing():
+    alike = dataclasses.replace(make_task(TASK), step=lambda problem, texts: Step("", 0.5, True))
+    with pytest.raises(UserError, match="pairs had equal rewards"):
+        next(pairs_of(alike, "train", 0))
+
+
+def test_the_synchronous_trainer_serves_a_newer_one_too(judges, tmp_path):
+    folder, run = tmp_path / "judges", tmp_path / "run"
+    shutil.copytree(judges, folder)
+    real = train_sync.learner_step
+
+    def step(learner, *rest):
+        if learner.version == 1:
+            shutil.copy(folder / "1.pt", folder / "2.pt")
+        return real(learner, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_sync, "learner_step", step)
+        train_sync.train(Config(**FLAGS | {"steps": 3}, reward_model=str(folder), out=str(run)))
+    events = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "score"]
+    assert [event["reward_model"] for event in events] == [1, 1, 2]

@@ -20,6 +20,7 @@ from logprobs import seen_by
 from model import pack_tokens
 from reward import task_of, verify_group
 from rollout import generate, make_generator
+from runtime import advice
 from runtime.advice import ask_teacher, teacher_of
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
@@ -52,7 +53,9 @@ def taught(tmp_path_factory):
 def taught_by(teacher, groups):
     """Write what the teacher says into the groups."""
     for group in groups:
-        for t, said in zip(group.trajectories, ask_teacher(teacher, group), strict=True):
+        sound = [(0.0, (), None)] * len(group.trajectories)
+        found = ask_teacher(teacher, group.trajectories, sound)
+        for t, said in zip(group.trajectories, found, strict=True):
             t.teacher = said
 
 
@@ -193,6 +196,48 @@ def test_a_student_becomes_its_teacher(taught, tmp_path):
     assert far[1] < 0.3 * far[0], far
 
 
+def test_a_failed_episode_is_nothing_to_a_teacher(taught):
+    """In a replay it has no tokens: the others must be packed without it, live and then."""
+    config, _, groups = asked(taught)
+    teacher, packs = teacher_of(config, task_of(config)), []
+    episodes = groups[0].trajectories
+    verdicts = [(0.0, (), "raised" if i == 1 else None) for i in range(len(episodes))]
+    episodes[2].finish = "env_error"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(advice, "seen_by", lambda *args: packs.append(args[1]) or seen_by(*args))
+        found = ask_teacher(teacher, episodes, verdicts)
+    assert packs == [[episodes[0], episodes[3]]]
+    assert not found[1].any() and not found[2].any() and found[0].any()
+    assert [len(said) for said in found] == [t.generated for t in episodes]
+
+
+def test_a_teacher_that_learns_on_teaches_what_it_did(taught, tmp_path):
+    teacher, run = tmp_path / "teacher", tmp_path / "run"
+    shutil.copytree(taught, teacher)
+    flags = FLAGS | {"steps": 2, "max_staleness": 1}
+    train_async.train(Config(**flags, teacher=str(teacher), out=str(run)))
+    pinned = json.loads((run / "config.json").read_text())["teacher"]
+    assert pinned == str(teacher / "checkpoints" / "step0000002.pt")
+    train_sync.train(Config(resume=str(teacher), steps=3))
+    train_async.train(Config(replay=str(run)))  # the same log-probs again
+
+
+def test_a_teacher_has_learned_the_task(taught):
+    config = Config(**FLAGS | {"task": "sort:2"}, teacher=str(taught))
+    with pytest.raises(UserError, match="it has learned reverse:2, and not sort:2"):
+        teacher_of(config, task_of(config))
+
+
+def test_a_folder_of_weights_teaches_with_dense_attention(taught, tmp_path):
+    folder = str(tmp_path / "whole")
+    run = {"positions": "rope", "qk_norm": "yes", "steps": 1, "export": folder}
+    train_sync.train(Config(**FLAGS | run, out=str(tmp_path / "run")))
+    sparse = {"attention": "dsa", "scoring": "indexer", "chunk_size": 1, "top_k": 1}
+    config = Config(**FLAGS | {"model": folder} | sparse, teacher=folder)
+    teacher = teacher_of(config, task_of(config))
+    assert teacher.model.config.attention == "dense"
+
+
 def test_weights_to_start_from_may_be_a_run(taught, tmp_path):
     config = Config(**FLAGS, init=str(taught))
     model = make_model(config, task_of(config))
@@ -210,6 +255,10 @@ def test_weights_to_start_from_may_be_a_run(taught, tmp_path):
         (["--teacher", "RUN", "--objective", "dpo"], ["--objective dpo", "--teacher"]),
         (["--teacher", "RUN", "--top-p", "0.9"], ["--top-p 0.9", "--teacher"]),
         (["--teacher", "RUN", "--task", "reverse:9"], ["RUN", "positions for task reverse:9"]),
+        (["--teacher", "RUN", "--task", "sort:2"], ["RUN", "it has learned reverse:2"]),
+        (["--teacher", "RUN", "--keep-dead", "no"], ["--keep-dead no", "--teacher"]),
+        (["--teacher-weight", "0.5"], ["--teacher-weight 0.5", "left out without --teacher"]),
+        (["--objective", "ppo", "--double-low", "0.2"], ["--double-low 0.2", "objective ppo"]),
         (["--teacher", "RUN", "--teacher-weight", "0.5", "--group-size", "1"], ["--group-size 1"]),
     ],
 )
