@@ -9,8 +9,9 @@ Of two answers to a prompt the better one should score higher: the loss is -log 
 (Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155). Pairs are the task's best answer,
 spoiled twice; the task says which is better, in place of a human.
 A run takes sigmoid(score) for the reward of an answer. It serves the newest file of the folder,
-also one that appears during the run; the version that has judged a group is in the log. Held-out
-problems are still verified by the task, so a run shows what its reward model is worth.
+also one that appears during the run (write it elsewhere, then move it there); the version that has
+judged a group is in the log. Held-out problems are still verified by the task, so a run shows what
+its reward model is worth.
 Left out: tasks of several turns, pairs that people have judged.
 
 Axes: N sequences · d model width
