@@ -140,7 +140,7 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
     rows = []
-    bars = []  # (row, seconds from the left, seconds, colour)
+    bars = []  # (row, seconds from the left, seconds, colour, version)
     width = 0.0
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
@@ -154,18 +154,24 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         processes = sorted(set(column(spans, "process")))
         for event in spans:
             row, begin = len(rows) + processes.index(event["process"]), event["t"] - left
-            colour = SHADES[event["version"] % 8] if "version" in event else PURPLE
-            bars.append((row, begin, event["seconds"], colour))
+            version = event.get("version", "")
+            colour = PURPLE if version == "" else SHADES[version % 8]
+            bars.append((row, begin, event["seconds"], colour, version))
         rows += [printable(f"{name_of(run)}: {process}") for process in processes]
     if not rows:
         return
     figure = new_figure((9, 0.9 + 0.36 * len(rows)))
     axis = figure.subplots()
     shown = [bar for bar in bars if bar[1] < width and bar[1] + bar[2] > 0]
-    places, begins, seconds, colours = zip(*shown, strict=True)
+    places, begins, seconds, colours, _ = zip(*shown, strict=True)
     axis.barh(places, seconds, left=begins, color=colours, height=0.7)
+    for row, begin, length, colour, version in shown:
+        left, right = max(0.0, begin), min(width, begin + length)
+        if right - left > 0.03 * width:  # there is room for its number
+            ink = "white" if colour in SHADES[:4] else "black"
+            axis.text((left + right) / 2, row, version, ha="center", va="center", color=ink)
     axis.set(xlim=(0, width), ylim=(len(rows) - 0.5, -0.5))
-    axis.set_xlabel("time (s); one colour a policy version, pink = verifying, blank = idle")
+    axis.set_xlabel("time (s); number and colour: policy version; pink: verifying; blank: idle")
     axis.set_yticks(range(len(rows)), rows, parse_math=False)
     save_figure(figure, path)
 
