@@ -297,7 +297,7 @@ def parse(description: str, argv: list[str], kind: type = Config) -> Config:
     """Read the command line into a checked Config, or another dataclass of flags.
 
     A mistake prints one line and exits with 2. --help shows the flags in FIRST, --help-all shows
-    all; of another dataclass both show all.
+    all; of another dataclass --help does.
     """
     parser = group = argparse.ArgumentParser(
         description=description,
@@ -306,8 +306,9 @@ def parse(description: str, argv: list[str], kind: type = Config) -> Config:
         allow_abbrev=False,
     )
     parser.error = fail
-    parser.add_argument("--help-all", action="help", help="show every flag and exit")
     everything = kind is not Config or "--help-all" in argv
+    if kind is Config:
+        parser.add_argument("--help-all", action="help", help="show every flag and exit")
     for f in fields(kind):
         text, (*_, choices), heading = f.metadata.values()
         if heading:
