@@ -59,7 +59,8 @@ def look(words: list[str]) -> str:
     """
     begin = time.monotonic()
     named = ["--run"] if words and not words[0].startswith("-") else []
-    asked = parse("bench.py look RUN writes RUN/look.html: a run, token by token", named + words, LookConfig)
+    said = "bench.py look RUN writes RUN/look.html: a run, token by token"
+    asked = parse(said, named + words, LookConfig)
     require(asked.run, "look: must be given a run folder, as in look runs/NAME")
     try:
         config = Config(replay=asked.run, task=asked.task or Config.task)

@@ -7,7 +7,7 @@ Left out: measuring, and pictures (plots.py).
 from itertools import product
 
 from lab.agents import AGENTS, agent_lines, by_arm, solved
-from lab.distil import distil_lines
+from lab.distil import distil_lines, judge_lines
 from lab.plots import RESULTS, between, column, load_result, markdown
 from lab.races import JUDGED, READING, medians, race_table
 from lab.stale import attempt_lines, method_claim, method_lines
@@ -323,6 +323,7 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "What helps on stale data": (method_lines, "methods"),
     "Attempts until a run converges": (attempt_lines, "attempts"),
     "A teacher": (distil_lines, "distil"),
+    "A learned judge": (judge_lines, "judge"),
     "Faults and replay": (fault_lines, "faults", "replay"),
     "Several learners": (learner_lines, "learners"),
     "Workers on a Ray cluster": (cluster_lines, "cluster"),
