@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -44,6 +45,7 @@ VERSION = "2.60.0"  # the one that was tried
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = "the mailbox of the node"  # stands for its place among the arguments of a worker
 ANSWER_SECONDS = 15.0  # so long a cluster may take to answer at the beginning
+GONE_SECONDS = 30.0  # ... and to notice that a node has left
 LOST = () if ray is None else (ray.exceptions.RayError,)
 
 
@@ -180,11 +182,23 @@ def compare_nodes(name: str) -> None:
         try:
             facts = ray.get(there, timeout=60)
         except LOST as error:
+            if is_gone(node):
+                continue
             facts = {"code": f"none that it can read ({type(error).__name__})"}
         where = f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
         for what, value in facts.items():
             said = f"{name}: {where} must have {what} {here[what]}, has {value}"
             require(value == here[what], said)
+
+
+def is_gone(node: dict) -> bool:
+    """Whether a node that cannot be asked has left; Ray notices that after some seconds."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while node["NodeID"] in [other["NodeID"] for other in alive()]:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+    return True
 
 
 def alive() -> list[dict]:

@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cluster_faults import actors, everybody, gone, start, wait_for_step
 
 import train_async
+from runtime import cluster
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.ledger import audit
@@ -48,6 +50,33 @@ def checked(folder: Path, steps: int) -> list[dict]:
     assert ledger.totals()["trained"] == 4 * steps and not ledger.flying
     train_async.train(dataclasses.replace(Config(), replay=str(folder)))
     return read_lines(folder / "events.jsonl")
+
+
+class Deaf:
+    """Ray, when no node answers."""
+
+    def remote(self, **_):
+        return lambda function: self
+
+    def options(self, **_):
+        return SimpleNamespace(remote=lambda root: None)
+
+    def get(self, *_, **__):
+        raise ray.exceptions.RayTaskError("facts_of_code", "", ValueError())
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_node_that_leaves_while_it_is_asked_is_no_mistake(leaves, monkeypatch):
+    node = {"NodeID": "ab" * 28, "NodeManagerAddress": "192.0.2.7"}
+    states = [[node], [node], [] if leaves else [node]]
+    monkeypatch.setattr(cluster, "alive", lambda: states.pop(0) if len(states) > 1 else states[0])
+    monkeypatch.setattr(cluster, "GONE_SECONDS", 0.6)
+    monkeypatch.setattr(cluster, "ray", Deaf())
+    if leaves:
+        cluster.compare_nodes("--cluster here")
+    else:
+        with pytest.raises(UserError, match="node 192.0.2.7 .* must have code"):
+            cluster.compare_nodes("--cluster here")
 
 
 def test_seats_keepers_and_nodes_may_be_lost(nodes, tmp_path):
