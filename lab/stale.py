@@ -51,7 +51,7 @@ hundred comparisons of equals, about one is wrong."""
 BASELINES = ("cispo", "reinforce")
 # Half of a 99% interval, in standard errors, by the number of seeds (Student 1908). A bootstrap of
 # five means is too sure: it finds a difference in one of ten comparisons of equals.
-STUDENT = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 10: 3.250}
+STUDENT = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 10: 3.250, 20: 2.861}
 
 # The edge of collapse: each rate is 0.6 of the next, which is what the window makes of it.
 EDGE = {"task": "reverse:4", "steps": 80, "lag": 4}
@@ -263,9 +263,9 @@ def method_claim(result: dict) -> str:
         said.append(f"{', '.join(names) or 'none'} help {where}")
     for fix in FIXES:
         each = [word for arm in beside if arm.endswith(fix) for word in words[arm]]
-        said.append(f"{fix} {each.count('helps')}/{each.count('hurts')}")
-    said[2] = f"of {len(each)} cases beside them help/hurt: {said[2]}"
-    return f"{'; '.join(said[:3])}, {', '.join(said[3:])}"
+        said.append(f"`{fix}` {each.count('helps')}, {each.count('hurts')} of {len(each)}")
+    said[2] = f"beside them, cases in which a remedy helps, hurts: {said[2]}"
+    return "; ".join(said)
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
