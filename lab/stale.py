@@ -342,6 +342,16 @@ def window_overhead(rounds: int = 12) -> dict:
     return spread(ratios)
 
 
+def attempt_claim(result: dict) -> str:
+    """How many runs converge at the largest rate, with the effective sample size and without."""
+    own = [run for run in result["runs"] if run["flags"]["lr"] == RATES[-1]]
+    good = {}
+    for damper in ("ess", "none"):
+        finals = [run["final"] for run in own if run["damper"] == damper]
+        good[damper] = f"{sum(final >= CONVERGED for final in finals)} of {len(finals)}"
+    return f"at too large a learning rate `ess` saves {good['ess']} runs (none: {good['none']})"
+
+
 def attempt_lines(result: dict) -> list[str]:
     """Of every learning rate: how many of the runs converged, and how often one must try."""
     cost = result["overhead"]

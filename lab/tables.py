@@ -10,7 +10,7 @@ from lab.agents import AGENTS, agent_lines, by_arm, solved
 from lab.distil import distil_lines, judge_lines
 from lab.plots import RESULTS, between, column, load_result, markdown
 from lab.races import JUDGED, READING, medians, race_table
-from lab.stale import attempt_lines, method_claim, method_lines
+from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
 ALONE, TOGETHER = "sparse, query block 1", "sparse, query block 16"
@@ -96,8 +96,8 @@ versions; {missing} groups lost or dropped | one task, tiny models | `python ben
 runs without faults replayed to the same weights | faults of processes on one machine; replay \
 needs the same kind of CPU | `python bench.py faults`, `replay` |
 | Some remedies for stale data help | data 4 and 16 versions old, against none: \
-{method_claim(load_result("methods"))} | two tiny tasks, one learning \
-rate, published constants | `python bench.py staleness-methods` |
+{method_claim(load_result("methods"))}; {attempt_claim(load_result("attempts"))} | two tiny \
+tasks, published constants | `python bench.py staleness-methods` |
 | Agents learn to use tools and to mend their programs | held out, 5 seeds each, from random \
 weights, in at most {slowest:.0f} s: {", ".join(learned)} | tiny tasks | `python bench.py agents` |
 | Sparse attention pays at long context | forward and backward on an H100, selection included, \
