@@ -50,6 +50,7 @@ class PairConfig:
     task: str = flag("reverse", "task whose answers are compared: one turn")
     out: str = flag("judges", "folder of reward models; the next number is written")
     steps: int = flag(400, "optimizer steps", 1)
+    lengths: str = flag("any", "lengths of spoiled answers", choices=("any", "near"))
     lr: float = flag(2e-3, "learning rate of AdamW", 0, 1.0)
     seed: int = flag(0, "seed of weights and pairs", 0, 2**31 - 1)
 
@@ -74,16 +75,25 @@ def scores(served: RewardModel, sequences: list) -> Tensor:
 # ---- learning from pairs ----
 
 
-def spoiled(answer: list, words: np.ndarray, random: np.random.Generator) -> list:
-    """An answer in which some tokens are others; sometimes one too many or too few."""
+def spoiled(answer: list, words: np.ndarray, random: np.random.Generator, lengths: str) -> list:
+    """An answer in which some tokens are others; sometimes one too many or too few, or, with "any",
+    cut anywhere: what no pair shows, a policy will find ("near": that to say nothing is best)."""
     tokens = np.array(answer)
+    if lengths == "any" and random.random() < 0.5:
+        tokens = tokens[: random.integers(len(tokens) + 1)]
+        tokens = np.append(tokens, random.choice(words, random.integers(4)))[: len(answer)]
     wrong = random.random(len(tokens)) < random.uniform(0.0, 0.8)
     tokens[wrong] = random.choice(words, wrong.sum())
     tokens = tokens[: random.choice([len(tokens), len(tokens), len(tokens) - 1])].tolist()
     return tokens + random.choice(words, random.choice([0, 0, 1])).tolist()
 
 
-def pairs_of(task: Task, split: str, seed: int) -> Iterator[tuple[list, list]]:
+def pairs_of(
+    task: Task,
+    split: str,
+    seed: int,
+    lengths: str = "any",
+) -> Iterator[tuple[list, list]]:
     """(better, worse), token ids of prompt and answer, on one problem after the other."""
     random, encode, index, last = np.random.default_rng(seed), task.tokenizer.encode, 0, 0
     words = np.array([token for token in task.alphabet if token not in task.stop])
@@ -92,7 +102,7 @@ def pairs_of(task: Task, split: str, seed: int) -> Iterator[tuple[list, list]]:
         prompt, best = task.tokenizer.encode_prompt(problem["prompt"]), task.solve(problem)[0]
         found = []
         for _ in range(2):
-            own = spoiled(encode(best), words, random)
+            own = spoiled(encode(best), words, random, lengths)
             text = task.tokenizer.decode_bytes(own).decode(errors="replace")
             (reward,) = complete(task, problem, ((text,), ()))
             found.append((reward, [*prompt, *own, task.tokenizer.end]))
@@ -114,7 +124,7 @@ def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
     served = RewardModel(model, head, version)
     torch.set_num_threads(1)  # small matrices
     optimizer = torch.optim.AdamW([weights, head], config.lr, weight_decay=0.0)
-    pairs = pairs_of(task, "train", config.seed)
+    pairs = pairs_of(task, "train", config.seed, config.lengths)
     for step in tqdm(range(config.steps), unit="step"):
         optimizer.param_groups[0]["lr"] = config.lr * (1 - step / config.steps)
         batch = [next(pairs) for _ in range(PAIRS)]
@@ -141,7 +151,7 @@ def train(config: PairConfig) -> float:
     with blame(f"--out {folder}: must be a folder that can be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
     served = learn(task, config, max(versions_of(folder), default=0) + 1)
-    unseen = pairs_of(task, "eval", config.seed)
+    unseen = pairs_of(task, "eval", config.seed, config.lengths)
     with torch.no_grad():
         right = margins(served, [next(unseen) for _ in range(512)]) > 0
     facts = {"shape": vars(served.model.config), "weights": served.model.flat, "head": served.head}

@@ -4,8 +4,8 @@
 then it is asked to be its own earlier self on prompts of `reverse`, one answer to a prompt and no
 reward (cross-stage distillation, as in GLM-5). The same number of episodes with rewards and without
 a teacher is the baseline. Asynchronous runs; held-out problems.
-`python bench.py judge`: `reverse` with a reward model in place of the task, which has seen few or
-many pairs. Policies learn what their judge believes; the task says what is true.
+`python bench.py judge`: `reverse` with a reward model in place of the task. Policies learn what
+their judge believes, also of answers that no pair has shown it; the task says what is true.
 Left out: what is trained (learner.py), who asks the teacher (runtime/advice.py).
 """
 
@@ -16,13 +16,14 @@ import numpy as np
 
 from lab.plots import between, markdown, save_result, spread
 from lab.races import run_each
-from reward_model import PAIRS, PairConfig, train
+from reward_model import PairConfig, train
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
 EPISODES = 256 * 120  # of the last stage, with a teacher or without
-JUDGE_STEPS = (0, 20, 400)
+JUDGES = {"the task itself": "", "a reward model, pairs of nearly the right length": "near"}
+JUDGES |= {"a reward model, pairs of any length": "any"}
 ONE = {"group_size": 1, "groups_per_step": 256}
 
 
@@ -64,18 +65,18 @@ def bench_distil(folder: Path, seeds: int = 3) -> None:
 
 
 def bench_judge(folder: Path, seeds: int = 3) -> None:
-    """Reward models from a few pairs and from many, and what is learned from each; judge.json."""
+    """Reward models from two kinds of pairs, and what is learned from each; judge.json."""
     rows = []
-    for seed, steps in product(range(seeds), JUDGE_STEPS):
+    for seed, (judge, lengths) in product(range(seeds), JUDGES.items()):
         flags, right = {"task": "reverse", "seed": seed, "steps": 150}, 1.0
-        if steps:  # otherwise the task is the judge
-            judges = folder / f"judges-{seed}-{steps}"
-            right = train(PairConfig(task="reverse", out=str(judges), steps=steps, seed=seed))
+        if lengths:
+            judges = folder / f"judges-{seed}-{lengths}"
+            right = train(PairConfig("reverse", str(judges), seed=seed, lengths=lengths))
             flags["reward_model"] = str(judges.resolve())
-        for _, run, summary in run_each({f"{seed}-{steps}": flags}, folder, **ALIKE):
+        for _, run, summary in run_each({f"{seed}-{lengths or 'task'}": flags}, folder, **ALIKE):
             steps_made = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
             believed = float(np.mean([row["reward"] for row in steps_made[-10:]]))
-            row = {"seed": seed, "pairs": steps * PAIRS, "right": right, "believed": believed}
+            row = {"seed": seed, "judge": judge, "right": right, "believed": believed}
             rows.append(row | {"true": summary["eval"]["after"]["reward"]})
         save_result(folder, "judge", {"machine": describe_machine(), "runs": rows})
     print(*judge_lines({"runs": rows}), sep="\n")
@@ -84,10 +85,10 @@ def bench_judge(folder: Path, seeds: int = 3) -> None:
 def judge_lines(result: dict) -> list[str]:
     """What policies believe of their answers, and what these are worth."""
     rows = []
-    for pairs in dict.fromkeys(row["pairs"] for row in result["runs"]):
-        own = [row for row in result["runs"] if row["pairs"] == pairs]
+    for judge in dict.fromkeys(row["judge"] for row in result["runs"]):
+        own = [row for row in result["runs"] if row["judge"] == judge]
         cells = [between([row[x] for row in own], ".2f") for x in ("right", "believed", "true")]
-        rows.append([f"a reward model, {pairs:,} pairs" if pairs else "the task itself", *cells])
+        rows.append([judge, *cells])
     text = (
         f"`reverse`, 150 steps, {len(own)} seeds, smallest to largest. Believed: the mean reward\n"
     )

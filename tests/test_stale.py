@@ -323,11 +323,11 @@ def test_the_table_of_distillation_has_medians():
 
 def test_the_table_of_judges_has_what_is_believed_and_what_is_true():
     rows = [
-        {"seed": i, "pairs": pairs, "right": 0.9, "believed": 0.8 + 0.1 * i, "true": 0.1 * pairs}
-        for pairs, i in product((0, 5), range(2))
+        {"seed": i, "judge": judge, "right": 0.9, "believed": 0.8 + 0.1 * i, "true": true}
+        for (judge, true), i in product((("the task itself", 0.0), ("another", 0.5)), range(2))
     ]
     cells = [line.split("|") for line in distil.judge_lines({"runs": rows})[-2:]]
     assert [[cell.strip() for cell in row[1:-1]] for row in cells] == [
         ["the task itself", "0.90", "0.80 to 0.90", "0.00"],
-        ["a reward model, 5 pairs", "0.90", "0.80 to 0.90", "0.50"],
+        ["another", "0.90", "0.80 to 0.90", "0.50"],
     ]
