@@ -258,13 +258,15 @@ def method_claim(result: dict) -> str:
     for arm in [*alone, *beside]:
         found = [compared(of(runs, task), arm, STALE, baseline_of(arm)) for task in TASKS]
         words[arm] = [verdict(*interval) for _, *interval in found]
-    for count, where in ((2, "on both tasks"), (1, "on one")):
-        names = [f"`{arm}`" for arm in alone if words[arm].count("helps") == count]
-        said.append(f"{', '.join(names) or 'none'} help {where}")
+    kinds = {"both tasks": (2, 0), "one": (1, 0), "one and hurt on the other": (1, 1)}
+    for where, counts in kinds.items():
+        found = {arm: (words[arm].count("helps"), words[arm].count("hurts")) for arm in alone}
+        names = [f"`{arm}`" for arm in alone if found[arm] == counts]
+        said.append(f"{', '.join(names) or 'none'} help on {where}")
     for fix in FIXES:
         each = [word for arm in beside if arm.endswith(fix) for word in words[arm]]
         said.append(f"`{fix}` {each.count('helps')}, {each.count('hurts')} of {len(each)}")
-    said[2] = f"beside them, cases in which a remedy helps, hurts: {said[2]}"
+    said[3] = f"beside them, cases in which a remedy helps, hurts: {said[3]}"
     return "; ".join(said)
 
 
