@@ -190,7 +190,7 @@ def test_a_newer_file_that_cannot_be_read_changes_nothing(judges, tmp_path, caps
         ({"head": torch.ones(3)}, "another width"),
         ({"shape": {"context": 4}}, "positions for task"),
         ({"shape": {"vocab_size": 100}}, "for its shape"),
-        ({"shape": {"layers": 10**9}}, "must be a folder of reward_model.py"),
+        ({"shape": {"vocab_size": 10**9}}, "must be a folder of reward_model.py"),
     ],
 )
 def test_a_file_from_somebody_else_is_looked_at(judges, tmp_path, change, words):
