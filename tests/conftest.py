@@ -11,6 +11,9 @@ import signal
 import pytest
 import torch
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 IMPL = os.environ.get("IMPL")
 LONG = (  # more than 5 seconds: they begin first, two of them in each process
     "test_interpreter",
