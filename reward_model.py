@@ -216,10 +216,11 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
 @torch.no_grad()
 def verdicts_by(served: RewardModel, group: Group) -> list[tuple]:
     """(reward, rewards of turns, None) of the episodes of a group, by a reward model."""
-    scored = torch.sigmoid(scores(served, [t.tokens for t in group.trajectories])).tolist()
-    rewards = [0.0 if t.failed else x for t, x in zip(group.trajectories, scored, strict=True)]
+    sound = [t.tokens for t in group.trajectories if not t.failed]  # a replay has only these
+    scored = iter(torch.sigmoid(scores(served, sound)).tolist() if sound else ())
+    rewards = [0.0 if t.failed else next(scored) for t in group.trajectories]
     return [
-        (x, (x,) * len(t.turns), None) for t, x in zip(group.trajectories, rewards, strict=True)
+        (x, (x,) * len(t.turns), None) for x, t in zip(rewards, group.trajectories, strict=True)
     ]
 
 
