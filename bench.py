@@ -15,7 +15,6 @@ A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
-import json
 import shlex
 import shutil
 import sys
@@ -32,7 +31,7 @@ from reward import TASKS, Task, make_task, own_files
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError, fail, parse, printable
 from runtime.devices import describe_machine
-from runtime.folder import read_json, read_lines, write_file
+from runtime.folder import read_json, read_lines, write_json
 from runtime.huggingface import export
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
@@ -185,7 +184,7 @@ def summarise(run: Path, facts: dict) -> str:
         "tasks": by_name(steps, before, after),
         "machine": describe_machine(),
     }
-    write_file(run / "summary.json", json.dumps(summary, indent=1).encode())
+    write_json(run / "summary.json", summary)
     draw_run(run)
     return "\n".join([*verdict(run, summary), *advice(run, summary, steps)])
 

@@ -440,8 +440,8 @@ def log(seen) -> list[str]:
 
 
 def ledger(seen) -> list[str]:
-    events, books = audit(seen.run.folder)
-    return [f"{events} events", *table(books.totals()).splitlines()]
+    books = audit(seen.run.folder)
+    return [f"{books.events} events", *table(books.totals()).splitlines()]
 
 
 def replay(seen) -> list[str]:

@@ -98,7 +98,7 @@ def recorded(config: Config) -> tuple[Config, dict]:
         raise UserError(f"{name}: must be a run of train_async.py")
     try:
         summary = read_json(run / "summary.json")
-        _, ledger = audit(run)
+        ledger = audit(run)
         if summary["steps"] != ledger.steps:
             raise ValueError("its log goes on after its summary")
     except (OSError, ValueError) as error:

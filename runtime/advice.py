@@ -21,7 +21,7 @@ from logprobs import seen_by, words_of
 from model import GPT
 from reward import Task, capacity_of, verify_group
 from reward_model import RewardModel, serve_newest, verdicts_by
-from runtime.checkpoint import newest_checkpoint, newest_weights
+from runtime.checkpoint import checkpoint_path, newest_weights
 from runtime.config import Config, blame, require
 from runtime.messages import Group, Judgement
 from runtime.models import make_model, model_of
@@ -106,7 +106,7 @@ def pinned(config: Config) -> Config:
     if not config.teacher or not (place / "checkpoints").is_dir():
         return config
     with blame(f"--teacher {place}: must be a run folder with a checkpoint"):
-        path, _ = newest_checkpoint(place)
+        path = checkpoint_path(place, newest_weights(place)["version"])
     return dataclasses.replace(config, teacher=str(path))
 
 
@@ -118,10 +118,9 @@ def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.nda
             t.loss_mask = np.zeros(len(t.tokens), np.bool_)
             for start, stop in t.turns:
                 t.loss_mask[start:stop] = True
-    failed = [
-        t.failed or error is not None for t, (*_, error) in zip(episodes, verdicts, strict=True)
-    ]
-    sound = [t for t, bad in zip(episodes, failed, strict=True) if not bad]
-    said = iter(seen_by(teacher.model, sound, teacher, teacher.config) if sound else ())
-    none = [np.zeros(t.loss_mask.sum(), np.float32) for t in episodes]
-    return [zeros if bad else next(said).numpy() for zeros, bad in zip(none, failed, strict=True)]
+    judged = zip(episodes, verdicts, strict=True)
+    sound = [t for t, (*_, error) in judged if not t.failed and error is None]
+    seen = seen_by(teacher.model, sound, teacher, teacher.config)
+    said = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
+    said |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
+    return [*said.values()]

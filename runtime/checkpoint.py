@@ -13,6 +13,7 @@ import io
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,12 +34,17 @@ def sha256_of(flat: torch.Tensor) -> str:
     return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Its file: names are in the order of steps."""
+    return folder / "checkpoints" / f"step{step:07d}.pt"
+
+
 def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
     """Write a checkpoint that is whole or not there, and remove all but the last `keep`.
 
     The file is what torch.save writes, and then the sha256 of that. Raises OSError.
     """
-    path, memory = folder / "checkpoints" / f"step{step:07d}.pt", io.BytesIO()
+    path, memory = checkpoint_path(folder, step), io.BytesIO()
     torch.save(state, memory)
     data = memory.getbuffer()
     write_file(path, data, hashlib.sha256(data).digest())
@@ -62,48 +68,35 @@ def load_tensors(path: Path, digest: bool = False) -> dict:
         return {**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)}
 
 
-def load_checkpoint(folder: Path) -> dict:
+def load_checkpoint(folder: Path, logs: Sequence = LOGS) -> dict:
     """The newest checkpoint of a run folder that is whole, and whose logs are; UserError when there
     is none. What is wrong with newer ones is said on stderr."""
     wrong = "there is none"
     for path in sorted((folder / "checkpoints").glob("step*.pt"), reverse=True):
         try:
             state = load_tensors(path, digest=True)
-            for name in LOGS:
+            for name in logs:
                 check_log(folder / f"{name}.jsonl", state["marks"][name])
             return state
         except (UserError, LookupError, TypeError) as error:  # of odd marks
             wrong = str(error)
             sys.stderr.write(printable(f"{path} is passed over: {wrong}\n"))
-    text = f"must hold a checkpoint that is whole, and logs that are ({wrong})"
-    raise UserError(f"--resume {folder}: {text}")
+    raise UserError(f"{folder}: must hold a checkpoint that is whole, as its logs are ({wrong})")
 
 
 def newest_weights(place: Path) -> dict:
     """Shape and weights of a model: of a file (of pretrain.py, or a checkpoint), or of the newest
     checkpoint of a run folder that is whole; UserError."""
-    return newest_checkpoint(place)[1] if place.is_dir() else load_tensors(place)
-
-
-def newest_checkpoint(place: Path) -> tuple[Path, dict]:
-    """The newest checkpoint of a run folder that is whole, and what it holds; UserError."""
-    found = None
-    for path in sorted((place / "checkpoints").glob("step*.pt"), reverse=True):
-        try:
-            found = load_tensors(path, digest=True)
-            break
-        except UserError as error:
-            sys.stderr.write(printable(f"{path} is passed over: {error}\n"))
-    require(found is not None, f"{place}: must hold a checkpoint that is whole")
-    require(not found["shape"].get("lora"), f"{place}: has adapters only; --export gives all")
-    return path, found
+    state = load_checkpoint(place, logs=()) if place.is_dir() else load_tensors(place)
+    require(not state["shape"].get("lora"), f"{place}: has adapters only; --export gives all")
+    return state
 
 
 def drop_what_follows(folder: Path, state: dict) -> None:
     """Remove what came after a checkpoint: it is done again. (Opening the logs cuts them; a summary
     is of a run that has ended.)"""
     for path in (folder / "checkpoints").glob("step*.pt"):
-        if path.name > f"step{state['version']:07d}.pt":
+        if path > checkpoint_path(folder, state["version"]):
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)
 
@@ -133,7 +126,8 @@ def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> d
         "reference": reference and reference.flat.cpu(),
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
         "completed": [to_tensors(*group_to_parts(group)) for group in completed],
-        "critic": critic and {"net": critic.net.state_dict(), "moments": moments(critic.optimizer)},
+        "critic": critic
+        and {"net": critic.net.state_dict(), "moments": critic.optimizer.state_dict()["state"]},
         **{name: getattr(learner, name) for name in COUNTERS},
     }
 
@@ -158,16 +152,6 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
         return {"step": states[0]["step"], **dict(zip(names, whole.cpu(), strict=True))}
 
 
-def moments(optimizer: torch.optim.Optimizer) -> dict:
-    """What the optimizer of a critic remembers."""
-    return optimizer.state_dict()["state"]
-
-
-def remember(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """The inverse of `moments`."""
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
 def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
     return header, {name: torch.from_numpy(array) for name, array in arrays.items()}
 
@@ -181,17 +165,17 @@ def completed_groups(state: dict) -> list[Group]:
     return groups
 
 
-def restore(learner: Learner, state: dict, config: Config, ledger: Ledger | None = None) -> None:
+def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> None:
     """Fill a learner from a checkpoint; UserError when that does not fit it, or the ledger."""
     with blame(f"--resume {config.resume}: its checkpoint must fit the run"):
         check_fit(learner, state, config)
-        same = not ledger or ledger.flying == set(state["in_flight"])
+        same = ledger.flying == set(state["in_flight"])
         require(same, "events.jsonl has other groups in flight")
     set_state(learner, state)
     # a run that has all its steps, but no summary, has still to be ended
     least = learner.version + Path(config.resume, "summary.json").exists()
     needed = f"must be more than the {learner.version} steps that the run has"
-    require(not ledger or config.steps >= least, f"--steps {config.steps}: {needed}")
+    require(config.steps >= least, f"--steps {config.steps}: {needed}")
 
 
 def set_state(learner: Learner, state: dict) -> None:
@@ -214,8 +198,9 @@ def set_facts(learner: Learner, state: dict, step: torch.Tensor, own: list) -> N
             remembered[name].copy_(moment)
     learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
     if learner.critic:
-        learner.critic.net.load_state_dict(state["critic"]["net"])
-        remember(learner.critic.optimizer, state["critic"]["moments"])
+        net, optimizer = learner.critic.net, learner.critic.optimizer
+        net.load_state_dict(state["critic"]["net"])
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state["critic"]["moments"]})
     for name in COUNTERS:
         setattr(learner, name, state[name])
 
@@ -229,7 +214,7 @@ def share(learner: Learner, state: dict | None = None) -> None:
     facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
     step = learner.optimizer.state[learner.slices[0]]["step"]
     (facts,) = share_state(team, learner.version, facts, [*tensors, step])
-    own = torch.stack([torch.empty_like(learner.slices[0].detach())] * len(learner.moments))
+    own = learner.weights.new_empty(len(learner.moments), len(learner.slices[0]))
     whole = state and torch.stack([state["optimizer"][name] for name in learner.moments])
     own = hand_out_moments(team, learner.version, own, whole)
     set_facts(learner, facts, step, [own])

@@ -26,13 +26,17 @@ ADVANTAGES = ("grpo", "mean", "rloo", "opob", "gae")
 DAMPERS = ("kl", "ess", "gac", "brake", "none")
 SWAPS = ("keep", "recompute", "drain")
 YES_NO = ("no", "yes")
-CHATS = ("no", "think", "answer")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
-# Flags that say nothing unless another one has such a value (none: any).
-ONLY_WITH = {"teacher_weight": ("teacher", ()), "dpo_beta": ("objective", ("dpo",))}
-ONLY_WITH |= dict.fromkeys(("double_low", "double_high"), ("objective", ("double_sided",)))
-ONLY_WITH |= {"kl_threshold": ("damper", ("kl",)), "gae_lambda": ("advantage", ("gae",))}
+# Flags that say nothing unless another one has this value ("": any).
+ONLY_WITH = {
+    "teacher_weight": ("teacher", ""),
+    "dpo_beta": ("objective", "dpo"),
+    "double_low": ("objective", "double_sided"),
+    "double_high": ("objective", "double_sided"),
+    "kl_threshold": ("damper", "kl"),
+    "gae_lambda": ("advantage", "gae"),
+}
 
 # what a plain --help shows
 FIRST = "task steps seed out resume replay model attention max_staleness lr".split()
@@ -112,29 +116,20 @@ class Config:
     init: str = flag("", "weights to start from: a run folder, or a file of pretrain.py")
     export: str = flag("", "folder to write at the end: the model for transformers")
 
-    model: str = flag(
-        "tiny",
-        "tiny, small, medium, or a folder of Qwen3 weights",
-        group="model",
-    )
-    lora: int = flag(
-        0,
-        "rank of the adapters that alone are trained (0: train everything)",
-        0,
-        1024,
-    )
+    model: str = flag("tiny", "tiny, small, medium, or a folder of Qwen3 weights", group="model")
+    lora: int = flag(0, "rank of the adapters that alone are trained (0: train all)", 0, 1024)
     dtype: str = flag("float32", "what models compute in (weights: float32)", choices=DTYPES[:2])
     context: int = flag(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     positions: str = flag("learned", "position encoding", choices=("learned", "rope"))
     qk_norm: str = flag("no", "RMSNorm of queries and keys, as in Qwen3", choices=YES_NO)
-    chat: str = flag("no", "prompts as a chat; answer: without thinking", choices=CHATS)
+    chat: str = flag(
+        "no", "prompts as a chat; answer: without thinking", choices=("no", "think", "answer")
+    )
     attention: str = flag("dense", "dense, or sparse (dsa)", choices=("dense", "dsa"))
     scoring: str = flag("mean", "dsa: how chunks are scored", choices=("mean", "indexer"))
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(8, "dsa: chunks that a query attends to", 1)
-    kernels: str = flag(
-        "auto", "attention: auto is triton on CUDA", choices=("auto", "spec", "triton")
-    )
+    kernels: str = flag("auto", "auto: triton on CUDA", choices=("auto", "spec", "triton"))
 
     slots: int = flag(
         128,
@@ -166,9 +161,7 @@ class Config:
     teacher: str = flag("", "policy to learn from: a run folder, or a folder of Qwen3 weights")
     teacher_weight: float = flag(1.0, "its share of an advantage (1: rewards say nothing)", 1e-3, 1)
     reward_model: str = flag("", "folder of reward_model.py, which judges in place of the task")
-    damper: str = flag(
-        "kl", "how a step is made smaller when data are stale (dampers.py)", choices=DAMPERS
-    )
+    damper: str = flag("kl", "what makes steps on stale data smaller", choices=DAMPERS)
     advantage: str = flag("grpo", "inside a group, or (gae) by a critic", choices=ADVANTAGES)
     credit: str = flag("episode", "what a turn is credited with", choices=("episode", "turn"))
     gae_lambda: float = flag(1.0, "gae: 1 trusts rewards only, less trusts the critic more", 0, 1)
@@ -233,8 +226,7 @@ def check(config: Config) -> Config:
         said = f"{flag_name(f.name)} {value!s:.80}: must be"
         kind = type(value) is f.type or (f.type, type(value)) == (float, int)
         require(kind, f"{said} of type {f.type.__name__}")
-        if choices:
-            require(value in choices, f"{said} one of {', '.join(choices)}")
+        require(not choices or value in choices, f"{said} one of {', '.join(choices)}")
         if f.type is not str:
             fits = low <= value <= high and math.isfinite(value)
             most = f" and at most {high}" if math.isfinite(high) else ""
@@ -266,13 +258,11 @@ def check_together(config: Config) -> None:
         require(config.advantage == "grpo", said)
         said = "--reference-every 0: must be at least 1 with dpo, which compares with the reference"
         require(config.reference_every, said)
-    for name, (flag_of, allowed) in ONLY_WITH.items():
-        given, found = getattr(config, name), getattr(config, flag_of)
-        idle = given != getattr(Config, name) and (found not in allowed if allowed else not found)
-        without = (
-            f"without {flag_name(flag_of)}" if not found else f"with {flag_name(flag_of)} {found}"
-        )
-        require(not idle, f"{flag_name(name)} {given}: must be left out {without}")
+    for name, (other, needed) in ONLY_WITH.items():
+        given, found = getattr(config, name), getattr(config, other)
+        fits = given == getattr(Config, name) or found and needed in ("", found)
+        said = f"must be left out without {flag_name(other)} {needed}"
+        require(fits, f"{flag_name(name)} {given}: {said}")
     if config.keep_dead == "no":
         said = "--keep-dead no: must be yes where a group of equal rewards teaches something: with"
         require(config.advantage != "gae", f"{said} gae")

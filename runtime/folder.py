@@ -78,6 +78,11 @@ def to_record(text: bytes, place: Path | str) -> dict:
     return record
 
 
+def write_json(path: Path, record: dict) -> None:
+    """Write a record as people read it."""
+    write_file(path, json.dumps(record, indent=1).encode())
+
+
 def write_file(path: Path, *parts: bytes) -> None:
     """Write a file in one move: whoever is killed here leaves the old one or the new one.
 
@@ -121,12 +126,11 @@ class Log:
     def append(self, records: Iterable[dict]) -> None:
         """Write records, each a line: all of them, or none when the disk is full (OSError)."""
         size, checksum = self.mark
-        lines = []
+        data = bytearray()
         for record in records:
             text = json.dumps(record)[:-1].encode()
             checksum = zlib.crc32(text, checksum)
-            lines.append(text + b', "crc": %d}\n' % checksum)
-        data = b"".join(lines)
+            data += text + b', "crc": %d}\n' % checksum
         mark = (size + len(data), checksum)
         try:
             while data:
@@ -167,7 +171,7 @@ def read_lines(path: Path) -> list[dict]:
 
 def check_log(path: Path, mark: tuple[int, int]) -> None:
     """UserError when a log does not begin with what it had at this mark."""
-    marks = [(0, 0)]  # of a log that is still empty there may be no file
-    if mark != marks[0]:
-        marks = [found for _, found in scan(path, mark[0])]
-    require(mark in marks[-1:], f"{path}: must be whole up to byte {mark[0]:,}")
+    marks = [(0, 0)]
+    if mark != marks[0]:  # of a log that is still empty there may be no file
+        marks += [found for _, found in scan(path, mark[0])]
+    require(mark == marks[-1], f"{path}: must be whole up to byte {mark[0]:,}")

@@ -9,7 +9,6 @@ be a stranger's: links are refused, and so are names of files that are paths.
 Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig, merged
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, fail, printable, require, require_only
-from runtime.folder import read_json, refuse_links, write_file
+from runtime.folder import read_json, refuse_links, write_json
 from runtime.runlog import stored_config
 from runtime.tokenizer import LARGEST, VOCABULARY
 
@@ -222,13 +221,9 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     facts[longest] = source.get(longest, facts[longest])
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
-    write(folder / "config.json", facts)
+    write_json(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
     return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
-
-
-def write(path: Path, record: dict) -> None:
-    write_file(path, json.dumps(record, indent=1).encode())
 
 
 def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHARD) -> None:
@@ -243,7 +238,7 @@ def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHAR
         files |= dict.fromkeys(views, file)
         save(views, folder / file, dtype)
     if len(shards) > 1:
-        write(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
+        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
 
 
 def write_adapters(model: GPT, config: Config, folder: Path) -> str:
@@ -258,7 +253,7 @@ def write_adapters(model: GPT, config: Config, folder: Path) -> str:
     names = [name.split(".")[1] for parts in PARTS.values() for name in parts]
     facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": names, "r": rank}
     facts |= {"lora_alpha": LORA_SCALE * rank, "base_model_name_or_path": config.model}
-    write(folder / "adapter_config.json", facts)
+    write_json(folder / "adapter_config.json", facts)
     return f"{folder}: adapters of {config.model}, for PEFT"
 
 
@@ -280,11 +275,11 @@ def stored_model(run: Path) -> tuple[GPT, Config]:
 
 
 if __name__ == "__main__":
-    run, folder, how = (*sys.argv[1:], "", "", "")[:3]
+    places = [word for word in sys.argv[1:] if word != "--adapters"]
     try:
-        known = run and folder and sys.argv[3:] in ([], ["--adapters"])
-        require(known, "must be given: RUN FOLDER [--adapters]")
-        model, config = stored_model(Path(run))
-        print(printable(export(model, config, Path(folder), adapters=bool(how))))
+        require(len(places) == 2, "must be given: RUN FOLDER [--adapters]")
+        run, folder = map(Path, places)
+        model, config = stored_model(run)
+        print(printable(export(model, config, folder, adapters="--adapters" in sys.argv)))
     except (UserError, OSError) as error:
         fail(error)

@@ -47,6 +47,7 @@ class Ledger:
     """What the events so far say about every group."""
 
     def __init__(self):
+        self.events = 0
         self.states = {}  # group id -> state, of every group ever admitted
         self.flying = set()  # the ids of those neither trained nor discarded
         self.counts = Counter()  # kind of event -> groups it happened to
@@ -57,6 +58,7 @@ class Ledger:
     def note(self, event: dict) -> None:
         """Take one event; ValueError, naming the group, when it cannot follow the others."""
         kind = event["kind"]
+        self.events += 1
         if kind not in MOVES:
             return
         allowed, after = MOVES[kind]
@@ -111,14 +113,11 @@ def table(totals: dict) -> str:
     return "   ".join(cells) + "\n" + "   ".join(numbers)
 
 
-def read_books(path: Path, size: float = math.inf) -> tuple[int, Ledger]:
-    """The books by the events in a log (as far as byte `size`), and how many these are.
-
-    UserError names the first line that was changed, or whose event cannot be.
-    """
-    ledger, count = Ledger(), 0
+def read_books(path: Path, size: float = math.inf) -> Ledger:
+    """The books by the events in a log (as far as byte `size`); UserError names the first line that
+    was changed, or whose event cannot be."""
+    ledger = Ledger()
     for event, _ in scan(path, size):
-        count += 1
         try:
             ledger.note(event)
             here = len(ledger.flying)
@@ -126,35 +125,32 @@ def read_books(path: Path, size: float = math.inf) -> tuple[int, Ledger]:
             if here != there:
                 raise ValueError(f"{here} groups are in flight by the log, {there} by the trainer")
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path}, line {count}: {error}\n  {json.dumps(event)}") from error
-    return count, ledger
+            place = f"{path}, line {ledger.events}"
+            raise UserError(f"{place}: {error}\n  {json.dumps(event)}") from error
+    return ledger
 
 
-def audit(run: Path) -> tuple[int, Ledger]:
-    """Check the log of a run folder from its first line to its last, and against its summary.
-
-    Returns the number of events, and the books; UserError says what cannot be.
-    """
+def audit(run: Path) -> Ledger:
+    """The books by the log of a run folder, from its first line to its last, checked against its
+    summary; UserError says what cannot be."""
     mode = read_json(run / "config.json").get("mode")
     require(mode == "async", f"{run}: must be a run of train_async.py")
-    count, ledger = read_books(run / "events.jsonl")
+    ledger = read_books(run / "events.jsonl")
     if (run / "summary.json").is_file():
         summary, totals = read_json(run / "summary.json"), ledger.totals()
         told = summary.get("ledger", totals)
         totals = {name: totals.get(name) for name in told}  # an earlier version told less
         here, there = (ledger.steps, totals), (summary.get("steps"), told)
-        text = "the log ends at step {} with {}, summary.json at step {} with {}"
-        require(here == there, text.format(*here, *there))
-    return count, ledger
+        require(here == there, f"steps and totals: {here} in the log, {there} in summary.json")
+    return ledger
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        fail("usage: python -m runtime.ledger RUN")
-    if not os.path.isdir(sys.argv[1]):
-        fail(f"{sys.argv[1]}: must be a run folder")
+    if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
+        fail("usage: python -m runtime.ledger RUN, which must be a run folder")
     try:
-        events, books = audit(Path(sys.argv[1]))
+        books = audit(Path(sys.argv[1]))
     except UserError as problem:
         sys.exit(printable(str(problem)))
-    print(f"{table(books.totals())}\n{events:,} events in {books.steps:,} steps: every one fits")
+    print(table(books.totals()))
+    print(f"{books.events:,} events in {books.steps:,} steps: every one fits")

@@ -12,7 +12,6 @@ written (folder.py).
 import contextlib
 import dataclasses
 import faulthandler
-import json
 import math
 import os
 import shutil
@@ -26,7 +25,7 @@ from tqdm import tqdm
 
 from runtime.config import Config, blame, check, printable, require
 from runtime.devices import describe_machine
-from runtime.folder import Log, own_folder, read_json, refuse_links, sync_folder, write_file
+from runtime.folder import Log, own_folder, read_json, refuse_links, sync_folder, write_json
 
 LOGS = ("metrics", "events", "samples")
 
@@ -67,8 +66,7 @@ def write_config(run: Path, record: dict) -> None:
     """Every setting, and the machine; and the folders for what follows."""
     for name in ("checkpoints", "logs"):
         (run / name).mkdir(exist_ok=True)
-    text = json.dumps(record | {"machine": describe_machine()}, indent=1)
-    write_file(run / "config.json", text.encode())
+    write_json(run / "config.json", record | {"machine": describe_machine()})
 
 
 class Stop:

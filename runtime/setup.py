@@ -73,11 +73,10 @@ def open_training(config: Config, mode: str) -> Run:
         lock = own_folder(folder)
         state = load_checkpoint(folder)
         if mode == "async":
-            _, ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
-    if config.model not in PRESETS:  # a run may go on from another place
-        config = dataclasses.replace(config, model=os.path.abspath(config.model))
-    for name in ("teacher", "reward_model"):
-        if place := getattr(config, name):
+            ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
+    for name in ("model", "teacher", "reward_model"):  # a run may go on from another place
+        place = getattr(config, name)
+        if place not in ("", *PRESETS):
             config = dataclasses.replace(config, **{name: os.path.abspath(place)})
     config = config if state else pinned(config)
     if config.cluster:
@@ -117,8 +116,9 @@ def open_training(config: Config, mode: str) -> Run:
             write_config(folder, record | changed)
         host = Host(config, folder / "logs" / "evaluation.log")
         log = RunLog(folder, config.steps, state, config.stall)
-        books = ledger, state, [], []
-        run = Run(config, task, folder, lock, learner, log, stop, host, advice, *books)
+        run = Run(
+            config, task, folder, lock, learner, log, stop, host, advice, ledger, state, [], []
+        )
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run

@@ -195,7 +195,7 @@ def judge(run: Path, mode: str, place: Path, sha256: str | None) -> None:
     if mode == "sync":
         assert sha256 in (None, summary["weights_sha256"]), "it ends at other weights"
     else:
-        totals = audit(run)[1].totals()
+        totals = audit(run).totals()
         assert totals["in_flight"] == 0 and totals["admitted"] == totals["trained"], totals
         if sha256 is not None:
             end = attempt(["train_async.py", "--replay", str(run)], run, place / "replay")

@@ -532,7 +532,7 @@ def group_is_gone(group: int, seconds: float = 10.0) -> bool:
 
 def judged(run: Path, folder: Path, flags: dict) -> dict:
     """What became of the prompts of a finished run, and how quickly losses were noticed."""
-    events, (_, ledger) = read_lines(run / "events.jsonl"), audit(run)
+    events, ledger = read_lines(run / "events.jsonl"), audit(run)
     summary = json.loads((run / "summary.json").read_text())
     trained = [g for e in events if e["kind"] == "train" for g in e["groups"]]
     wanted = range(flags["steps"] * flags["groups_per_step"])

@@ -25,6 +25,7 @@ from runtime.checkpoint import (  # noqa: E402
     whole_moments,
 )
 from runtime.config import Config  # noqa: E402
+from runtime.ledger import Ledger  # noqa: E402
 from runtime.messages import apply_verdicts  # noqa: E402
 from runtime.models import make_model  # noqa: E402
 from runtime.runlog import LOGS  # noqa: E402
@@ -63,7 +64,7 @@ def train(rank: int, size: int, folder: Path, first: int, last: int, advantage: 
         state = state_of(learner, whole_moments(learner))
         if first:
             state = torch.load(folder / f"state{first}.pt")
-            restore(learner, state, config)
+            restore(learner, state, config, Ledger())
     if size > 1:
         join_team(learner.team, f"file://{folder}/meeting{first}-{size}", False, limit=60.0)
         share(learner, state)

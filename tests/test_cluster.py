@@ -46,7 +46,7 @@ def checked(folder: Path, steps: int) -> list[dict]:
     """Its events; the run has all its steps, the ledger balances, a replay ends at its weights."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == steps and summary["staleness"]["max"] <= 2
-    _, ledger = audit(folder)
+    ledger = audit(folder)
     assert ledger.totals()["trained"] == 4 * steps and not ledger.flying
     train_async.train(dataclasses.replace(Config(), replay=str(folder)))
     return read_lines(folder / "events.jsonl")

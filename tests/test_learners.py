@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_another_number_of_learners(tmp_path):
         )
     sizes = [e["learners"] for e in read_lines(folder / "events.jsonl") if e["kind"] == "train"]
     assert sizes == [1] * 3 + [2] * 3 + [3] * 4 + [1] * 2
-    assert audit(folder)[1].totals()["in_flight"] == 0
+    assert audit(folder).totals()["in_flight"] == 0
     train_async.train(dataclasses.replace(Config(), replay=str(folder)))  # or TrainingStopped
 
 

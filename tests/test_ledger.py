@@ -108,7 +108,7 @@ def test_no_line_can_be_left_out_or_doubled_unseen(tmp_path):
         "requeue",
         "publish",
     }
-    assert audit(write_run(tmp_path, log, totals))[0] == len(log)
+    assert audit(write_run(tmp_path, log, totals)).events == len(log)
     for i, event in enumerate(log):
         if event["kind"] == "publish":  # moves no group
             continue

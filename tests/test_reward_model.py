@@ -112,7 +112,7 @@ def test_a_newer_file_is_served_in_the_middle_and_a_run_replays(judges, tmp_path
     versions = [event["reward_model"] for event in events]
     assert published == [3] and set(versions) == {1, 2}, versions
     train_async.train(Config(replay=str(run)))
-    _, ledger = audit(run)
+    ledger = audit(run)
     assert ledger.totals()["oldest_verified"] == max(event["age"] for event in events) <= 2
     rows = read_lines(run / "metrics.jsonl")
     assert all(0 < row["reward"] < 1 for row in rows if "reward" in row)

@@ -73,7 +73,7 @@ def trained_groups(folder) -> list[int]:
 
 def balanced(folder) -> dict:
     """Check a run's log again, without the trainer; returns its totals."""
-    _, ledger = audit(folder)
+    ledger = audit(folder)
     assert ledger.totals() == summary_of(folder)["ledger"]
     return ledger.totals()
 
