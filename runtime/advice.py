@@ -7,10 +7,9 @@ losses.py). Both are read-only, so every reward worker has its own, in float32.
 Left out: what the learner makes of it (learner.py), teachers of several tasks.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
         else:
             dense = {"attention": "dense", "scoring": "mean"}
-            other = dataclasses.replace(config, model=str(place), init="", lora=0, **dense)
+            other = replace(config, model=str(place), init="", lora=0, **dense)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
         if a_run:
             model = model_of(newest_weights(place), config, task, capacity_of(config, task))
@@ -107,7 +106,7 @@ def pinned(config: Config) -> Config:
         return config
     with blame(f"--teacher {place}: must be a run folder with a checkpoint"):
         path = checkpoint_path(place, newest_weights(place)["version"])
-    return dataclasses.replace(config, teacher=str(path))
+    return replace(config, teacher=str(path))
 
 
 def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.ndarray]:

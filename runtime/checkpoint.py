@@ -7,13 +7,13 @@ What it relies on is on disk before it is: first the logs, then the file, then i
 on with the newest one that is whole and whose logs are, too.
 """
 
-import dataclasses
 import hashlib
 import io
 import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -196,7 +196,7 @@ def set_facts(learner: Learner, state: dict, step: torch.Tensor, own: list) -> N
         remembered["step"].copy_(step)
         for name, moment in zip(learner.moments, found, strict=True):
             remembered[name].copy_(moment)
-    learner.damper = dataclasses.replace(learner.damper, window=tuple(state["window"]))
+    learner.damper = replace(learner.damper, window=tuple(state["window"]))
     if learner.critic:
         net, optimizer = learner.critic.net, learner.critic.optimizer
         net.load_state_dict(state["critic"]["net"])

@@ -263,10 +263,9 @@ def check_together(config: Config) -> None:
         fits = given == getattr(Config, name) or found and needed in ("", found)
         said = f"must be left out without {flag_name(other)} {needed}"
         require(fits, f"{flag_name(name)} {given}: {said}")
-    if config.keep_dead == "no":
-        said = "--keep-dead no: must be yes where a group of equal rewards teaches something: with"
-        require(config.advantage != "gae", f"{said} gae")
-        require(not config.teacher, f"{said} --teacher")
+    if config.teacher or kind == "gae":
+        said = "must be yes with --teacher or gae: a group of equal rewards teaches something"
+        require(config.keep_dead == "yes", f"--keep-dead no: {said}")
     if config.teacher:
         require(kind != "dpo", "--objective dpo: must be another one with --teacher")
         said = f"--top-p {config.top_p}, --top-k-sampling {config.top_k_sampling}"

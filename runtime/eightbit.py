@@ -47,20 +47,12 @@ def naive_rounded(matrix: Tensor, summed: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """One parameter among the flat weights; a product with a matrix sums over its axis `summed`."""
+    """One parameter among the flat weights."""
 
     shape: tuple[int, ...]
-    summed: int | None  # None: a vector
-
-    @property
-    def coded(self) -> int:
-        """How many of its weights take 8 bits."""
-        return 0 if self.summed is None else self.shape[0] * self.shape[1]
-
-    @property
-    def exact(self) -> int:
-        """How many float32 it takes: the scales of its channels, or all of a vector."""
-        return self.shape[0 if self.summed is None else 1 - self.summed]
+    summed: int  # the axis that a product with a matrix sums over
+    coded: int  # how many of its weights take 8 bits: none of a vector
+    exact: int  # how many float32 it takes: the scales of its channels, or all of a vector
 
 
 class Form(NamedTuple):
@@ -82,8 +74,10 @@ def form_of(model, precision: str) -> Form:
     parts = []
     for name, p in model.named_parameters():
         if model.trains(name):  # else it is no part of flat
-            summed = int(name.endswith(".weight")) if p.dim() == 2 else None
-            parts.append(Part(tuple(p.shape), summed))
+            summed = int(name.endswith(".weight"))
+            matrix = p.dim() == 2
+            coded, exact = (p.numel(), p.shape[1 - summed]) if matrix else (0, len(p))
+            parts.append(Part(tuple(p.shape), summed, coded, exact))
     size = sum(4 * part.exact + part.coded for part in parts)
     return Form(torch.uint8, size, tuple(parts))
 
@@ -107,8 +101,7 @@ def pack(flat: Tensor, form: Form) -> Tensor:
             codes.append((matrix / scale).to(FLOAT8).flatten())
             kept = scale.flatten()
         exact.append(kept)
-    found = torch.cat(exact), torch.cat(codes)
-    return torch.cat([x.view(torch.uint8) for x in found])
+    return torch.cat([x.view(torch.uint8) for x in exact + codes])
 
 
 def take(into: Tensor, offered: Tensor, form: Form) -> None:
@@ -126,7 +119,5 @@ def take(into: Tensor, offered: Tensor, form: Form) -> None:
     own = into.split([part.coded or part.exact for part in form.parts])
     for part, weights, kept, code in zip(form.parts, own, exact, codes, strict=True):
         if part.coded:
-            matrix = code.view(part.shape).float()
-            scale = kept.unsqueeze(part.summed)
-            kept = (matrix * scale).flatten()
+            kept = (code.view(part.shape).float() * kept.unsqueeze(part.summed)).flatten()
         weights.copy_(kept)

@@ -81,10 +81,9 @@ def read_shape(folder: Path, context: int) -> dict:
     path = folder / "config.json"
     facts, shape = {"model_type": "missing"} | read_json(path), {}
     with blame(f"{path}: must be a dense Qwen3"):
-        ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-        for part in (facts, *ropes):
-            require_only(part, ONLY)
-            facts |= part
+        for name in ("rope_scaling", "rope_parameters"):  # the old way and the new
+            facts |= facts.get(name) or {}
+        require_only(facts, ONLY)
         types = {*(facts.get("layer_types") or ())}
         require(types <= {"full_attention"}, f"layer_types are {types}")
         for name, there in FIELDS.items():
@@ -183,22 +182,23 @@ def matrices(layer: Layer, kind: str = "") -> dict[str, Tensor]:
 # -------------------------------------------------------------------------------------------- out
 
 
-def check_export(folder: Path, shape: ModelConfig) -> None:
-    """UserError where a model of this shape cannot be written into this folder."""
+def open_export(folder: Path, shape: ModelConfig) -> None:
+    """Make the folder; UserError where a model of this shape cannot be written into it."""
     free = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
     require(free, f"--export {folder}: must be new or an empty folder")
     flags = "--positions rope --qk-norm yes, without --scoring indexer"
     fits = shape.positions == "rope" and shape.qk_norm and not shape.indexed
     require(fits, f"--export {folder}: must have a model of Qwen3's form ({flags})")
+    with blame(f"--export {folder}: must be writable", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> str:
     """Write a model as transformers reads it, adapters merged, or these alone as PEFT does; returns
     what to say. All of it or nothing: OSError."""
-    check_export(folder, model.config)
     known = config.lora and config.model not in PRESETS
     require(known or not adapters, "--adapters: must be of a run with --lora on a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    open_export(folder, model.config)
     try:
         return (write_adapters if adapters else write_model)(model, config, folder)
     except BaseException as error:

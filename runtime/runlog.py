@@ -10,7 +10,6 @@ written (folder.py).
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import math
 import os
@@ -19,6 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from tqdm import tqdm
@@ -44,7 +44,7 @@ def new_folder(config: Config, mode: str):
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
         lock = own_folder(run)
     try:
-        write_config(run, {"mode": mode, **dataclasses.asdict(config)})
+        write_config(run, {"mode": mode, **asdict(config)})
         yield run, lock
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
@@ -56,7 +56,7 @@ def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
     refuse_links(run)
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
         stored = read_json(run / "config.json")
-        values = {f.name: stored.get(f.name, f.default) for f in dataclasses.fields(Config)}
+        values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
         mode = stored["mode"]
         require(mode in ("sync", "async"), f"mode {mode!r}: must be sync or async")
         return check(Config(**values)), stored
@@ -88,15 +88,16 @@ class Stop:
 class RunLog:
     """A progress bar for a person; metrics and events, as JSON lines, for the disk."""
 
-    def __init__(self, run: Path, steps: int, state: dict | None = None, stall: float = math.inf):
-        """state: the checkpoint of a run that is resumed; what the logs hold behind it is cut.
-        stall: seconds after which `alive` must have been called again."""
+    def __init__(self, run: Path, config: Config, state: dict | None):
+        """state: the checkpoint of a run that is resumed; what the logs hold behind it is cut."""
         done = state or {"version": 0, "seconds": 0.0, "marks": {}}
-        self.stall, self.moved = stall, -math.inf
+        self.stall, self.moved = config.stall, -math.inf
         self.run, self.written = run, done["version"]  # written: the newest step with metrics
         self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, (0, 0))) for n in LOGS}
         self.start = time.monotonic() - done["seconds"]
-        self.bar = tqdm(total=steps, initial=done["version"], unit="step", dynamic_ncols=True)
+        self.bar = tqdm(
+            total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
+        )
         self.events = []  # not on disk yet
         self.shown = {}  # beside the bar
         self.seconds = Counter()  # of all spans, by kind
@@ -126,7 +127,7 @@ class RunLog:
         hangs in is printed, by file and line, and it ends with exit code 1: from a thread in C, so
         even Python need not run."""
         now = time.monotonic()
-        if self.stall < math.inf and now - self.moved > 1.0:
+        if now - self.moved > 1.0:
             self.moved = now
             faulthandler.dump_traceback_later(self.stall, exit=True, file=sys.__stderr__)
 

@@ -3,11 +3,10 @@
 Left out: what a step does (learner.py), what is asked of people (config.py).
 """
 
-import dataclasses
 import gc
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -26,10 +25,10 @@ from runtime.checkpoint import (
     load_checkpoint,
     restore,
 )
-from runtime.config import Config, blame, check, flag_name, require
+from runtime.config import Config, check, flag_name, require
 from runtime.devices import free_memory, pick_devices, set_threads
 from runtime.folder import own_folder
-from runtime.huggingface import check_export
+from runtime.huggingface import open_export
 from runtime.ledger import Ledger, read_books
 from runtime.messages import Group
 from runtime.models import make_model
@@ -77,7 +76,7 @@ def open_training(config: Config, mode: str) -> Run:
     for name in ("model", "teacher", "reward_model"):  # a run may go on from another place
         place = getattr(config, name)
         if place not in ("", *PRESETS):
-            config = dataclasses.replace(config, **{name: os.path.abspath(place)})
+            config = replace(config, **{name: os.path.abspath(place)})
     config = config if state else pinned(config)
     if config.cluster:
         require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
@@ -90,7 +89,7 @@ def open_training(config: Config, mode: str) -> Run:
     outside = [part.name for part in task.parts or (task,) if part.outside]
     said = f"--reward-workers 0: must be at least 1 for {outside}, whose steps run there"
     require(config.reward_workers or not outside or mode == "sync", said)
-    config = dataclasses.replace(config, steps=config.steps or task.steps)
+    config = replace(config, steps=config.steps or task.steps)
     advice = advice_of(config, task)
     model = make_model(config, task, state)
     kernels = sparse_kernels(model.config, torch.device(rollouts[0]))
@@ -100,22 +99,20 @@ def open_training(config: Config, mode: str) -> Run:
     if config.slots == 0:
         places = rollouts if mode == "async" else learners
         slots = fitting_slots(config, task, learner.model, places)
-        config = dataclasses.replace(config, slots=slots)
+        config = replace(config, slots=slots)
     if state:
         restore(learner, state, config, ledger)
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     gc.set_threshold(50_000)  # groups that arrive are no garbage: the parent takes 11% more of them
     with nullcontext((folder, lock)) if state else new_folder(config, mode) as (folder, lock):
         if config.export:
-            check_export(Path(config.export), model.config)  # it is not --out, either
-            with blame(f"--export {config.export}: must be writable", OSError):
-                Path(config.export).mkdir(parents=True, exist_ok=True)
+            open_export(Path(config.export), model.config)  # it is not --out, either
         if state:
             drop_what_follows(folder, state)
             changed = {name: getattr(config, name) for name in MAY_CHANGE}
             write_config(folder, record | changed)
         host = Host(config, folder / "logs" / "evaluation.log")
-        log = RunLog(folder, config.steps, state, config.stall)
+        log = RunLog(folder, config, state)
         run = Run(
             config, task, folder, lock, learner, log, stop, host, advice, ledger, state, [], []
         )
@@ -168,14 +165,14 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     folder = Path(getattr(config, flag))
     old, stored = stored_config(folder, f"--{flag}")
     free = {"resume", *MAY_CHANGE} if flag == "resume" else {flag}
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         given, had = getattr(config, f.name), getattr(old, f.name)
         said = f"{flag_name(f.name)} {given}: must be left out with --{flag} (the run has {had})"
         require(f.name in free or given in (f.default, had), said)
     known = config.task == old.task or not reward.own_files(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
     if not config.export and Path(old.export, "config.json").exists():  # the run had ended
-        old = dataclasses.replace(old, export="")
+        old = replace(old, export="")
     changed = {name: getattr(config, name) or getattr(old, name) for name in free}
     changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
-    return check(dataclasses.replace(old, **changed)), stored
+    return check(replace(old, **changed)), stored

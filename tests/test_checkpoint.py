@@ -144,7 +144,7 @@ def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(folder, monkeypatc
     config = config_of("", task="guess")
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
-    log = RunLog(folder, steps=1)
+    log = RunLog(folder, config, None)
     events: list[list] = []
 
     def save(*_):
