@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import GPT, PRESETS, ModelConfig, pack_tokens
-from reward import Task, capacity_of, complete, make_task
+from reward import Task, complete, make_task
 from runtime.checkpoint import load_tensors
 from runtime.config import Config, UserError, blame, flag, require, run_main
 from runtime.folder import write_file
@@ -205,7 +205,7 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
         require(stored["task"] == config.task, f"it is for {stored['task']!r:.80}")
         require(same_words(task.tokenizer, own_tokenizer()), "its vocabulary is the project's own")
         own = replace(config, model="tiny", recompute="no")
-        model = model_of(stored, own, task, capacity_of(config, task))
+        model = model_of(stored, own, task)
         require(stored["head"].shape == (model.config.width,), "its head has another width")
         finite = model.flat.isfinite().all() and stored["head"].isfinite().all()
         require(finite, "its weights must be finite")

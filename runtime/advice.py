@@ -18,7 +18,7 @@ from torch import Tensor
 
 from logprobs import seen_by, words_of
 from model import GPT
-from reward import Task, capacity_of, verify_group
+from reward import Task, verify_group
 from reward_model import RewardModel, serve_newest, verdicts_by
 from runtime.checkpoint import checkpoint_path, newest_weights
 from runtime.config import Config, blame, require
@@ -91,7 +91,7 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
             other = replace(config, model=str(place), init="", lora=0, **dense)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
         if a_run:
-            model = model_of(newest_weights(place), config, task, capacity_of(config, task))
+            model = model_of(newest_weights(place), config, task)
         else:
             model = make_model(other, task)
     model.flat.requires_grad_(False)

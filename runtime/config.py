@@ -261,8 +261,8 @@ def check_together(config: Config) -> None:
     for name, (other, needed) in ONLY_WITH.items():
         given, found = getattr(config, name), getattr(config, other)
         fits = given == getattr(Config, name) or found and needed in ("", found)
-        said = f"must be left out without {flag_name(other)} {needed}"
-        require(fits, f"{flag_name(name)} {given}: {said}")
+        why = f"with {flag_name(other)} {found}" if found else f"without {flag_name(other)}"
+        require(fits, f"{flag_name(name)} {given}: must be left out {why}")
     if config.teacher or kind == "gae":
         said = "must be yes with --teacher or gae: a group of equal rewards teaches something"
         require(config.keep_dead == "yes", f"--keep-dead no: {said}")

@@ -23,15 +23,15 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
     context = reward.capacity_of(config, task)
-    device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-    fits = config.kernels != "triton" or device
-    require(fits, "--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
+    if config.kernels == "triton":
+        device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+        require(device, "--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
     if config.init:
         require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
         needed = "must be a weights file of pretrain.py, or a run folder, that fits"
         with blame(f"--init {config.init}: {needed}", (Exception, limits.OutOfTime)):
             stored = stored or newest_weights(Path(config.init))
-            return model_of(stored, config, task, context)
+            return model_of(stored, config, task)
     if config.model in PRESETS:
         shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
         shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
@@ -43,10 +43,10 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     return base_model(config, ModelConfig(**shape), stored is not None)
 
 
-def model_of(stored: dict, config: Config, task: reward.Task, context: int) -> GPT:
+def model_of(stored: dict, config: Config, task: reward.Task) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
     shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
-    shape["recompute"] = config.recompute == "yes"
+    shape["recompute"], context = config.recompute == "yes", reward.capacity_of(config, task)
     if shape["positions"] != "learned":
         shape["context"] = context
     # what a stranger calls a shape may be larger than any memory

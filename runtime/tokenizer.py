@@ -96,10 +96,11 @@ def encoded(tokenizer: Tokenizer, text: str) -> tuple:
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """The vocabulary of the configured model."""
-    if config.model in SIZES:
-        return in_chat(own_tokenizer(), config.chat)
-    refuse_links(Path(config.model))
-    return in_chat(read_tokenizer(Path(config.model)), config.chat)
+    tokenizer, folder = own_tokenizer(), Path(config.model)
+    if config.model not in SIZES:
+        refuse_links(folder)
+        tokenizer = read_tokenizer(folder)
+    return in_chat(tokenizer, config.chat)
 
 
 @cache
