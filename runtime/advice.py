@@ -81,19 +81,16 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
     with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
         run = place.parents[1] if place.parent.name == "checkpoints" else place
         require(run.is_dir(), "there is no such folder")
-        a_run = (run / "checkpoints").is_dir()
-        if a_run:
+        if (run / "checkpoints").is_dir():
             other, _ = stored_config(run, "--teacher")
             known, asked = ({x.split(":")[0] for x in c.task.split(",")} for c in (other, config))
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
+            model = model_of(newest_weights(place), config, task)
         else:
             dense = {"attention": "dense", "scoring": "mean"}
             other = replace(config, model=str(place), init="", lora=0, **dense)
-        require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
-        if a_run:
-            model = model_of(newest_weights(place), config, task)
-        else:
             model = make_model(other, task)
+        require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
     model.flat.requires_grad_(False)
     return Teacher(model, *words_of(task), config)
 

@@ -9,7 +9,6 @@ on with the newest one that is whole and whose logs are, too.
 
 import hashlib
 import io
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -229,11 +228,9 @@ def check_fit(learner: Learner, state: dict, config: Config) -> None:
     for name, kind in flattened(ours).items():
         found = theirs.get(name)
         require(found == kind, f"its {name} is {found} and this run's is {kind}")
-    math.fsum(state["window"])  # numbers
-    for name in ("cursors", "begun"):
+    for name in ("cursors", "begun"):  # one of each task
         found, K = state[name], len(learner.cursors)
-        sound = len(found) == K and all(type(n) is int and n >= 0 for n in found)
-        require(sound, f"its {name} are {found!r:.80}, must be {K} whole numbers")
+        require(len(found) == K, f"its {name} are {found!r:.80}, must be {K} numbers")
     for group in completed_groups(state):
         allowed = state["version"], ours["shape"]["vocab_size"], config.cut
         flaw = group_flaw(group, config.group_size, *allowed)
