@@ -215,11 +215,9 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
     write_weights(merged(model), folder, getattr(torch, config.dtype))
-    source = read_json(source / "config.json")
-    facts = source | {there: getattr(model.config, name) for name, there in FIELDS.items()}
-    longest = "max_position_embeddings"  # a run needs fewer
-    facts[longest] = source.get(longest, facts[longest])
+    facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    facts |= read_json(source / "config.json")  # its own positions, too: a run needs fewer
     facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
     write_json(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
