@@ -81,9 +81,10 @@ def read_shape(folder: Path, context: int) -> dict:
     path = folder / "config.json"
     facts, shape = {"model_type": "missing"} | read_json(path), {}
     with blame(f"{path}: must be a dense Qwen3"):
-        for name in ("rope_scaling", "rope_parameters"):  # the old way and the new
-            facts |= facts.get(name) or {}
-        require_only(facts, ONLY)
+        ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+        for part in (facts, *ropes):
+            require_only(part, ONLY)
+            facts |= part
         types = {*(facts.get("layer_types") or ())}
         require(types <= {"full_attention"}, f"layer_types are {types}")
         for name, there in FIELDS.items():
