@@ -5,7 +5,7 @@
 
 Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
 A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
-be a stranger's: links are refused, and so are names of files that are paths.
+be a stranger's: links are refused, and an index that says which file has what is not read.
 Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 
@@ -23,7 +23,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, fail, printable, require, require_only
 from runtime.folder import read_json, refuse_links, write_json
 from runtime.runlog import stored_config
-from runtime.tokenizer import LARGEST, VOCABULARY
+from runtime.tokenizer import VOCABULARY
 
 LAST = "lm_head.weight"
 SHARD = 2 << 30  # bytes of weights, about so many in a file
@@ -119,15 +119,12 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
 def load_weights(model: GPT, folder: Path) -> None:
     """Read every weight of a folder into its place, one tensor at a time; UserError."""
     refuse_links(folder)
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    whole = "must be a whole safetensors file"
-    if index.exists():
-        with blame(f"{index}: weight_map must hold names of files beside it"):
-            files = read_json(index, LARGEST)["weight_map"]
-            require(all(Path(name).name == name for name in files.values()), "has paths")
-    else:
-        with blame(f"{single}: {whole}"), safe_open(single, "pt") as file:
-            files = dict.fromkeys(file.keys(), single.name)
+    files, whole = {}, "must be a whole safetensors file"
+    for place in folder.glob("*.safetensors"):
+        with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
+            names = file.keys()
+            require(not files.keys() & names, "it has weights that another file has, too")
+            files |= dict.fromkeys(names, place)
     views = named_weights(model)
     if LAST in files:  # of a tied model: the embeddings again
         views[LAST] = model.output.weight.detach()
@@ -135,7 +132,7 @@ def load_weights(model: GPT, folder: Path) -> None:
         wrong = "is missing" if odd[0] in views else "is none of its weights"
         raise UserError(f"{folder}: {odd[0]} {wrong} ({len(odd)} such names)")
     for name, view in views.items():
-        place = folder / files[name]
+        place = files[name]
         with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
             tensor = file.get_tensor(name)  # what was mapped before is let go
         said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
