@@ -26,7 +26,6 @@ from runtime.runlog import stored_config
 from runtime.tokenizer import VOCABULARY
 
 LAST = "lm_head.weight"
-SHARD = 2 << 30  # bytes of weights, about so many in a file
 FIELDS = {  # of ModelConfig -> of config.json
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -212,7 +211,8 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
-    write_weights(merged(model), folder, getattr(torch, config.dtype))
+    views = named_weights(merged(model))
+    save(views, folder / "model.safetensors", getattr(torch, config.dtype))
     facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     facts |= read_json(source / "config.json")  # its own positions, too: a run needs fewer
@@ -220,21 +220,6 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     write_json(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
     return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
-
-
-def write_weights(model: GPT, folder: Path, dtype: torch.dtype, most: int = SHARD) -> None:
-    """A new file every so many bytes, and an index if there are several."""
-    shards, files, size = {}, {}, 0
-    for name, view in named_weights(model).items():
-        shards.setdefault(size // most, {})[name] = view
-        size += view.nbytes
-    for number, views in enumerate(shards.values(), 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        file = file if len(shards) > 1 else "model.safetensors"
-        files |= dict.fromkeys(views, file)
-        save(views, folder / file, dtype)
-    if len(shards) > 1:
-        write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": files})
 
 
 def write_adapters(model: GPT, config: Config, folder: Path) -> str:

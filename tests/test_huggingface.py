@@ -29,7 +29,6 @@ from runtime.config import Config, UserError, run_main
 from runtime.huggingface import (
     base_model,
     export,
-    load_weights,
     read_shape,
     stored_model,
 )
@@ -140,16 +139,6 @@ def test_export_is_read_by_transformers_and_comes_back_bitwise(folder, tmp_path)
 
 def encoded(folder, text) -> list[int]:
     return read_tokenizer(folder).encode(text)
-
-
-def test_weights_are_written_in_shards(small, tmp_path):
-    ours = loaded(small)
-    huggingface.write_weights(ours, tmp_path, torch.float32, most=1 << 20)
-    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert len({*files.values()}) > 2 and files.keys() == named_weights(ours).keys()
-    again = GPT(ours.config, None)
-    load_weights(again, tmp_path)
-    assert torch.equal(again.flat, ours.flat)
 
 
 def test_bfloat16_is_exact_both_ways(tmp_path):
