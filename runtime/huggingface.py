@@ -1,7 +1,6 @@
 """runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
 
-    python -m runtime.huggingface runs/NAME FOLDER              # for transformers
-    python -m runtime.huggingface runs/NAME FOLDER --adapters   # for PEFT, beside their base
+    python -m runtime.huggingface runs/NAME FOLDER
 
 Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
 A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model import GPT, LORA_SCALE, PRESETS, Layer, ModelConfig, merged
+from model import GPT, PRESETS, Layer, ModelConfig, merged
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, fail, printable, require, require_only
 from runtime.folder import read_json, refuse_links, write_json
@@ -163,16 +162,14 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
     return {name: view.detach() for name, view in views.items()}
 
 
-def matrices(layer: Layer, kind: str = "") -> dict[str, Tensor]:
-    """The matrices of a layer as views [out, in], fused ones apart. Of adapters, kind "_b" is cut
-    in the same way, and "_a" is what the parts of a fused one share."""
+def matrices(layer: Layer) -> dict[str, Tensor]:
+    """The matrices of a layer as views [out, in], fused ones apart."""
     c, found = layer.config, {}
     q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
     sizes = {"qkv": [q, kv, kv], "gate_up": c.hidden}
     for name, parts in PARTS.items():
-        whole = getattr(layer, name + kind).t()
-        cut = [whole] * 3 if kind == "_a" else whole.split(sizes.get(name, c.width))
-        found |= zip(parts, cut, strict=False)
+        cut = getattr(layer, name).t().split(sizes.get(name, c.width))
+        found |= zip(parts, cut, strict=True)
     return found
 
 
@@ -190,14 +187,12 @@ def open_export(folder: Path, shape: ModelConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def export(model: GPT, config: Config, folder: Path, adapters: bool = False) -> str:
-    """Write a model as transformers reads it, adapters merged, or these alone as PEFT does; returns
-    what to say. All of it or nothing: OSError."""
-    known = config.lora and config.model not in PRESETS
-    require(known or not adapters, "--adapters: must be of a run with --lora on a folder")
+def export(model: GPT, config: Config, folder: Path) -> str:
+    """Write a model as transformers reads it, adapters merged; returns what to say. All of it or
+    nothing: OSError."""
     open_export(folder, model.config)
     try:
-        return (write_adapters if adapters else write_model)(model, config, folder)
+        return write_model(model, config, folder)
     except BaseException as error:
         shutil.rmtree(folder)
         if isinstance(error, SafetensorError):  # of a full disk
@@ -211,8 +206,10 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
-    views = named_weights(merged(model))
-    save(views, folder / "model.safetensors", getattr(torch, config.dtype))
+    rows, dtype = torch.contiguous_format, getattr(torch, config.dtype)
+    views = named_weights(merged(model))  # safetensors wants every one in memory of its own
+    own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
+    save_file(own, folder / "model.safetensors", {"format": "pt"})
     facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     facts |= read_json(source / "config.json")  # its own positions, too: a run needs fewer
@@ -220,29 +217,6 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     write_json(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
     return f"{folder}: the model in {config.dtype}, for transformers{sparse}"
-
-
-def write_adapters(model: GPT, config: Config, folder: Path) -> str:
-    """PEFT's form: the parts of a fused matrix have the same A."""
-    views, rank = {}, config.lora
-    for number, layer in enumerate(model.layers):
-        for kind in "ab":
-            for name, view in matrices(layer, f"_{kind}").items():
-                place = f"base_model.model.model.layers.{number}.{name}.lora_{kind.upper()}.weight"
-                views[place] = view.detach()
-    save(views, folder / "adapter_model.safetensors", getattr(torch, config.dtype))
-    names = [name.split(".")[1] for parts in PARTS.values() for name in parts]
-    facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": names, "r": rank}
-    facts |= {"lora_alpha": LORA_SCALE * rank, "base_model_name_or_path": config.model}
-    write_json(folder / "adapter_config.json", facts)
-    return f"{folder}: adapters of {config.model}, for PEFT"
-
-
-def save(views: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """A safetensors file: it wants every tensor in memory of its own."""
-    rows = torch.contiguous_format
-    own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
-    save_file(own, path, {"format": "pt"})
 
 
 def stored_model(run: Path) -> tuple[GPT, Config]:
@@ -256,11 +230,9 @@ def stored_model(run: Path) -> tuple[GPT, Config]:
 
 
 if __name__ == "__main__":
-    places = [word for word in sys.argv[1:] if word != "--adapters"]
     try:
-        require(len(places) == 2, "must be given: RUN FOLDER [--adapters]")
-        run, folder = map(Path, places)
-        model, config = stored_model(run)
-        print(printable(export(model, config, folder, adapters="--adapters" in sys.argv)))
+        require(len(sys.argv) == 3, "must be given: RUN FOLDER")
+        run, folder = map(Path, sys.argv[1:])
+        print(printable(export(*stored_model(run), folder)))
     except (UserError, OSError) as error:
         fail(error)
