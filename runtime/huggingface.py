@@ -101,16 +101,17 @@ def read_shape(folder: Path, context: int) -> dict:
 def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
     """A model of this shape before any training, on the CPU.
 
-    stored: a checkpoint or the mailbox will bring all that is trained, so that is not read.
+    stored: a checkpoint or the mailbox will bring all that is trained: it has no values yet.
     """
-    preset = config.model in PRESETS
-    dtype = config.dtype if config.lora else "float32"  # the frozen need no more
+    preset, dtype = config.model in PRESETS, getattr(torch, config.dtype)
     with blame(f"--model {config.model}: must fit into memory", RuntimeError):
-        model = GPT(shape, config.seed if preset else None, getattr(torch, dtype))
+        if stored and not config.lora:
+            return GPT(shape, None, dtype)
+        # what is frozen needs no more than models compute in
+        model = GPT(shape, config.seed if preset else None, dtype if config.lora else torch.float32)
     if not preset:
         model.initialise(config.seed, adapters=not shape.indexed)  # the folder has no indexer
-        if config.lora or not stored:
-            load_weights(model, Path(config.model))
+        load_weights(model, Path(config.model))
     return model
 
 

@@ -62,10 +62,3 @@ def model_of(stored: dict, config: Config, task: reward.Task) -> GPT:
     require(found == words, f"{found} tokens, and {words} of --model {config.model}")
     model.flat.copy_(weights)
     return model
-
-
-def worker_model(config: Config, shape: ModelConfig) -> GPT:
-    """A model whose weights will come from the learner, but for those that are frozen."""
-    if config.lora:
-        return base_model(config, shape, stored=True)
-    return GPT(shape, None, getattr(torch, config.dtype))

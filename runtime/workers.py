@@ -26,7 +26,6 @@ from runtime.eightbit import form_of
 from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
-from runtime.models import worker_model
 from runtime.pipes import Line
 from runtime.team import CALL, Begin, Parted, join_team
 
@@ -36,7 +35,7 @@ TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wa
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
     device = take_place(config, config.team_size + line.worker)
-    model = worker_model(config, shape).on(device)
+    model = base_model(config, shape, stored=True).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
     advice = None if config.reward_workers else advice_of(config, task)
