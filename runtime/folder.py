@@ -40,7 +40,8 @@ def own_folder(folder: Path) -> TextIO:
     except OSError as error:  # a file system without locks
         sys.stderr.write(f"{folder} cannot be locked ({error.strerror}): use it once at a time\n")
     file.truncate(0)
-    print("process", os.getpid(), "on", platform.node(), end="", file=file, flush=True)
+    file.write(f"process {os.getpid()} on {platform.node()}")
+    file.flush()
     return file
 
 
@@ -159,8 +160,7 @@ def scan(path: Path, end: float = math.inf) -> Iterator[tuple[dict, tuple[int, i
             text, _, told = line.rpartition(b', "crc": ')
             size, checksum = size + len(line), zlib.crc32(text, checksum)
             place = f"{path}, line {number}"
-            if told != b"%d}\n" % checksum:
-                raise UserError(f"{place}: torn or changed (wrong checksum)")
+            require(told == b"%d}\n" % checksum, f"{place}: torn or changed (wrong checksum)")
             yield to_record(text + b"}", place), (size, checksum)
 
 

@@ -145,8 +145,8 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     others = {*special.values()}  # they may stand among the text, too
     ranks = {spelled(token): i for token, i in parts["vocab"].items() if i not in others}
     made = [bytes([value]) for value in range(256)]
-    for pair in parts["merges"]:
-        made.append(spelled("".join(pair).replace(" ", "")))  # a list of two, or "one two"
+    # a pair is a list of two, or "one two"
+    made += [spelled("".join(pair).replace(" ", "")) for pair in parts["merges"]]
     require({*made} == ranks.keys(), "vocab must be all bytes and what is merged of them")
     order = [ranks[token] for token in made[256:]]
     require(order == sorted(order), "merges must be in the order of their ids")
