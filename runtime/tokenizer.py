@@ -27,8 +27,7 @@ PROBE = "Wenn 7+5=12, then 0.5 < 1; été\n"  # vocabularies that agree on it ar
 CHAT = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 # A vocabulary of GPT-2's kind writes each byte as a character: its own, if that is visible.
-HIDDEN = [*range(33), *range(127, 161), 173]
-BYTE_OF = {256 + place: value for place, value in enumerate(HIDDEN)}
+BYTE_OF = dict(enumerate([*range(33), *range(127, 161), 173], 256))  # those that are not
 ONLY = {  # parts of tokenizer.json that change a text or its tokens -> their only value
     "normalizer": {"type": "NFC"},
     "dropout": 0.0,
