@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from learner import Learner, round_weights
 from runtime.config import Config, TrainingStopped, UserError, blame, printable, require
@@ -28,7 +29,7 @@ from runtime.team import CALL, ORDER, gather_moments, hand_out_moments, share_st
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
 
-def sha256_of(flat: torch.Tensor) -> str:
+def sha256_of(flat: Tensor) -> str:
     """Fingerprint of the weights: the sha256 of their bytes."""
     return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
@@ -131,7 +132,7 @@ def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> d
     }
 
 
-def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
+def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
     """What AdamW remembers of all weights [P]. Of several learners each has a slice: the parent
     calls the others, and gets theirs; these return None."""
     team, states = learner.team, [learner.optimizer.state[own] for own in learner.slices]
@@ -187,7 +188,7 @@ def set_state(learner: Learner, state: dict) -> None:
     set_facts(learner, state, state["optimizer"]["step"], own)
 
 
-def set_facts(learner: Learner, state: dict, step: torch.Tensor, own: list) -> None:
+def set_facts(learner: Learner, state: dict, step: Tensor, own: list) -> None:
     """Everything but weights and reference; own: the moments of each of its slices."""
     round_weights(learner)
     for part, found in zip(learner.slices, own, strict=True):
@@ -244,7 +245,7 @@ def flattened(state: dict, path: str = "") -> dict[str, str]:
     for name, value in state.items():
         if isinstance(value, dict):
             found |= flattened(value, f"{path}{name} ")
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             found[path + name] = f"{value.dtype} {list(value.shape)}"
         else:
             exact = path == "shape " or name == "base"

@@ -6,11 +6,11 @@ the task (setup.py) to be judged.
 """
 
 import argparse
-import contextlib
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from textwrap import shorten
@@ -67,7 +67,7 @@ def require_only(facts: dict, only: dict) -> None:
         require(value in (None, allowed), f"{name} is {value!r:.80}, must be {allowed!r}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def blame(complaint: str, kinds=Exception) -> Iterator[None]:
     """What is raised inside is a mistake of the user's: the complaint, and what went wrong. Where
     strangers have written, that may be almost anything."""

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import torch
 
-import reward
 from model import GPT, PRESETS, ModelConfig
+from reward import Task, capacity_of
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
 from runtime.huggingface import base_model, read_shape
 from tasks import limits
 
 
-def make_model(config: Config, task: reward.Task, stored: dict | None = None) -> GPT:
+def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
     """The policy, large enough for the task's episodes: random weights, those of a Hugging Face
     folder, or those of --init (with the vocabulary of --model).
 
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
-    context = reward.capacity_of(config, task)
+    context = capacity_of(config, task)
     if config.kernels == "triton":
         device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
         require(device, "--kernels triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)")
@@ -43,10 +43,10 @@ def make_model(config: Config, task: reward.Task, stored: dict | None = None) ->
     return base_model(config, ModelConfig(**shape), stored is not None)
 
 
-def model_of(stored: dict, config: Config, task: reward.Task) -> GPT:
+def model_of(stored: dict, config: Config, task: Task) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
     shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
-    shape["recompute"], context = config.recompute == "yes", reward.capacity_of(config, task)
+    shape["recompute"], context = config.recompute == "yes", capacity_of(config, task)
     if shape["positions"] != "learned":
         shape["context"] = context
     # what a stranger calls a shape may be larger than any memory

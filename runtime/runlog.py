@@ -9,7 +9,6 @@ Left out: how a run ends (bench.py), checkpoints (checkpoint.py), how files are
 written (folder.py).
 """
 
-import contextlib
 import faulthandler
 import math
 import os
@@ -18,6 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from runtime.folder import Log, own_folder, read_json, refuse_links, sync_folder
 LOGS = ("metrics", "events", "samples")
 
 
-@contextlib.contextmanager
+@contextmanager
 def new_folder(config: Config, mode: str):
     """Make a run folder and lock it; UserError where something is already there.
 
@@ -108,7 +108,7 @@ class RunLog:
         """Seconds since the run began."""
         return time.monotonic() - self.start
 
-    @contextlib.contextmanager
+    @contextmanager
     def timed(self, process: str, kind: str, **details):
         """Note what lasts as long as its block; the block may add to the details."""
         begin = time.monotonic()

@@ -13,11 +13,10 @@ from typing import TextIO
 import torch
 
 import dsa
-import reward
 from cache import kept_in
 from learner import Learner, make_learner
 from model import GPT, PRESETS, padded, sparse_kernels
-from reward import task_of
+from reward import Task, capacity_of, own_files, task_of
 from runtime.advice import Advice, advice_of, pinned
 from runtime.checkpoint import (
     checkpoint,
@@ -44,7 +43,7 @@ class Run:
     """What both trainers work with."""
 
     config: Config
-    task: reward.Task
+    task: Task
     folder: Path
     lock: TextIO  # while it is open, the folder is this process's
     learner: Learner
@@ -128,11 +127,11 @@ def open_training(config: Config, mode: str) -> Run:
     return run
 
 
-def fitting_slots(config: Config, task: reward.Task, model: GPT, places: list[str]) -> int:
+def fitting_slots(config: Config, task: Task, model: GPT, places: list[str]) -> int:
     """How many sequences of the longest kind fit into the memory that is free, for each worker;
     said on the screen. Half of it is left to activations. UserError when none fits."""
     c, device = model.config, places[0]
-    length = padded(reward.capacity_of(config, task))
+    length = padded(capacity_of(config, task))
     # on its way to the longest row, a sequence may have had one of each shorter length: 2 in all
     kept = kept_in(model, config.rollout_cache).itemsize
     size = 4 * c.layers * c.kv_heads * c.head_width * length * kept
@@ -169,7 +168,7 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
         given, had = getattr(config, f.name), getattr(old, f.name)
         said = f"{flag_name(f.name)} {given}: must be left out with --{flag} (the run has {had})"
         require(f.name in free or given in (f.default, had), said)
-    known = config.task == old.task or not reward.own_files(old.task)
+    known = config.task == old.task or not own_files(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
     if Path(old.export, "config.json").exists():  # the run had ended
         old = replace(old, export="")
