@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model import GPT, PRESETS, Layer, ModelConfig, merged
+from model import GPT, PRESETS, ModelConfig, merged
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, fail, printable, require, require_only
 from runtime.folder import read_json, refuse_links, write_json
@@ -152,26 +152,19 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
 
     Without adapters, learned positions and the indexer, which Qwen3 lacks.
     """
-    views = {"model.embed_tokens.weight": model.embed_tokens.weight}
+    c, views = model.config, {"model.embed_tokens.weight": model.embed_tokens.weight}
+    q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
+    sizes = {"qkv": [q, kv, kv], "gate_up": c.hidden}  # of the parts of a fused matrix
     for number, layer in enumerate(model.layers):
-        own = matrices(layer)
-        own |= {name: getattr(layer, ours) for name, ours in NORMS.items() if hasattr(layer, ours)}
+        own = {name: getattr(layer, ours) for name, ours in NORMS.items() if hasattr(layer, ours)}
+        for name, parts in PARTS.items():  # [in, out] here, [out, in] there
+            cut = getattr(layer, name).t().split(sizes.get(name, c.width))
+            own |= zip(parts, cut, strict=True)
         views |= {f"model.layers.{number}.{name}.weight": view for name, view in own.items()}
     views["model.norm.weight"] = model.norm.weight
-    if not model.config.tied:
+    if not c.tied:
         views[LAST] = model.output.weight
     return {name: view.detach() for name, view in views.items()}
-
-
-def matrices(layer: Layer) -> dict[str, Tensor]:
-    """The matrices of a layer as views [out, in], fused ones apart."""
-    c, found = layer.config, {}
-    q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
-    sizes = {"qkv": [q, kv, kv], "gate_up": c.hidden}
-    for name, parts in PARTS.items():
-        cut = getattr(layer, name).t().split(sizes.get(name, c.width))
-        found |= zip(parts, cut, strict=True)
-    return found
 
 
 # -------------------------------------------------------------------------------------------- out
