@@ -76,9 +76,9 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
     """The configured teacher, on the CPU; None without one. UserError when it does not fit."""
     if not config.teacher:
         return None
-    place, said = Path(config.teacher), f"--teacher {config.teacher}"
+    place = Path(config.teacher)
     needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
-    with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
+    with blame(f"--teacher {place}: {needed}", (Exception, limits.OutOfTime)):
         run = place.parents[1] if place.parent.name == "checkpoints" else place
         require(run.is_dir(), "there is no such folder")
         if (run / "checkpoints").is_dir():
@@ -87,8 +87,9 @@ def teacher_of(config: Config, task: Task) -> Teacher | None:
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
             model = model_of(newest_weights(place), config, task)
         else:
-            dense = {"attention": "dense", "scoring": "mean"}
-            other = replace(config, model=str(place), init="", lora=0, **dense)
+            other = replace(
+                config, model=str(place), init="", lora=0, attention="dense", scoring="mean"
+            )
             model = make_model(other, task)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
     model.flat.requires_grad_(False)

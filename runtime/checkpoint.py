@@ -31,7 +31,7 @@ COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a 
 
 def sha256_of(flat: Tensor) -> str:
     """Fingerprint of the weights: the sha256 of their bytes."""
-    return hashlib.sha256(flat.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(flat.detach().cpu().contiguous().numpy()).hexdigest()
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -169,8 +169,8 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> No
     """Fill a learner from a checkpoint; UserError when that does not fit it, or the ledger."""
     with blame(f"--resume {config.resume}: its checkpoint must fit the run"):
         check_fit(learner, state, config)
-        same = ledger.flying == set(state["in_flight"])
-        require(same, "events.jsonl has other groups in flight")
+        flying = set(state["in_flight"])
+        require(ledger.flying == flying, "events.jsonl has other groups in flight")
     set_state(learner, state)
     # a run that has all its steps, but no summary, has still to be ended
     least = learner.version + Path(config.resume, "summary.json").exists()
