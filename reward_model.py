@@ -33,7 +33,7 @@ from tqdm import tqdm
 from model import GPT, PRESETS, ModelConfig, pack_tokens
 from reward import Task, complete, make_task
 from runtime.checkpoint import load_tensors
-from runtime.config import Config, UserError, blame, choice, flag, require, run_main
+from runtime.config import Config, UserError, blame, flag, one_of, require, run_main
 from runtime.folder import write_file
 from runtime.messages import Group
 from runtime.models import model_of
@@ -50,7 +50,7 @@ class PairConfig:
     task: str = flag("reverse", "task whose answers are compared: one turn")
     out: str = flag("judges", "folder of reward models; the next number is written")
     steps: int = flag(400, "optimizer steps", 1)
-    lengths: str = choice("lengths of spoiled answers", "any", "near")
+    lengths: str = one_of("lengths of spoiled answers", "any", "near")
     lr: float = flag(2e-3, "learning rate of AdamW", 0, 1.0)
     seed: int = flag(0, "seed of weights and pairs", 0, 2**31 - 1)
 

@@ -25,7 +25,7 @@ from lab.races import run_command
 from lab.speed import full_cache, in_turn
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
-from runtime.config import choice
+from runtime.config import one_of
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
 from runtime.huggingface import load_weights
@@ -42,7 +42,7 @@ FIELDS = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab
 class QwenConfig:
     """What is measured."""
 
-    size: str = choice("of the random model", *SIZES)
+    size: str = one_of("of the random model", *SIZES)
 
 
 def bench_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from tqdm import tqdm
 
 from lab.plots import RESULTS, between, column, draw_race, draw_timeline, markdown, save_result
-from runtime.config import UserError, choice, flag
+from runtime.config import UserError, flag, one_of
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines
 
@@ -67,7 +67,7 @@ SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5
 class RaceConfig:
     """Which modes race, and how often."""
 
-    modes: str = choice("on two cores, or on a GPU", "best", "gpu")
+    modes: str = one_of("on two cores, or on a GPU", "best", "gpu")
     seeds: int = flag(3, "runs of each mode", 1)
 
 

@@ -91,7 +91,7 @@ def flag(default, help, low=0, high=math.inf, choices=(), group=None):
     return field(default=default, metadata=facts)
 
 
-def choice(help, *choices):
+def one_of(help, *choices):
     """A field with few values; the first is its default."""
     return flag(choices[0], help, choices=choices)
 
@@ -122,16 +122,16 @@ class Config:
 
     model: str = flag("tiny", "tiny, small, medium, or a folder of Qwen3 weights", group="model")
     lora: int = flag(0, "rank of the adapters that alone are trained (0: train all)", 0, 1024)
-    dtype: str = choice("what models compute in (weights: float32)", "float32", "bfloat16")
+    dtype: str = one_of("what models compute in (weights: float32)", "float32", "bfloat16")
     context: int = flag(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
-    positions: str = choice("position encoding", "learned", "rope")
-    qk_norm: str = choice("RMSNorm of queries and keys, as in Qwen3", "no", "yes")
-    chat: str = choice("prompts as a chat; answer: without thinking", "no", "think", "answer")
-    attention: str = choice("dense, or sparse (dsa)", "dense", "dsa")
-    scoring: str = choice("dsa: how chunks are scored", "mean", "indexer")
+    positions: str = one_of("position encoding", "learned", "rope")
+    qk_norm: str = one_of("RMSNorm of queries and keys, as in Qwen3", "no", "yes")
+    chat: str = one_of("prompts as a chat; answer: without thinking", "no", "think", "answer")
+    attention: str = one_of("dense, or sparse (dsa)", "dense", "dsa")
+    scoring: str = one_of("dsa: how chunks are scored", "mean", "indexer")
     chunk_size: int = flag(16, "dsa: keys in a chunk, a power of two", 1, 512)
     top_k: int = flag(8, "dsa: chunks that a query attends to", 1)
-    kernels: str = choice("attention: auto is triton on CUDA", "auto", "spec", "triton")
+    kernels: str = one_of("attention: auto is triton on CUDA", "auto", "spec", "triton")
 
     slots: int = flag(
         128,
@@ -145,14 +145,14 @@ class Config:
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
     top_p: float = flag(1.0, "sample from the likeliest tokens of this mass (1: all)", 0.01, 1.0)
     top_k_sampling: int = flag(0, "sample from so many of the likeliest tokens (0: all)")
-    swap: str = choice("caches at new weights; drain: running ones end first", *SWAPS)
-    rollout_weights: str = choice("precision of the weights that generate", *DTYPES)
-    rollout_cache: str = choice(
+    swap: str = one_of("caches at new weights; drain: running ones end first", *SWAPS)
+    rollout_weights: str = one_of("precision of the weights that generate", *DTYPES)
+    rollout_cache: str = one_of(
         "precision of cached keys and values (auto: as models compute)", "auto", "float8_e4m3fn"
     )
 
     max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")
-    on_stale: str = choice("wait: never exceed it; drop: discard", "wait", "drop")
+    on_stale: str = one_of("wait: never exceed it; drop: discard", "wait", "drop")
 
     objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
     double_low: float = flag(0.3, "double_sided: drop a token with pi / mu <= 1 - this", 0, 1)
@@ -161,18 +161,18 @@ class Config:
     teacher: str = flag("", "policy to learn from: a run folder, or a folder of Qwen3 weights")
     teacher_weight: float = flag(1.0, "its share of an advantage (1: rewards say nothing)", 1e-3, 1)
     reward_model: str = flag("", "folder of reward_model.py, which judges in place of the task")
-    damper: str = choice("how a step is made smaller when data are stale (dampers.py)", *DAMPERS)
-    advantage: str = choice("inside a group, or (gae) by a critic", *ADVANTAGES)
-    credit: str = choice("what a turn is credited with", "episode", "turn")
+    damper: str = one_of("how a step is made smaller when data are stale (dampers.py)", *DAMPERS)
+    advantage: str = one_of("inside a group, or (gae) by a critic", *ADVANTAGES)
+    credit: str = one_of("what a turn is credited with", "episode", "turn")
     gae_lambda: float = flag(1.0, "gae: 1 trusts rewards only, less trusts the critic more", 0, 1)
     critic_lr: float = flag(3e-3, "gae: learning rate of the critic", 0, 1.0)
     critic_updates: int = flag(2, "gae: its updates a step", 1, 100)
-    keep_dead: str = choice("groups whose rewards are all equal; no: replace", "yes", "no")
+    keep_dead: str = one_of("groups whose rewards are all equal; no: replace", "yes", "no")
     lr: float = flag(6e-4, "learning rate of AdamW at the first step", 0, 1.0)
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0, 1.0)
     entropy: float = flag(0.02, "weight of the entropy bonus")
     grad_clip: float = flag(1.0, "largest norm of the gradient (0: no limit)")
-    recompute: str = choice("activations in the backward pass, to save memory", "no", "yes")
+    recompute: str = one_of("activations in the backward pass, to save memory", "no", "yes")
     token_budget: int = flag(4096, "most tokens in a micro-batch, padding included", 1)
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
     reference_every: int = flag(5, "steps between measurements of that KL (0: no reference)")
@@ -195,7 +195,7 @@ class Config:
     stall: float = flag(300.0, "seconds without any progress until the run stops", 1.0)
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
-    eval_when: str = choice("late: after training, on kept weights", "live", "late")
+    eval_when: str = one_of("late: after training, on kept weights", "live", "late")
     eval_samples: int = flag(0, "sampled answers to each held-out problem (0: greedy)", 0, 1024)
     samples_every: int = flag(100, "steps between printed episodes", 1)
     checkpoint_every: int = flag(100, "steps between checkpoints", 1)
