@@ -233,8 +233,8 @@ def check_fit(learner: Learner, state: dict, config: Config) -> None:
         found, K = state[name], len(learner.cursors)
         require(len(found) == K, f"its {name} are {found!r:.80}, must be {K} numbers")
     for group in completed_groups(state):
-        allowed = state["version"], ours["shape"]["vocab_size"], config.cut
-        flaw = group_flaw(group, config.group_size, *allowed)
+        words = ours["shape"]["vocab_size"]
+        flaw = group_flaw(group, config.group_size, state["version"], words, config.cut)
         require(not flaw, f"completed group {group.group_id} has {flaw}")
 
 

@@ -32,15 +32,13 @@ class Precision(NamedTuple):
 
 def naive_rounded(matrix: Tensor, summed: int) -> Tensor:
     """A matrix in 8 bits and back; `summed`: the axis that a product with it sums over."""
-    rounded = torch.zeros_like(matrix)
-    for number in range(matrix.shape[1 - summed]):
-        channel = matrix.select(1 - summed, number)
+    rounded = []
+    for channel in matrix.unbind(1 - summed):
         scale = channel.abs().max() / LARGEST
-        if scale < SMALLEST:  # nothing but zeros, for any purpose
-            continue
+        scale = scale.masked_fill(scale < SMALLEST, 1.0)  # nothing but zeros, for any purpose
         codes = (channel / scale).to(FLOAT8)
-        rounded.select(1 - summed, number).copy_(codes.float() * scale)
-    return rounded
+        rounded.append(codes.float() * scale)
+    return torch.stack(rounded, 1 - summed)
 
 
 # ------------------------------------------------------------------------ all weights of a model

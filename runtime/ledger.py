@@ -39,8 +39,7 @@ MOVES = {
 
 # state of a group in flight -> where the trainer must have it
 WORKER, BUFFER, TO_REISSUE = "with a worker", "in the buffer", "to be issued again"
-PLACES = dict.fromkeys(("admitted", "started", "finished"), WORKER)
-PLACES |= {"scored": BUFFER, "lost": TO_REISSUE}
+PLACES = dict.fromkeys(ALIVE, WORKER) | {"scored": BUFFER, "lost": TO_REISSUE}
 
 
 class Ledger:

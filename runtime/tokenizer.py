@@ -157,9 +157,11 @@ def converted(found: dict, facts: dict) -> Tokenizer:
     require(stop and {*stop} <= {*ids}, f"eos_token_id {stop} is no token")
     pattern = cut["pattern"]["Regex"]
     pattern = rf"{pattern}|(?:(?!{pattern})[\s\S])+"  # tiktoken drops what is not matched
-    how = {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special}
+    encoding = tiktoken.Encoding(
+        "folder", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+    )
     form = "NFC" if parts["normalizer"] else None
-    return Tokenizer(tiktoken.Encoding("folder", **how), tuple(stop), tuple(plain), form=form)
+    return Tokenizer(encoding, tuple(stop), tuple(plain), form=form)
 
 
 def spelled(token: str) -> bytes:
