@@ -93,7 +93,7 @@ class RunLog:
         done = state or {"version": 0, "seconds": 0.0, "marks": {}}
         self.stall, self.moved = config.stall, -math.inf
         self.run, self.written = run, done["version"]  # written: the newest step with metrics
-        self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, (0, 0))) for n in LOGS}
+        self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, ())) for n in LOGS}
         self.start = time.monotonic() - done["seconds"]
         self.bar = tqdm(
             total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
