@@ -172,13 +172,12 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
 
 def open_export(folder: Path, shape: ModelConfig) -> None:
     """Make the folder; UserError where a model of this shape cannot be written into it."""
-    free = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
-    require(free, f"--export {folder}: must be new or an empty folder")
     flags = "--positions rope --qk-norm yes, without --scoring indexer"
     fits = shape.positions == "rope" and shape.qk_norm and not shape.indexed
     require(fits, f"--export {folder}: must have a model of Qwen3's form ({flags})")
     with blame(f"--export {folder}: must be writable", OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        require(not any(folder.iterdir()), f"--export {folder}: must be new or an empty folder")
 
 
 def export(model: GPT, config: Config, folder: Path) -> str:
