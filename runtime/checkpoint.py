@@ -9,6 +9,7 @@ on with the newest one that is whole and whose logs are, too.
 
 import hashlib
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -229,9 +230,11 @@ def check_fit(learner: Learner, state: dict, config: Config) -> None:
     for name, kind in flattened(ours).items():
         found = theirs.get(name)
         require(found == kind, f"its {name} is {found} and this run's is {kind}")
+    math.fsum(state["window"])  # numbers
     for name in ("cursors", "begun"):  # one of each task
         found, K = state[name], len(learner.cursors)
-        require(len(found) == K, f"its {name} are {found!r:.80}, must be {K} numbers")
+        sound = len(found) == K and all(type(n) is int and n >= 0 for n in found)
+        require(sound, f"its {name} are {found!r:.80}, must be {K} whole numbers")
     for group in completed_groups(state):
         words = ours["shape"]["vocab_size"]
         flaw = group_flaw(group, config.group_size, state["version"], words, config.cut)
