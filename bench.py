@@ -139,7 +139,8 @@ def finish(run: Run, facts: dict) -> None:
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
     run.host.close()
-    facts["sessions"] = facts.get("sessions", Counter()) + run.host.sessions  # of environments
+    opened = facts.get("sessions", Counter()) + run.host.sessions  # of environments
+    facts["sessions"] = {name: opened[name] for name in ("opened", "closed")}
     print(printable(summarise(run.folder, facts)))
     if config.export and not facts["stopped_early"]:
         print(printable(export(learner.model, config, Path(config.export))))

@@ -53,7 +53,7 @@ from tqdm import tqdm
 
 import dsa
 from logprobs import PIECE
-from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens, recomputed
+from model import GPT, ModelConfig, attend_packed, pack_tokens, recomputed
 from reward import Task, alphabet_of, make_task
 from runtime.config import LONGEST_CONTEXT, Config, blame, check, flag, require, run_main
 from runtime.folder import open_plain, write_file
@@ -262,8 +262,8 @@ def indexer_loss(scores: Tensor, mass: Tensor) -> Tensor:
     p = mass.masked_fill(~among, 0)
     p = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
     log_q = scores.masked_fill(~among, -1e30).log_softmax(-1)
-    divergence = (torch.xlogy(p, p) - p * log_q).sum(-1)  # [N], 0 where nothing competes
-    return divergence.sum() / among.any(-1).sum().clamp(min=1)
+    divergence = F.kl_div(log_q, p, reduction="sum")  # 0 where nothing competes
+    return divergence / among.any(-1).sum().clamp(min=1)
 
 
 def answer(model: GPT, batch: tuple, attend: Callable) -> tuple:
@@ -377,11 +377,9 @@ def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Ite
 
 def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
     """Attention of texts [B, T]: "dense", "dsa" by the indexer, or "mean" keys."""
-    packed = pack_tokens(list(tokens))
-    if kind == "dense":
-        return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
-    attend = attend_packed(model.config, packed)
-    return attend if kind == "dsa" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
+    config = replace(model.config, attention="dense") if kind == "dense" else model.config
+    attend = attend_packed(config, pack_tokens(list(tokens)))
+    return attend if kind != "mean" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
 
 
 def exam(length: int, problems: int) -> tuple:

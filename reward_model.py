@@ -96,10 +96,11 @@ def pairs_of(task: Task, split: str, seed: int, lengths: str = "any") -> Iterato
     words = np.array([token for token in task.alphabet if token not in task.stop])
     for index in count():
         problem = task.reset(index if split == "train" else index % task.eval_size, split)
-        prompt, best = task.tokenizer.encode_prompt(problem["prompt"]), task.solve(problem)[0]
+        prompt = task.tokenizer.encode_prompt(problem["prompt"])
+        best = encode(task.solve(problem)[0])
         found = []
         for _ in range(2):
-            own = spoiled(encode(best), words, random, lengths)
+            own = spoiled(best, words, random, lengths)
             text = task.tokenizer.decode_bytes(own).decode(errors="replace")
             (reward,) = complete(task, problem, ((text,), ()))
             found.append((reward, [*prompt, *own, task.tokenizer.end]))
@@ -125,8 +126,7 @@ def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
         optimizer.param_groups[0]["lr"] = config.lr * (1 - step / config.steps)
         batch = [next(pairs) for _ in range(PAIRS)]
         loss = -F.logsigmoid(margins(served, batch)).mean()
-        model.flat_grad.zero_()
-        head.grad = None
+        optimizer.zero_grad(set_to_none=False)
         loss.backward()
         optimizer.step()
     return served._replace(head=head.detach())
@@ -146,7 +146,7 @@ def train(config: PairConfig) -> float:
     require(task.max_turns == 1, f"--task {config.task}: must be a task of one turn")
     with blame(f"--out {folder}: must be a folder that can be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    served = learn(task, config, max(versions_of(folder), default=0) + 1)
+    served = learn(task, config, newest_version(folder) + 1)
     unseen = pairs_of(task, "eval", config.seed, config.lengths)
     with torch.no_grad():
         right = margins(served, [next(unseen) for _ in range(512)]) > 0
@@ -162,10 +162,10 @@ def train(config: PairConfig) -> float:
 # ---- serving ----
 
 
-def versions_of(folder: Path) -> list[int]:
-    """Numbers of the files 1.pt, 2.pt, ... of a folder."""
-    files = [path for path in folder.glob("*.pt") if path.is_file()]
-    return [int(path.stem) for path in files if re.fullmatch("[1-9][0-9]*", path.stem)]
+def newest_version(folder: Path) -> int:
+    """The largest number of the files 1.pt, 2.pt, ... of a folder; 0 where there are none."""
+    names = [path.stem for path in folder.glob("*.pt") if path.is_file()]
+    return max([int(name) for name in names if re.fullmatch("[1-9][0-9]*", name)], default=0)
 
 
 def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel | None:
@@ -176,7 +176,7 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
     """
     if not config.reward_model:
         return None
-    newest = max(versions_of(Path(config.reward_model)), default=0)
+    newest = newest_version(Path(config.reward_model))
     if not served:
         return read_reward_model(config, task, newest)
     if newest in (0, served.version, served.refused):
