@@ -31,7 +31,6 @@ from buffer import by_task, staleness
 from reward import TASKS, Task, make_task, own_files
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError, fail, parse, printable
-from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_file
 from runtime.huggingface import export
 from runtime.messages import Group
@@ -181,7 +180,6 @@ def summarise(run: Path, facts: dict) -> str:
         "failures": counted(steps, "failures"),
         "discarded": counted(steps, "discarded"),
         "tasks": by_name(steps, before, after),
-        "machine": describe_machine(),
     }
     write_file(run / "summary.json", json.dumps(summary, indent=1).encode())
     draw_run(run)
@@ -241,7 +239,7 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: {command}")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
-    if last and not config.get("teacher") and dead > 0.85 * groups and solved <= 0.5:
+    if not config.get("teacher") and dead > 0.85 * groups and solved <= 0.5:
         lines += [
             f"little to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
             "steps all answers got the same reward.",
