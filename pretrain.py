@@ -179,7 +179,8 @@ def episodes(task: Task, split: str) -> Iterator:
         for answer in task.solve(problem):
             said.append(answer)
             yield from encode(answer)
-            yield from [task.tokenizer.end] if task.stop else []
+            if task.stop:
+                yield task.tokenizer.end
             yield from encode(task.step(problem, said).observation or "")
 
 

@@ -69,7 +69,7 @@ class RewardModel(NamedTuple):
 
 def scores(served: RewardModel, sequences: list) -> Tensor:
     """Scores [N] of sequences of token ids; more is better."""
-    packed = pack_tokens([torch.as_tensor(tokens) for tokens in sequences])
+    packed = pack_tokens(sequences)
     last = torch.tensor([len(tokens) for tokens in sequences]).cumsum(0) - 1
     return served.model(packed)[last] @ served.head
 
