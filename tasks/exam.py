@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-import reward
 from buffer import by_task
-from reward import Task, Verdict
+from reward import Task, Verdict, capacity_of, problem_of
+from rollout import Generator, generate
 from runtime.config import Config, TrainingStopped
 from runtime.messages import (
     Answer,
@@ -144,8 +144,6 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
     reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
     Of several tasks it is the mean of what `tasks` has of each.
     """
-    from rollout import Generator, generate  # here: a child needs no torch
-
     host.deaths = 0  # a budget for each evaluation
     several, parts = config.eval_samples, task.parts or (task,)
     K = len(parts)
@@ -154,13 +152,13 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
         learner.model,
         make_environment(config, task, outside=True),
         slots=min(config.slots, len(ids)),
-        capacity=reward.capacity_of(config, task),
+        capacity=capacity_of(config, task),
         group_size=several or 1,
         seed=~config.seed,  # below 0: that of no run
         temperature=config.temperature if several else 0.0,
         cut=config.cut if several else (),
     )
-    groups = [Group(i, 0, reward.problem_of(task, i, "eval")) for i in ids]
+    groups = [Group(i, 0, problem_of(task, i, "eval")) for i in ids]
     groups = generate(generator, groups, host)
     verify_alone(groups, host, K)
     results = {}
