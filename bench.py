@@ -30,44 +30,36 @@ from buffer import by_task, staleness
 from reward import TASKS, Task, make_task, own_files
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError, fail, parse, printable
-from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_json
 from runtime.huggingface import export
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
-MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
-    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
-    "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
-    "agents": ("agents", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
-    "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
-    "staleness-methods": (
-        "stale",
-        100,
-        "methods.json .png",
-        "what helps on stale data: 60 methods",
-    ),
-    "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
-    "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
-    "judge": ("distil", 8, "judge.json", "a reward model in place of the task"),
-    "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
-    "learners": ("team", 3, "learners.json", "a step of several learners, a CPU thread each"),
-    "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),
-    "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
-    "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
-    "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
-    "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
-    "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
-    "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
-    "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
-    "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
-    "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
-    "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
-    "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
-    "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
+MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, what is measured)
+    "race": ("races", 5, "sync against async (--seeds 5: 8)"),
+    "tasks": ("campaigns", 7, "three tasks with default flags"),
+    "agents": ("agents", 80, "tasks with turns: credit, critic, several tasks"),
+    "staleness": ("campaigns", 3, "oldest token trained, every bound and swap"),
+    "staleness-methods": ("stale", 100, "what helps on stale data: 60 methods"),
+    "attempts": ("stale", 20, "how often one must try at the edge of collapse"),
+    "distil": ("distil", 8, "a lost skill comes back from a teacher"),
+    "judge": ("distil", 8, "a reward model in place of the task"),
+    "replay": ("campaigns", 10, "runs repeated to the same weights"),
+    "learners": ("team", 3, "a step of several learners, a CPU thread each"),
+    "cluster": ("clusters", 15, "what Ray costs, and what a cluster survives"),
+    "faults": ("campaigns", 30, "300 faults on purpose: what is lost"),
+    "disk": ("campaigns", 15, "run folders damaged, killed or hostile"),
+    "folder": ("qwen", 5, "a folder of Qwen3's form learns, and is given back"),
+    "qwen": ("qwen", 1, "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
+    "decode": ("speed", 3, "a token at long context"),
+    "memory": ("memory", 1, "bytes of 128k tokens: dense, sparse, in 8 bits"),
+    "dsa": ("speed", 3, "attention kernels, dense and sparse (GPU)"),
+    "recipe": ("recipe", 5, "how a model becomes sparse (--seeds 3: 11)"),
+    "parent": ("parent", 5, "how many groups a second one parent sustains"),
+    "lab": ("exact", 1, "exact bias and variance of objectives"),
+    "simulate": ("simulate", 15, "the simulator against real runs"),
+    "scale": ("simulate", 6, "the simulator beside published systems"),
 }
-# the classes of their flags
-FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig", "qwen": "QwenConfig"}
 
 
 @dataclass(frozen=True)
@@ -129,17 +121,24 @@ def finish(run: Run, facts: dict) -> None:
     was killed has lost these evaluations.
     """
     config, learner, log = run.config, run.learner, run.log
-    facts |= {"task": config.task, "seed": config.seed, "steps": learner.version}
-    facts |= {"stopped_early": learner.version < config.steps, "wall_s": round(log.close(), 2)}
-    facts["weights_sha256"] = sha256_of(learner.weights)
-    facts.setdefault("published_bytes", learner.model.flat.nbytes)
-    own = sum(part.nbytes for part in learner.slices)
-    facts["optimizer_bytes"] = 2 * own  # of AdamW's two moments, in each learner
+    facts = {
+        "published_bytes": learner.model.flat.nbytes,
+        **facts,
+        "task": config.task,
+        "seed": config.seed,
+        "steps": learner.version,
+        "stopped_early": learner.version < config.steps,
+        "wall_s": round(log.close(), 2),
+        "weights_sha256": sha256_of(learner.weights),
+        # two moments of AdamW, in each learner
+        "optimizer_bytes": 2 * sum(part.nbytes for part in learner.slices),
+    }
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
     run.host.close()
-    facts["sessions"] = facts.get("sessions", Counter()) + run.host.sessions  # of environments
+    opened = facts.get("sessions", Counter()) + run.host.sessions  # of environments
+    facts["sessions"] = {name: opened[name] for name in ("opened", "closed")}
     print(printable(summarise(run.folder, facts)))
     if config.export and not facts["stopped_early"]:
         print(printable(export(learner.model, config, Path(config.export))))
@@ -163,26 +162,23 @@ def summarise(run: Path, facts: dict) -> str:
     rows = read_lines(run / "metrics.jsonl")
     steps = [row for row in rows if "seconds" in row]
     evaluations = [row["eval"] for row in rows if "eval" in row]
-    before, after = evaluations[0], evaluations[-1]
-    tokens, seconds = total(steps, "tokens"), total(steps, "seconds")
-    discarded = counted(steps, "discarded")
-    age = {"max": max((row["staleness_max"] for row in steps), default=0)}
-    age |= {"mean": total(steps, "staleness_mean") / max(1, len(steps))}
-    age |= {"bound": facts.pop("staleness_bound")}
+    before, after, tokens = evaluations[0], evaluations[-1], total(steps, "tokens")
+    age = {
+        "max": max([row["staleness_max"] for row in steps], default=0),
+        "mean": total(steps, "staleness_mean") / max(1, len(steps)),
+        "bound": facts.pop("staleness_bound"),
+    }
     summary = {
         **facts,
-        "eval_before": before["solved"],
-        "eval_after": after["solved"],
         "eval": {"before": before, "after": after},
         "samples": total(steps, "samples"),
-        "tokens_trained": int(tokens),
-        "learner_tokens_per_s": round(tokens / max(seconds, 1e-9)),
+        "tokens_trained": tokens,
+        "learner_tokens_per_s": round(tokens / max(total(steps, "seconds"), 1e-9)),
         "staleness": age,
         "mismatch": steps[0].get("mismatch") if steps else None,
         "failures": counted(steps, "failures"),
-        "discarded": discarded,
+        "discarded": counted(steps, "discarded"),
         "tasks": by_name(steps, before, after),
-        "machine": describe_machine(),
     }
     write_json(run / "summary.json", summary)
     draw_run(run)
@@ -213,8 +209,11 @@ def by_name(steps: list[dict], before: dict, after: dict) -> dict:
     found = {}
     for name in after.get("tasks", ()):
         own = [row["tasks"][name] for row in steps]
-        found[name] = {key: total(own, key) for key in ("samples", "failed", "sequence_tokens")}
-        found[name] |= {"eval": {"before": before["tasks"][name], "after": after["tasks"][name]}}
+        found[name] = {
+            "samples": total(own, "samples"),
+            "failed": total(own, "failed"),
+            "eval": {"before": before["tasks"][name], "after": after["tasks"][name]},
+        }
     return found
 
 
@@ -231,6 +230,7 @@ def counted(steps: list[dict], name: str) -> dict:
 def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
     """Further lines: how a run that was stopped goes on, what to try when it has not learned."""
     config, lines, last = read_json(run / "config.json"), [], steps[-10:]
+    solved = summary["eval"]["after"]["solved"]
     if summary["stopped_early"]:
         command = f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
         if own_files(config["task"]):
@@ -238,7 +238,7 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: {command}")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
-    if last and not config.get("teacher") and dead > 0.85 * groups and summary["eval_after"] <= 0.5:
+    if not config.get("teacher") and dead > 0.85 * groups and solved <= 0.5:
         lines += [
             f"little to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
             "steps all answers got the same reward.",
@@ -270,10 +270,10 @@ def show_episode(task: Task) -> None:
 
 
 def describe() -> str:
-    """The help text: every measurement with its minutes and what it writes."""
-    lines = [__doc__, "measurement        minutes  what is measured, and the files it leaves"]
-    for name, (_, minutes, files, what) in MEASUREMENTS.items():
-        lines.append(f"{name:17}  {minutes:7}  {what}: {files}")
+    """The help text: every measurement with its minutes."""
+    lines = [__doc__, "measurement        minutes  what is measured"]
+    for name, (_, minutes, what) in MEASUREMENTS.items():
+        lines.append(f"{name:17}  {minutes:7}  {what}")
     return "\n".join(lines)
 
 
@@ -281,13 +281,14 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     """Run one measurement; with --record among the arguments its files are copied to results/."""
     from lab.plots import RESULTS
 
-    module, minutes, files, what = MEASUREMENTS[name]
+    module, minutes, what = MEASUREMENTS[name]
     room = importlib.import_module(f"lab.{module}")  # only this one: others need other packages
-    text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy {files} to results/"
+    text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy its files to results/"
     flags = [word for word in arguments if word != "--record"]
-    config = parse(text, flags, getattr(room, FLAGS[name]) if name in FLAGS else NoFlags)
     function = getattr(room, f"bench_{name.replace('-', '_')}")
-    function(folder, config) if name in FLAGS else function(folder)
+    kind = function.__annotations__.get("config", NoFlags)
+    config = parse(text, flags, kind)
+    function(folder) if kind is NoFlags else function(folder, config)
     print(f"\nwritten: {folder}/")
     if "--record" in arguments:
         for file in (*folder.glob("*.json"), *folder.glob("*.png")):

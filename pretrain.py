@@ -53,9 +53,9 @@ from tqdm import tqdm
 
 import dsa
 from logprobs import PIECE
-from model import GPT, ModelConfig, attend_packed, dense_packed, pack_tokens, recomputed
+from model import GPT, ModelConfig, attend_packed, pack_tokens, recomputed
 from reward import Task, alphabet_of, make_task
-from runtime.config import LONGEST_CONTEXT, Config, UserError, check, flag, run_main
+from runtime.config import LONGEST_CONTEXT, Config, blame, check, flag, require, run_main
 from runtime.folder import open_plain, write_file
 from runtime.models import make_model
 from runtime.tokenizer import Tokenizer, tokenizer_of
@@ -162,11 +162,9 @@ def read_text(config: SparseConfig, tokenizer: Tokenizer) -> list:
     if config.task:
         task = make_task(config.task, config.seed, tokenizer)
         return [list(islice(episodes(task, split), TASK_TOKENS)) for split in ("train", "eval")]
-    try:
+    with blame(f"--text {config.text}: must be a text file in UTF-8", ValueError):
         with open_plain(Path(config.text)) as file:
             tokens = tokenizer.encode(file.read().decode())
-    except ValueError as error:  # no file, or not UTF-8
-        raise UserError(f"--text {config.text}: must be a text file in UTF-8 ({error})") from None
     held_out = max(config.length, len(tokens) // 10)
     return [tokens[:-held_out], tokens[-held_out:]]
 
@@ -181,7 +179,8 @@ def episodes(task: Task, split: str) -> Iterator:
         for answer in task.solve(problem):
             said.append(answer)
             yield from encode(answer)
-            yield from [task.tokenizer.end] if task.stop else []
+            if task.stop:
+                yield task.tokenizer.end
             yield from encode(task.step(problem, said).observation or "")
 
 
@@ -264,8 +263,8 @@ def indexer_loss(scores: Tensor, mass: Tensor) -> Tensor:
     p = mass.masked_fill(~among, 0)
     p = p / p.sum(-1, keepdim=True).clamp(min=1e-9)
     log_q = scores.masked_fill(~among, -1e30).log_softmax(-1)
-    divergence = (torch.xlogy(p, p) - p * log_q).sum(-1)  # [N], 0 where nothing competes
-    return divergence.sum() / among.any(-1).sum().clamp(min=1)
+    divergence = F.kl_div(log_q, p, reduction="sum")  # 0 where nothing competes
+    return divergence / among.any(-1).sum().clamp(min=1)
 
 
 def answer(model: GPT, batch: tuple, attend: Callable) -> tuple:
@@ -379,11 +378,9 @@ def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Ite
 
 def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
     """Attention of texts [B, T]: "dense", "dsa" by the indexer, or "mean" keys."""
-    packed = pack_tokens(list(tokens))
-    if kind == "dense":
-        return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
-    attend = attend_packed(model.config, packed)
-    return attend if kind == "dsa" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
+    config = replace(model.config, attention="dense") if kind == "dense" else model.config
+    attend = attend_packed(config, pack_tokens(list(tokens)))
+    return attend if kind != "mean" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
 
 
 def exam(length: int, problems: int) -> tuple:
@@ -409,24 +406,20 @@ def accuracy(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, kind
 # ------------------------------------------------------------------------------- a model of yours
 
 
-def weights_file(model: GPT) -> dict:
-    """What --init reads."""
-    return {"shape": vars(model.config), "weights": model.flat}
-
-
 def train(config: SparseConfig) -> None:
     """Every stage in turn, what it was worth on held-out text, and the weights, in a file."""
-    if bool(config.text) == bool(config.task):
-        raise UserError(f"--text {config.text!r}, --task {config.task!r}: must be one of the two")
+    said = f"--text {config.text!r}, --task {config.task!r}: must be one of the two"
+    require(bool(config.text) != bool(config.task), said)
     path = Path(config.out)
-    if path.exists() or not path.parent.is_dir():
-        raise UserError(f"--out {path}: must be a new file in a folder that exists")
+    free = path.parent.is_dir() and not path.exists()
+    require(free, f"--out {path}: must be a new file in a folder that exists")
     model, tokenizer = sparse_model(config)
     texts = read_text(config, tokenizer)
-    if config.length > (most := sum(map(len, texts)) // 2):
-        raise UserError(f"--length {config.length}: must be at most {most}, half of the text")
+    most = sum(map(len, texts)) // 2
+    said = f"--length {config.length}: must be at most {most}, half of the text"
+    require(config.length <= most, said)
     batches, held_out = (row_batches(text, config) for text in texts)
-    batch, results = next(held_out), []
+    batch = next(held_out)
     for stage in ("dense", "warm-up", "sparse"):
         if steps := getattr(config, stage.replace("-", "") + "_steps"):
             train_stage(model, config, stage, steps, batches)
@@ -434,10 +427,9 @@ def train(config: SparseConfig) -> None:
             dense, kl, _ = losses_of(model, batch, "warm-up")
             sparse, _, _ = losses_of(model, batch, "sparse")
         loss = f"loss: sparse {sparse:.3f}, dense {dense:.3f}"
-        results.append(f"after {stage:8} KL {kl:.3f}   {loss}")
-    torch.save(weights_file(model), memory := io.BytesIO())
-    write_file(path, memory.getbuffer())
-    print("\n".join(results))
+        tqdm.write(f"after {stage:8} KL {kl:.3f}   {loss}")
+    torch.save({"shape": vars(model.config), "weights": model.flat}, memory := io.BytesIO())
+    write_file(path, memory.getbuffer())  # what --init reads
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ Axes: N sequences · d model width
 """
 
 import io
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +69,7 @@ class RewardModel(NamedTuple):
 
 def scores(served: RewardModel, sequences: list) -> Tensor:
     """Scores [N] of sequences of token ids; more is better."""
-    packed = pack_tokens([torch.as_tensor(tokens) for tokens in sequences])
+    packed = pack_tokens(sequences)
     last = torch.tensor([len(tokens) for tokens in sequences]).cumsum(0) - 1
     return served.model(packed)[last] @ served.head
 
@@ -88,31 +90,26 @@ def spoiled(answer: list, words: np.ndarray, random: np.random.Generator, length
     return tokens + random.choice(words, random.choice([0, 0, 1])).tolist()
 
 
-def pairs_of(
-    task: Task,
-    split: str,
-    seed: int,
-    lengths: str = "any",
-) -> Iterator[tuple[list, list]]:
+def pairs_of(task: Task, split: str, seed: int, lengths: str = "any") -> Iterator[tuple]:
     """(better, worse), token ids of prompt and answer, on one problem after the other."""
-    random, encode, index, last = np.random.default_rng(seed), task.tokenizer.encode, 0, 0
+    random, encode, alike = np.random.default_rng(seed), task.tokenizer.encode, 0
     words = np.array([token for token in task.alphabet if token not in task.stop])
-    while True:
+    for index in count():
         problem = task.reset(index if split == "train" else index % task.eval_size, split)
-        prompt, best = task.tokenizer.encode_prompt(problem["prompt"]), task.solve(problem)[0]
+        prompt = task.tokenizer.encode_prompt(problem["prompt"])
+        best = encode(task.solve(problem)[0])
         found = []
         for _ in range(2):
-            own = spoiled(encode(best), words, random, lengths)
+            own = spoiled(best, words, random, lengths)
             text = task.tokenizer.decode_bytes(own).decode(errors="replace")
             (reward,) = complete(task, problem, ((text,), ()))
             found.append((reward, [*prompt, *own, task.tokenizer.end]))
-        index += 1
-        if found[0][0] != found[1][0]:
-            last = index
-            (_, worse), (_, better) = sorted(found, key=lambda pair: pair[0])
+        (less, worse), (more, better) = sorted(found)
+        alike = alike + 1 if less == more else 0
+        if less < more:
             yield better, worse
-        same = f"must be one that tells answers apart: {index - last} pairs had equal rewards"
-        require(index - last < 1000, f"--task {task.name}: {same}")
+        same = f"must be one that tells answers apart: {alike} pairs had equal rewards"
+        require(alike < 1000, f"--task {task.name}: {same}")
 
 
 def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
@@ -129,8 +126,7 @@ def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
         optimizer.param_groups[0]["lr"] = config.lr * (1 - step / config.steps)
         batch = [next(pairs) for _ in range(PAIRS)]
         loss = -F.logsigmoid(margins(served, batch)).mean()
-        model.flat_grad.zero_()
-        head.grad = None
+        optimizer.zero_grad(set_to_none=False)
         loss.backward()
         optimizer.step()
     return served._replace(head=head.detach())
@@ -150,7 +146,7 @@ def train(config: PairConfig) -> float:
     require(task.max_turns == 1, f"--task {config.task}: must be a task of one turn")
     with blame(f"--out {folder}: must be a folder that can be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    served = learn(task, config, max(versions_of(folder), default=0) + 1)
+    served = learn(task, config, newest_version(folder) + 1)
     unseen = pairs_of(task, "eval", config.seed, config.lengths)
     with torch.no_grad():
         right = margins(served, [next(unseen) for _ in range(512)]) > 0
@@ -166,10 +162,10 @@ def train(config: PairConfig) -> float:
 # ---- serving ----
 
 
-def versions_of(folder: Path) -> list[int]:
-    """Numbers of the files of a folder."""
+def newest_version(folder: Path) -> int:
+    """The largest number of the files 1.pt, 2.pt, ... of a folder; 0 where there are none."""
     names = [path.stem for path in folder.glob("*.pt") if path.is_file()]
-    return [int(name) for name in names if name.isdecimal() and name == str(int(name))]
+    return max([int(name) for name in names if re.fullmatch("[1-9][0-9]*", name)], default=0)
 
 
 def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel | None:
@@ -180,7 +176,7 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
     """
     if not config.reward_model:
         return None
-    newest = max(versions_of(Path(config.reward_model)), default=0)
+    newest = newest_version(Path(config.reward_model))
     if not served:
         return read_reward_model(config, task, newest)
     if newest in (0, served.version, served.refused):
@@ -194,12 +190,11 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
 
 def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
     """One version of the configured folder; UserError."""
-    said, why = f"--reward-model {config.reward_model}", "is several tasks"
-    if not task.parts:
-        why = "has several turns" if task.max_turns > 1 else ""
-    require(not why, f"{said}: must be left out with --task {config.task}, which {why}")
-    needed = "must be a folder of reward_model.py, for this task"
-    with blame(f"{said}: {needed}", (Exception, limits.OutOfTime)):
+    said = f"--reward-model {config.reward_model}: must be"
+    needed = f"left out with --task {config.task}: several tasks, or several turns"
+    require(task.max_turns == 1 and not task.parts, f"{said} {needed}")
+    needed = "a folder of reward_model.py, for this task"
+    with blame(f"{said} {needed}", (Exception, limits.OutOfTime)):
         require(version > 0, "it has no file 1.pt, 2.pt, ...")
         stored = load_tensors(Path(config.reward_model, f"{version}.pt"))
         require(stored["task"] == config.task, f"it is for {stored['task']!r:.80}")
@@ -218,10 +213,11 @@ def verdicts_by(served: RewardModel, group: Group) -> list[tuple]:
     """(reward, rewards of turns, None) of the episodes of a group, by a reward model."""
     sound = [t.tokens for t in group.trajectories if not t.failed]  # a replay has only these
     scored = iter(torch.sigmoid(scores(served, sound)).tolist() if sound else ())
-    rewards = [0.0 if t.failed else next(scored) for t in group.trajectories]
-    return [
-        (x, (x,) * len(t.turns), None) for x, t in zip(rewards, group.trajectories, strict=True)
-    ]
+    verdicts = []
+    for t in group.trajectories:
+        reward = 0.0 if t.failed else next(scored)
+        verdicts.append((reward, (reward,) * len(t.turns), None))
+    return verdicts
 
 
 if __name__ == "__main__":

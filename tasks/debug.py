@@ -26,11 +26,10 @@ reward = (1, 3/4, 1/2, 1/4 for the first to fourth try) * (0.8 if all examples a
          + 0.2 * the share of examples met, as far as it is more than in any earlier try)
 """
 
-from functools import cache, partial
 from itertools import product
 
 from reward import Step, Task, TaskError
-from tasks.problems import draw_problem, random_of
+from tasks.problems import drawn, single_tokens
 
 SIGNS, SIZE, EXAMPLES, TRIES = "dn+*", 3, 3, 4
 ALL, SHARE = 0.8, 0.2
@@ -54,42 +53,28 @@ def run(program, number):
     return stack[-1]
 
 
-@cache  # there are few programs
-def outputs(program):
-    """What a program makes of each digit."""
-    return [run(program, number) for number in DIGITS]
+# what each program makes of each digit
+OUTPUTS = {}
+for program in map("".join, product(SIGNS, repeat=SIZE)):
+    OUTPUTS[program] = tuple([run(program, number) for number in DIGITS])
 
-
-@cache
-def targets():
-    """A program for each of the different things that programs do."""
-    programs = map("".join, product(SIGNS, repeat=SIZE))
-    found = {tuple(outputs(program)): program for program in programs}
-    return [program for made, program in found.items() if None not in made and made != (*DIGITS,)]
+# a program for each of the different things that programs do
+DONE = {made: program for program, made in OUTPUTS.items()}
+TARGETS = [DONE[made] for made in DONE if None not in made and made != (*DIGITS,)]
 
 
 def propose(random):
     """(prompt, problem): examples of one of the targets."""
-    program = targets()[random.integers(len(targets()))]
+    program = TARGETS[random.integers(len(TARGETS))]
     asked = sorted(random.choice(len(DIGITS), size=EXAMPLES, replace=False).tolist())
-    examples = [[number, outputs(program)[number]] for number in asked]
+    examples = [[number, OUTPUTS[program][number]] for number in asked]
     prompt = " ".join(f"{number}>{output}" for number, output in examples) + "? "
     return prompt, {"prompt": prompt, "examples": examples, "program": program}
 
 
-def reset(seed, index, split):
-    """A problem; one prompt in ten is held out."""
-    return draw_problem(propose, random_of("debug", seed, index, split), split)["answer"]
-
-
-def is_program(text):
-    """Whether a text has the right size and signs."""
-    return len(text) == SIZE and all(sign in SIGNS for sign in text)
-
-
 def failing(problem, program):
     """The examples that a program does not meet: (input, what it gave) of each."""
-    made = outputs(program) if is_program(program) else [None] * len(DIGITS)
+    made = OUTPUTS.get(program, [None] * len(DIGITS))
     return [(asked, made[asked]) for asked, output in problem["examples"] if made[asked] != output]
 
 
@@ -115,15 +100,12 @@ def make(argument: str, seed: int, tokenizer) -> Task:
     """The task; `argument` is what follows the colon in --task, and there is none here."""
     if argument:
         raise TaskError("debug has no argument")
-    signs = [tokenizer.encode(sign) for sign in SIGNS]
-    if max(map(len, signs)) > 1:
-        raise TaskError(f"needs a vocabulary that has each of {SIGNS} as one token")
     examples = " ".join(["3>7"] * EXAMPLES)
     told = [tokenizer.encode(text) for text in (" 3>7? ", " 3>!? ")]
     return Task(
-        reset=partial(reset, seed),
+        reset=drawn(propose, "debug", seed),
         step=step,
-        alphabet=tuple(sign[0] for sign in signs),
+        alphabet=single_tokens(tokenizer, SIGNS),
         max_prompt_tokens=len(tokenizer.encode(f"{examples}? ")),
         turn_tokens=SIZE,
         max_turns=TRIES,

@@ -9,7 +9,7 @@ sum:96       "3+5+9+2=" -> "3879", the running totals modulo 10; the number of t
 from functools import partial
 
 from reward import Step, Task
-from tasks.problems import draw_problem, random_of, whole_number
+from tasks.problems import drawn, single_tokens, whole_number
 
 
 def step(problem, answers):
@@ -62,26 +62,15 @@ KINDS = {  # how a problem is made, default size, largest size
 }
 
 
-def digits_of(tokenizer):
-    """The token of each digit; a vocabulary may have others, of several digits."""
-    return [token for digit in "0123456789" for token in tokenizer.encode(digit)]
-
-
-def reset(kind, size, seed, index, split):
-    """A problem of the kind; one prompt in ten is held out."""
-    propose = partial(KINDS[kind][0], size)
-    return draw_problem(propose, random_of(kind, seed, index, split), split)
-
-
 def make(argument: str, seed: int, tokenizer) -> Task:
     """`argument` is "reverse", "reverse:6", "sort:6", "sum:8" and so on."""
     kind, _, size = argument.partition(":")
-    _, default, most = KINDS[kind]
+    propose, default, most = KINDS[kind]
     size = whole_number(size, 2, most) if size else default
     return Task(
-        reset=partial(reset, kind, size, seed),
+        reset=drawn(partial(propose, size), kind, seed),
         step=step,
-        alphabet=(*digits_of(tokenizer), tokenizer.end),
+        alphabet=(*single_tokens(tokenizer, "0123456789"), tokenizer.end),
         max_prompt_tokens=2 * size if kind == "sum" else size + len(tokenizer.encode(f" {kind}")),
         turn_tokens=size + 1,
     )

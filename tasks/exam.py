@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-import reward
 from buffer import by_task
-from reward import Task, Verdict
+from reward import Task, Verdict, capacity_of, problem_of
+from rollout import Generator, generate
 from runtime.config import Config, TrainingStopped
 from runtime.messages import (
     Answer,
@@ -48,8 +48,8 @@ class Host:
         self.status, self.sessions = {}, Counter()  # of this child, and of those before
         self.work: dict = {}  # what the child has not answered yet, the oldest first
         self.process = None
-        self.answered = self.heard = 0.0  # when
-        self.ready = False
+        self.answered = 0.0  # when
+        self.deadline = 0.0  # of the next word from the child
         atexit.register(self.close)  # however the run ends
 
     def start(self) -> None:
@@ -60,14 +60,14 @@ class Host:
             streams = {"stdin": there, "stdout": log, "stderr": log}
             command = [sys.executable, "-c", code]
             self.process = subprocess.Popen(command, start_new_session=True, **streams)
-        self.heard, self.ready = time.monotonic(), False
+        self.deadline = time.monotonic() + START_SECONDS
         self.pipe.send((os.getpid(), self.config))
         self.pipe.send_bytes(pack_messages(list(self.work.values())))
 
-    def close(self) -> None:
-        """End the child, and whatever it has forked."""
+    def close(self) -> int | None:
+        """End the child, and whatever it has forked; returns its exit code."""
         if not self.process:
-            return
+            return None
         self.sessions.update(self.status)
         self.status = {}
         self.pipe.close()  # it closes its sessions, and ends
@@ -75,8 +75,8 @@ class Host:
             self.process.wait(0.0 if self.work else GRACE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.exit_code = self.process.wait()
-        self.process = None
+        process, self.process = self.process, None
+        return process.wait()
 
     def send(self, messages: list) -> None:
         """Give the child groups to verify, and calls of environments."""
@@ -98,7 +98,6 @@ class Host:
             return []
         if not self.process:
             self.start()
-        patience = 2 * self.config.reward_seconds + GRACE_SECONDS if self.ready else START_SECONDS
         try:
             there = self.pipe.poll(seconds)
             now = time.monotonic()
@@ -106,11 +105,11 @@ class Host:
                 waited = f"{now - self.answered:.0f} s"
                 raise TrainingStopped(f"evaluation: no answer of the task for {waited}")
             if not there:
-                if now > self.heard + patience:
+                if now > self.deadline:
                     raise TimeoutError
                 return []
             self.status, answers = unpack_messages(self.pipe.recv_bytes())
-            self.heard, self.ready = now, True
+            self.deadline = now + 2 * self.config.reward_seconds + GRACE_SECONDS
         except (EOFError, OSError) as error:  # TimeoutError is an OSError, too
             answers = self.lost(error)
         for answer in answers:
@@ -121,8 +120,8 @@ class Host:
 
     def lost(self, error: Exception) -> list:
         """The child is lost; returns what has failed by that: the group that it was verifying."""
-        self.close()
-        now, reason = time.monotonic(), f"error: it ended its process (exit code {self.exit_code})"
+        code = self.close()
+        reason = f"error: it ended its process (exit code {code})"
         if isinstance(error, TimeoutError):
             reason = "timeout: it hung in a call that no alarm interrupts"
         self.deaths += 1
@@ -130,11 +129,11 @@ class Host:
             text = f"evaluation: the task has lost {self.deaths} processes, the last by {reason}"
             raise TrainingStopped(f"{text} (--restarts {self.config.restarts}; log: {self.log})")
         groups = [group for group in self.work.values() if isinstance(group, Group)]
-        verdict = Verdict(0.0, (), f"verifier_{reason}")
-        return [
-            Answer(group.group_id, None, Judgement([verdict] * len(group.trajectories), now, 0.0))
-            for group in groups[:1]
-        ]
+        verdict, answers = Verdict(0.0, (), f"verifier_{reason}"), []
+        for group in groups[:1]:
+            judgement = Judgement([verdict] * len(group.trajectories), began=0.0, seconds=0.0)
+            answers.append(Answer(group.group_id, judgement=judgement))
+        return answers
 
 
 def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
@@ -145,8 +144,6 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
     reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
     Of several tasks it is the mean of what `tasks` has of each.
     """
-    from rollout import Generator, generate  # here: a child needs no torch
-
     host.deaths = 0  # a budget for each evaluation
     several, parts = config.eval_samples, task.parts or (task,)
     K = len(parts)
@@ -155,26 +152,26 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
         learner.model,
         make_environment(config, task, outside=True),
         slots=min(config.slots, len(ids)),
-        capacity=reward.capacity_of(config, task),
+        capacity=capacity_of(config, task),
         group_size=several or 1,
         seed=~config.seed,  # below 0: that of no run
         temperature=config.temperature if several else 0.0,
         cut=config.cut if several else (),
     )
-    groups = [Group(i, 0, reward.problem_of(task, i, "eval")) for i in ids]
+    groups = [Group(i, 0, problem_of(task, i, "eval")) for i in ids]
     groups = generate(generator, groups, host)
     verify_alone(groups, host, K)
-    results = []
+    results = {}
     for part, own in zip(parts, by_task(groups, task.shares), strict=True):
-        results.append(result_of(part, [t for group in own for t in group.trajectories]))
-    if K == 1:
-        return results[0]
-    means = {
-        key: float(np.mean([r[key] for r in results])) for key in ("solved", "reward", "turns")
-    }
-    failures = {kind: words for r in results for kind, words in r["failures"].items()}
-    named = {part.name: result for part, result in zip(parts, results, strict=True)}
-    return means | {"failures": failures, "tasks": named}
+        results[part.name] = result_of(part, [t for group in own for t in group.trajectories])
+    if not task.parts:
+        return results[task.name]
+    mean, failures = {}, {}
+    for key in ("solved", "reward", "turns"):
+        mean[key] = float(np.mean([result[key] for result in results.values()]))
+    for result in results.values():
+        failures |= result["failures"]
+    return mean | {"failures": failures, "tasks": results}
 
 
 def verify_alone(groups: list[Group], host: Host, K: int = 1) -> None:
@@ -193,12 +190,14 @@ def verify_alone(groups: list[Group], host: Host, K: int = 1) -> None:
 def result_of(task: Task, episodes: list) -> dict:
     """What one task's part of an evaluation says."""
     rewards = np.array([0.0 if t.failed else t.reward for t in episodes])
-    failed = [t for t in episodes if t.failed]
-    first = {t.finish: t.failure for t in reversed(failed)}
-    counts = Counter(t.finish for t in failed)
+    failures = {}
+    for t in episodes:
+        if t.failed:
+            count, first = failures.get(t.finish, (0, t.failure))
+            failures[t.finish] = count + 1, first
     return {
         "solved": float(np.mean(rewards >= task.solved)),
         "reward": float(np.mean(rewards)),
         "turns": float(np.mean([len(t.turns) for t in episodes])),
-        "failures": {finish: (count, first[finish]) for finish, count in counts.items()},
+        "failures": failures,
     }

@@ -18,7 +18,7 @@ The rules:
 from functools import partial
 
 from reward import Step, Task, TaskError
-from tasks.problems import in_turn
+from tasks.problems import in_turn, single_tokens
 
 RANGE, TURNS = 16, 6
 GUESSES = {f" {n}": n for n in range(RANGE)} | {f"{n}": n for n in range(RANGE)}
@@ -61,13 +61,10 @@ def make(argument: str, seed: int, tokenizer) -> Task:
     """The task; `argument` is what follows the colon in --task, and there is none here."""
     if argument:
         raise TaskError("guess has no argument")
-    numbers = [tokenizer.encode(f" {n}") for n in range(RANGE)]
-    if max(map(len, numbers)) > 1:  # a turn is one token
-        raise TaskError("needs a vocabulary that has each of the numbers 0..15 as one token")
     return Task(
         reset=partial(reset, seed),
         step=step,
-        alphabet=tuple(number[0] for number in numbers),
+        alphabet=single_tokens(tokenizer, [f" {n}" for n in range(RANGE)]),
         max_prompt_tokens=1,
         turn_tokens=1,
         max_turns=TURNS,

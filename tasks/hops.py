@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 
 from reward import Step, Task, TaskError
-from tasks.problems import draw_problem, random_of, whole_number
+from tasks.problems import drawn, single_tokens, whole_number
 
 KEYS = range(10)
 ANSWERS = [f"!{key}" for key in KEYS]
@@ -45,12 +45,6 @@ def propose(hops, rate, random):
         "way": [*calls, f"!{ring[hops]}"],
         "failing": failing.tolist(),
     }
-
-
-def reset(hops, rate, seed, index, split):
-    """A problem; one way in ten is held out."""
-    random = random_of("hops", seed, index, split)
-    return draw_problem(partial(propose, hops, rate), random, split)["answer"]
 
 
 def hops_made(problem, answers):
@@ -96,14 +90,11 @@ def make(argument: str, seed: int, tokenizer) -> Task:
     hops = whole_number(size, 1, 8)
     if colon and not (re.fullmatch(r"0?\.[0-9]{1,6}|0", rate) and float(rate) <= 0.5):
         raise TaskError(f"{rate!r}: allowed is a number in 0..0.5")
-    signs = [tokenizer.encode(sign) for sign in "?!0123456789"]
-    if max(map(len, signs)) > 1:
-        raise TaskError("needs a vocabulary that has ?, ! and each digit as one token")
     told = [tokenizer.encode(text) for text in (" 7 ", " ~ ", " - ")]
     return Task(
-        reset=partial(reset, hops, float(rate or 0), seed),
+        reset=drawn(partial(propose, hops, float(rate or 0)), "hops", seed),
         step=step,
-        alphabet=tuple(sign[0] for sign in signs),
+        alphabet=single_tokens(tokenizer, "?!0123456789"),
         max_prompt_tokens=len(tokenizer.encode(f"{hops} hops from 7: ")),
         turn_tokens=2,
         max_turns=2 * hops + 1,

@@ -112,7 +112,7 @@ VERIFIERS = {
 }
 
 
-def read_row(line):
+def read_row(line, verifier):
     """The problem in a line; TaskError says what is wrong with it."""
     try:
         row = json.loads(line)
@@ -123,6 +123,8 @@ def read_row(line):
     for key, text in problem.items():
         if not isinstance(text, str) or not text.strip():
             raise TaskError(f"expected an object in which {key!r} is a string that is not empty")
+    if "numeric" in verifier and meant_number(problem["answer"]) is None:
+        raise TaskError("the verifier numeric needs a number in 'answer'")
     return problem
 
 
@@ -135,12 +137,9 @@ def read_rows(path, verifier):
         raise TaskError(f"cannot read {path!r} ({error}); allowed is {USAGE}") from None
     rows = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            rows.append(read_row(line))
-            if "numeric" in verifier and meant_number(rows[-1]["answer"]) is None:
-                raise TaskError("the verifier numeric needs a number in 'answer'")
+            if line.strip():
+                rows.append(read_row(line, verifier))
         except TaskError as error:
             raise TaskError(f"line {number}: {error}") from None
     if not rows:

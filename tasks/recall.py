@@ -7,8 +7,8 @@ of no use, and which one is asked at the very end.
 from functools import partial
 
 from reward import Task
-from tasks.digits import digits_of, step
-from tasks.problems import draw_problem, random_of, whole_number
+from tasks.digits import step
+from tasks.problems import drawn, single_tokens, whole_number
 
 
 def shape_of(tokens):
@@ -31,19 +31,14 @@ def propose(tokens, random):
     return f"{table}?{names[asked]}=", f"{values[asked]:02d}"
 
 
-def reset(tokens, seed, index, split):
-    """A table and a question; one prompt in ten is held out."""
-    return draw_problem(partial(propose, tokens), random_of("recall", seed, index, split), split)
-
-
 def make(argument: str, seed: int, tokenizer) -> Task:
     """`argument` is the length of a prompt in tokens."""
     tokens = whole_number(argument or "256", 16, 16384)
     pairs, width = shape_of(tokens)
     return Task(
-        reset=partial(reset, tokens, seed),
+        reset=drawn(partial(propose, tokens), "recall", seed),
         step=step,  # the share of the two digits that are right
-        alphabet=(*digits_of(tokenizer), tokenizer.end),
+        alphabet=(*single_tokens(tokenizer, "0123456789"), tokenizer.end),
         max_prompt_tokens=pairs * (width + 4) + width + 2,
         turn_tokens=3,
         eval_size=64,

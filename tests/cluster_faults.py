@@ -124,7 +124,7 @@ def run_once(cluster, folder: Path, plan: list, choose: random.Random, **flags) 
     gone(everybody(cluster.address))
     result = judged(folder / "run", folder, flags)
     names = ("lost", "duplicated", "staleness", "requeued", "replayed")
-    solved = json.loads((folder / "run" / "summary.json").read_text())["eval_after"]
+    solved = json.loads((folder / "run" / "summary.json").read_text())["eval"]["after"]["solved"]
     found = {"solved": solved, "losses": seconds, "seconds": time.monotonic() - begin}
     return {name: result[name] for name in names} | found
 

@@ -47,7 +47,7 @@ def learning(folder: Path) -> None:
         rows = read_lines(run / "metrics.jsonl")
         reached = [row["t"] for row in rows if row.get("eval", {}).get("solved", 0) >= 0.95]
         result["runs"][name] = {
-            "solved": summary["eval_after"],
+            "solved": summary["eval"]["after"]["solved"],
             "seconds_to_95": min(reached, default=None),
             "command_s": summary["command_s"],
             "mismatch": summary["mismatch"],

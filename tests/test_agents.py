@@ -222,7 +222,7 @@ def test_there_are_ten_things_to_do_and_none_is_trivial():
     wanted += [[n * n for n in x], [n * n + 1 for n in x], [n * n + n for n in x]]
     wanted += [[(n + 1) ** 2 for n in x]]
     wanted = [[n % 10 for n in row] for row in wanted]
-    assert sorted(debug.outputs(program) for program in debug.targets()) == sorted(wanted)
+    assert sorted(list(debug.OUTPUTS[program]) for program in debug.TARGETS) == sorted(wanted)
 
 
 PROBLEM = {"prompt": "2>6 5>2 8>8? ", "examples": [[2, 6], [5, 2], [8, 8]], "program": "nd+"}
