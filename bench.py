@@ -35,30 +35,30 @@ from runtime.huggingface import export
 from runtime.messages import Group
 from runtime.setup import Run, evaluate_now
 
-MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, what is measured)
-    "race": ("races", 5, "sync against async (--seeds 5: 8)"),
-    "tasks": ("campaigns", 7, "three tasks with default flags"),
-    "agents": ("agents", 80, "tasks with turns: credit, critic, several tasks"),
-    "staleness": ("campaigns", 3, "oldest token trained, every bound and swap"),
-    "staleness-methods": ("stale", 100, "what helps on stale data: 60 methods"),
-    "attempts": ("stale", 20, "how often one must try at the edge of collapse"),
-    "distil": ("distil", 8, "a lost skill comes back from a teacher"),
-    "judge": ("distil", 8, "a reward model in place of the task"),
-    "replay": ("campaigns", 10, "runs repeated to the same weights"),
-    "learners": ("team", 3, "a step of several learners, a CPU thread each"),
-    "cluster": ("clusters", 15, "what Ray costs, and what a cluster survives"),
-    "faults": ("campaigns", 30, "300 faults on purpose: what is lost"),
-    "disk": ("campaigns", 15, "run folders damaged, killed or hostile"),
-    "folder": ("qwen", 5, "a folder of Qwen3's form learns, and is given back"),
-    "qwen": ("qwen", 1, "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
-    "decode": ("speed", 3, "a token at long context"),
-    "memory": ("memory", 1, "bytes of 128k tokens: dense, sparse, in 8 bits"),
-    "dsa": ("speed", 3, "attention kernels, dense and sparse (GPU)"),
-    "recipe": ("recipe", 5, "how a model becomes sparse (--seeds 3: 11)"),
-    "parent": ("parent", 5, "how many groups a second one parent sustains"),
-    "lab": ("exact", 1, "exact bias and variance of objectives"),
-    "simulate": ("simulate", 15, "the simulator against real runs"),
-    "scale": ("simulate", 6, "the simulator beside published systems"),
+MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
+    "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
+    "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
+    "agents": ("agents", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
+    "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
+    "staleness-methods": ("stale", 100, "methods.json .png", "60 methods to learn from stale data"),
+    "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
+    "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
+    "judge": ("distil", 8, "judge.json", "a reward model in place of the task"),
+    "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
+    "learners": ("team", 3, "learners.json", "a step of several learners, a CPU thread each"),
+    "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),
+    "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
+    "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
+    "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
+    "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
+    "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
+    "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
+    "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
+    "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
+    "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
+    "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
+    "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
+    "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
 }
 
 
@@ -270,10 +270,10 @@ def show_episode(task: Task) -> None:
 
 
 def describe() -> str:
-    """The help text: every measurement with its minutes."""
-    lines = [__doc__, "measurement        minutes  what is measured"]
-    for name, (_, minutes, what) in MEASUREMENTS.items():
-        lines.append(f"{name:17}  {minutes:7}  {what}")
+    """The help text: every measurement with its minutes and what it writes."""
+    lines = [__doc__, "measurement        minutes  what is measured, and the files it leaves"]
+    for name, (_, minutes, files, what) in MEASUREMENTS.items():
+        lines.append(f"{name:17}  {minutes:7}  {what}: {files}")
     return "\n".join(lines)
 
 
@@ -281,9 +281,9 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     """Run one measurement; with --record among the arguments its files are copied to results/."""
     from lab.plots import RESULTS
 
-    module, minutes, what = MEASUREMENTS[name]
+    module, minutes, files, what = MEASUREMENTS[name]
     room = importlib.import_module(f"lab.{module}")  # only this one: others need other packages
-    text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy its files to results/"
+    text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy {files} to results/"
     flags = [word for word in arguments if word != "--record"]
     function = getattr(room, f"bench_{name.replace('-', '_')}")
     kind = function.__annotations__.get("config", NoFlags)
