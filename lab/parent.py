@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -124,7 +123,7 @@ def run_case(case: dict, folder: Path) -> dict:
     evaluated = {"solved": 0.0, "reward": 0.0, "turns": 0.0, "failures": {}}
     changes = [
         (train_async, "learner_step", step),
-        (flow, "Pool", partial(Pool, start=start)),
+        (flow, "start_here", start),
         (setup, "evaluate", lambda *_: evaluated),
     ]
     for part, places in PARTS.items() if case["spans"] else ():

@@ -134,8 +134,8 @@ def open_cluster(config: Config) -> Config:
         rollouts = config.rollout_workers or max(1, cores() - config.team_size)
         config = dataclasses.replace(config, rollout_workers=rollouts)
         wanted = rollouts + config.team_size + config.reward_workers
-        room = {"num_cpus": 2 * wanted, "include_dashboard": False}  # for successors, too
-        connect(address="local", **room)  # a new one, whatever else runs here
+        # a new one, whatever else runs here; with room for successors, too
+        connect(address="local", num_cpus=2 * wanted, include_dashboard=False)
     else:
         host, _, port = config.cluster.rpartition(":")
         needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
@@ -233,11 +233,11 @@ class Mailboxes:
         self.news, self.version, self.box = threading.Condition(), -1, None
         self.keepers = {}  # node -> keeper
         self.closed, self.workers, self.threads = False, [], []
-        needed = 2 * form.size * form.dtype.itemsize
+        self.nbytes = form.size * form.dtype.itemsize  # of one version
         for node in alive():
             has = node["Resources"].get("object_store_memory", 0)
-            said = f"node {node['NodeManagerAddress']} must have {1e-6 * needed:.1f} MB "
-            if has < needed:
+            said = f"node {node['NodeManagerAddress']} must have {2e-6 * self.nbytes:.1f} MB "
+            if has < 2 * self.nbytes:
                 raise OSError(errno.ENOMEM, f"{said}for two versions, has {1e-6 * has:.1f}")
             if node["Resources"].get(self.kind):
                 try:

@@ -43,9 +43,8 @@ def team_of(run: AsyncRun, state: dict) -> None:
         for worker in workers:
             if worker.gone:
                 raise Parted(f"{worker.name} {worker.gone}")
-    run.meetings += 1
     team.others = [worker.outbox for worker in workers]
-    begin = Begin(run.meeting_place(run.meetings), own_gpus(run.config))
+    begin = Begin(run.meeting_place(), own_gpus(run.config))
     for worker in workers:
         run.pool.send(worker, [begin])
     join_team(team, *begin, run.config.learner_seconds)
