@@ -1,15 +1,13 @@
-"""The parent's quick forms against plain ones: sorted starts, a group's validator, its pipe."""
+"""The parent's quick forms against plain ones: sorted starts, a group's validator."""
 
 import copy
 import pickle
 import random
-import threading
 
 import numpy as np
 
 from buffer import Starts
 from runtime.messages import Group, ToVerify, Trajectory, group_flaw
-from runtime.pipes import private_pipe
 
 SIZE, NEWEST, VOCABULARY = 3, 9, 50
 
@@ -105,19 +103,3 @@ def test_a_group_travels_whole_and_to_a_verifier_with_its_tokens():
     verified = pickle.loads(pickle.dumps(ToVerify(group)))
     for t, own in zip(verified.trajectories, group.trajectories, strict=True):
         assert np.array_equal(t.tokens, own.tokens) and t.turns == own.turns
-
-
-def test_an_inlet_reads_what_was_sent():
-    here, there = private_pipe()
-    for size in (0, 1, 70_000, 3_000_000):
-        data = np.random.default_rng(size).bytes(size)
-        sender = threading.Thread(target=there.send_bytes, args=(data,))
-        sender.start()
-        assert here.recv_bytes() == data
-        sender.join()
-    there.close()
-    try:
-        here.recv_bytes()
-        raise AssertionError("the other side is gone")
-    except EOFError:
-        pass
