@@ -23,7 +23,7 @@ from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
-from runtime.team import CALL, ORDER, gather_moments, hand_out_moments, share_state
+from runtime.team import CALL, ORDER, gather_moments, share_state
 
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
@@ -153,7 +153,7 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
             raise TrainingStopped(f"the learners are apart since {team.last or 'the beginning'}")
         for outbox in team.others:
             outbox.put(pack_messages([CALL]))
-        whole = gather_moments(team, learner.version, whole, len(learner.weights))
+        whole = gather_moments(team, learner.version, whole)
     if whole is not None:
         return {"step": states[0]["step"], **dict(zip(names, whole.cpu(), strict=True))}
 
@@ -226,12 +226,12 @@ def share(learner: Learner, state: dict | None = None) -> None:
     team, tensors = learner.team, [learner.weights.detach()]
     if learner.reference:
         tensors.append(learner.reference.flat)
-    facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
-    step = learner.optimizer.state[learner.slices[0]]["step"]
-    (facts,) = share_state(team, learner.version, facts, [*tensors, step])
-    own = torch.stack([torch.empty_like(learner.slices[0].detach())] * len(learner.moments))
-    whole = state and torch.stack([state["optimizer"][name] for name in learner.moments])
-    own = hand_out_moments(team, learner.version, own, whole)
+    step, parts = learner.optimizer.state[learner.slices[0]]["step"], None
+    if state:
+        facts = {name: state[name] for name in ("window", "critic", *COUNTERS)}
+        whole = torch.stack([state["optimizer"][name] for name in learner.moments])
+        parts = [(facts, own.clone()) for own in whole.tensor_split(team.size, dim=1)]
+    facts, own = share_state(team, learner.version, parts, [*tensors, step])
     set_facts(learner, facts, step, [own])
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = "the mailbox of the node"  # stands for its place among the arguments of a worker
 ANSWER_SECONDS = 15.0  # so long a cluster may take to answer at the beginning
 GONE_SECONDS = 30.0  # ... and to notice that a node has left
-LOST = () if ray is None else (ray.exceptions.RayError,)
 
 
 # --------------------------------------------------------------------------------- on the nodes
@@ -87,11 +86,9 @@ class Seat:
     def take(self) -> list:
         """What the process has said, at least one delivery; at its end: exit code and log."""
         found = [self.said.get()]
-        while True:
-            try:
-                found.append(self.said.get_nowait())
-            except Empty:
-                return found
+        while not self.said.empty():
+            found.append(self.said.get())
+        return found
 
 
 class Keeper:
@@ -178,7 +175,7 @@ def compare_nodes(name: str) -> None:
     for node, there in zip(nodes, found, strict=True):
         try:
             facts = ray.get(there, timeout=60)
-        except LOST as error:
+        except ray.exceptions.RayError as error:
             if is_gone(node):
                 continue
             facts = {"code": f"none that it can read ({type(error).__name__})"}
@@ -242,7 +239,7 @@ class Mailboxes:
             if node["Resources"].get(self.kind):
                 try:
                     self.on(node["NodeID"])
-                except LOST as error:
+                except ray.exceptions.RayError as error:
                     raise OSError(errno.ENOMEM, f"{said}of shared memory ({error})") from error
 
     def publish(self, version: int, flat: Tensor) -> None:

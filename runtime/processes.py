@@ -168,22 +168,21 @@ class Pool:
                 raise message
         return arrived
 
-    def renew(self, role: str, error: str) -> dict[str, str]:
+    def renew(self, role: str, error: str) -> None:
         """Replace all workers of a role that cannot do without each other, because of an error;
-        returns what those have died of that are gone. TrainingStopped: that was too often."""
+        those that are `gone` say of what. TrainingStopped: that was too often."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and not any(worker.gone for worker in self.of(role)):
             time.sleep(0.05)  # the watch may not have seen it yet
         with self.books:
-            gone = {worker.name: worker.gone for worker in self.of(role) if worker.gone}
             if not self._may_restart(role):
+                gone = {worker.name: worker.gone for worker in self.of(role) if worker.gone}
                 text = f"{error}; {self.budget} restarts of the {role}s are used up {gone or ''}"
                 raise TrainingStopped(text)
             for worker in self.of(role):
                 worker.process.kill()
                 worker.process.join(1.0)
                 self._spawn(role, worker.number)
-        return gone
 
     def close(self) -> None:
         """End every worker: ask, wait a moment, kill what is left."""

@@ -127,13 +127,14 @@ def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
     return own
 
 
-def share_state(team: Team, version: int, facts: list, tensors: list) -> list:
-    """Rank 0's plain data and tensors reach all: the tensors in place, the data is returned."""
+def share_state(team: Team, version: int, parts: list | None, tensors: list) -> object:
+    """Rank 0's tensors reach all, in place; and each learner gets one of its parts."""
+    own = [None]
     with meeting(team, version, "state"):
-        dist.broadcast_object_list(facts, 0)
+        dist.scatter_object_list(own, parts)
         for tensor in tensors:
             broadcast(team, tensor, 0)
-    return facts
+    return own[0]
 
 
 def broadcast(team: Team, tensor: Tensor, rank: int) -> None:
@@ -173,30 +174,9 @@ def share_weights(team: Team, version: int, weights: Tensor) -> None:
             broadcast(team, part, rank)
 
 
-def gather_moments(team: Team, version: int, own: Tensor, total: int) -> Tensor | None:
-    """The moments of all slices, [k, total], at rank 0; `own` are those of one, [k, n]."""
-    sent = own.to(team.wire)
-    whole = sent.new_empty(len(own), total)
-    parts = [part.contiguous() for part in whole.tensor_split(team.size, dim=1)]
-    parts[team.ranks[0]] = sent
+def gather_moments(team: Team, version: int, own: Tensor) -> Tensor | None:
+    """The moments of all slices, [k, P], at rank 0; `own` are those of one, [k, n]."""
+    parts = [None] * team.size if team.ranks == (0,) else None
     with meeting(team, version, "moments"):
-        if team.ranks != (0,):
-            dist.send(sent, 0)
-            return None
-        for rank, part in enumerate(parts[1:], start=1):
-            dist.recv(part, rank)
-    return torch.cat(parts, dim=1)
-
-
-def hand_out_moments(team: Team, version: int, own: Tensor, whole: Tensor | None) -> Tensor:
-    """The inverse, part of the meeting "state": a learner's slice of what rank 0 has."""
-    with named(team, version, "state"):
-        if team.ranks == (0,):
-            parts = whole.to(own.device if team.wire is None else team.wire)
-            parts = [part.contiguous() for part in parts.tensor_split(team.size, dim=1)]
-            for rank, part in enumerate(parts[1:], start=1):
-                dist.send(part, rank)
-            return parts[0]
-        found = own.to(team.wire)
-        dist.recv(found, 0)
-        return found
+        dist.gather_object(own.cpu(), parts)
+    return torch.cat(parts, dim=1) if parts else None
