@@ -122,8 +122,6 @@ class Group:
 
     def __reduce__(self):
         """Pickled as a few long arrays: a third of the time that many short ones take."""
-        if not self.trajectories:  # as it is issued
-            return Group, (self.group_id, self.start, self.problem)
         return group_from_parts, group_to_parts(self)
 
 
