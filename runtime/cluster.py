@@ -134,10 +134,8 @@ def open_cluster(config: Config) -> Config:
         # a new one, whatever else runs here; with room for successors, too
         connect(address="local", num_cpus=2 * wanted, include_dashboard=False)
     else:
-        host, _, port = config.cluster.rpartition(":")
-        needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
-        require(host and port.isdigit(), needed)
         wrong = trial(config.cluster)
+        needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
         require(not wrong, f"{needed} ({wrong:.200})")
         connect(address=config.cluster)
     compare_nodes(name)
@@ -304,7 +302,7 @@ class Mailboxes:
             self.closed = True
             self.news.notify_all()
         for worker in self.workers:
-            worker.left.wait(5.0)
+            worker.join(5.0)
         for thread in self.threads:  # Ray does not bear a thread that asks while it shuts down
             thread.join(5.0)
         for keeper in list(self.keepers.values()):
@@ -318,7 +316,7 @@ class Remote:
     def __init__(self, actor, mailboxes: Mailboxes, log: str, what: tuple):
         self.actor, self.mailboxes, self.log, self.what = actor, mailboxes, log, what
         self.name, self.node, self.pid, self.exitcode, self.heard = what[0], "", 0, None, []
-        self.begun, self.ended, self.left = (threading.Event() for _ in range(3))
+        self.begun, self.ended = threading.Event(), threading.Event()
 
     def kill(self) -> None:
         ray.kill(self.actor)
@@ -346,7 +344,6 @@ class Remote:
         self.exitcode, text = said
         Path(self.log).write_bytes(text)
         self.begun.set()
-        self.ended.set()
         raise EOFError
 
     def send_bytes(self, delivery: bytes) -> None:
@@ -358,7 +355,6 @@ class Remote:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        self.ended.set()
         with contextlib.suppress(Exception):  # it may be gone, and Ray, too
             self.kill()
-        self.left.set()
+        self.ended.set()

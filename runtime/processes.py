@@ -131,8 +131,6 @@ class Pool:
     def issue(self, role: str, groups: list[Group]) -> list[str]:
         """Give each group to the least busy worker of a role, in one delivery a worker; returns the
         name of the worker of each."""
-        if not groups:
-            return []
         names, orders = [], {}  # orders: worker -> its groups
         with self.books:
             workers = self.of(role)
