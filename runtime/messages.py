@@ -256,8 +256,7 @@ def flaw(answer, work: dict, *allowed) -> str | None:
     if found := stray(answer, work):
         return found
     if isinstance(answer, Result):
-        sound = abs(answer.reward) <= LARGEST_REWARD and isinstance(answer.failure, str)
-        return None if sound else f"{answer}: must have a finite reward and a text"
+        return reward_flaw([answer.reward])
     if answer.group:
         found = group_flaw(answer.group, *allowed)
         if found or answer.judgement is None:
