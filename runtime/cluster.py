@@ -62,7 +62,7 @@ class Seat:
         return ray.get_runtime_context().get_node_id()
 
     def begin(self, *what) -> int:
-        """Start the process; returns its id."""
+        """Start the process; returns its id. what: name, function, number, arguments."""
         started = SimpleQueue()
         threading.Thread(target=self._run, args=(started, *what), daemon=True).start()
         return started.get()

@@ -68,10 +68,9 @@ def open_async(config: Config):
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state
     buffer = Buffer(start.task.shares, config.max_staleness, config.on_stale)
-    flat = learner.model.flat
     try:
         mailbox = mailbox_of(config, learner.model)
-        mailbox.publish(learner.version, flat)
+        mailbox.publish(learner.version, learner.model.flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
         run.pool = start_workers(run)
     except OSError as error:  # too little shared memory, too many processes

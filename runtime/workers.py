@@ -70,7 +70,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         line.status = {**generator.counts, "alive": time.monotonic() - born}
         for group in generator.take_finished():
             judgement = None
-            if not config.reward_workers:
+            if advice:
                 advice.served = serve_newest(config, task, advice.served)
                 judgement = judge(group, task, config, advice, line.beat)
             events = events_of(generator, group.group_id)
