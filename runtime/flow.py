@@ -99,7 +99,7 @@ def open_async(config: Config):
         leave_team(learner.team)
         mailbox.close()
         for worker in run.pool.workers.values():
-            log.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
+            log.event(worker.name, "exit", reason="end")
         log.flush()
 
 

@@ -19,9 +19,9 @@ CEILINGS = {
     # flash decoding and lists of 2,048 tokens have taken 2,000
     "fast and measured": (1205, 16600, None),
     "tasks": (740, 6700, None),
-    # Hugging Face folders and tokenizers have taken 3,200, several learners 2,700, Ray 2,600,
+    # Hugging Face folders and tokenizers have taken 3,200, several learners 2,400, Ray 2,400,
     # 8 bits 900, a teacher and a reward model 1,000
-    "runtime": (3200, 31400, 10.0),
+    "runtime": (3100, 30010, 10.0),
     # what a parent, several learners and a cluster do has taken 4,900, bytes at 128k tokens 1,300,
     # a look into a run 2,400, methods on stale data, distillation and judges 4,900
     "lab": (3300, 37100, None),
