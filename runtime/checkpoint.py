@@ -153,7 +153,7 @@ def whole_moments(learner: Learner) -> dict[str, torch.Tensor] | None:
             raise TrainingStopped(f"the learners are apart since {team.last or 'the beginning'}")
         for outbox in team.others:
             outbox.put(pack_messages([CALL]))
-        whole = gather_moments(team, learner.version, whole)
+        whole = gather_moments(team, learner.version, whole, len(learner.weights))
     if whole is not None:
         return {"step": states[0]["step"], **dict(zip(names, whole.cpu(), strict=True))}
 
@@ -226,12 +226,11 @@ def share(learner: Learner, state: dict | None = None) -> None:
     team, tensors = learner.team, [learner.weights.detach()]
     if learner.reference:
         tensors.append(learner.reference.flat)
-    step, parts = learner.optimizer.state[learner.slices[0]]["step"], None
-    if state:
-        facts = {name: state[name] for name in ("window", "critic", *COUNTERS)}
-        whole = torch.stack([state["optimizer"][name] for name in learner.moments])
-        parts = [(facts, own.clone()) for own in whole.tensor_split(team.size, dim=1)]
-    facts, own = share_state(team, learner.version, parts, [*tensors, step])
+    step = learner.optimizer.state[learner.slices[0]]["step"]
+    facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
+    own = learner.weights.new_empty(len(learner.moments), len(learner.slices[0]))
+    whole = state and torch.stack([state["optimizer"][name] for name in learner.moments])
+    facts, own = share_state(team, learner.version, facts, [*tensors, step], own, whole)
     set_facts(learner, facts, step, [own])
 
 

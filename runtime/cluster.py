@@ -222,8 +222,8 @@ class Mailboxes:
     place = KEPT
 
     def __init__(self, form: Form, config: Config):
-        """Every node that has workers will have a mailbox for such weights; OSError names the one
-        that has no room for what travels there."""
+        """Every node that may have workers gets a mailbox for such weights; OSError names the one
+        that has no room."""
         self.kind, self.form = kind_of(config), form
         self.news, self.version, self.box = threading.Condition(), -1, None
         self.keepers = {}  # node -> keeper
@@ -234,6 +234,11 @@ class Mailboxes:
             said = f"node {node['NodeManagerAddress']} must have {2e-6 * self.nbytes:.1f} MB "
             if has < 2 * self.nbytes:
                 raise OSError(errno.ENOMEM, f"{said}for two versions, has {1e-6 * has:.1f}")
+            if node["Resources"].get(self.kind):
+                try:
+                    self.on(node["NodeID"])
+                except ray.exceptions.RayError as error:
+                    raise OSError(errno.ENOMEM, f"{said}of shared memory ({error})") from error
 
     def publish(self, version: int, flat: Tensor) -> None:
         """Put weights [P] into the object store; it waits for no node and no reader."""

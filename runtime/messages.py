@@ -122,7 +122,9 @@ class Group:
 
     def __reduce__(self):
         """Pickled as a few long arrays: a third of the time that many short ones take."""
-        return group_from_parts, group_to_parts(self)
+        if not self.trajectories:  # as it is issued
+            return Group, (self.group_id, self.start, self.problem)
+        return unpack_group, pack_group(self)
 
 
 class ToVerify(NamedTuple):
@@ -132,7 +134,7 @@ class ToVerify(NamedTuple):
     group: Group
 
     def __reduce__(self):
-        return group_from_parts, group_to_parts(self.group, arrays=1)
+        return unpack_group, pack_group(self.group, arrays=1)
 
 
 def apply_verdicts(group: Group, verdicts: Sequence) -> None:
@@ -152,17 +154,17 @@ def apply_judgement(group: Group, judgement) -> None:
 
 
 PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]  # the other fields
-arrays_of = attrgetter(*ARRAYS)
 
 
-def group_to_parts(group: Group, arrays: int = len(ARRAYS)) -> tuple[dict, dict]:
-    """A group as plain data, and the first few arrays of its episodes laid end to end: so it is
-    pickled, and so it stands in a checkpoint."""
-    header = {"group_id": group.group_id, "start": group.start, "problem": group.problem}
-    header["fields"] = [{name: getattr(t, name) for name in PLAIN} for t in group.trajectories]
+plain_of, arrays_of = attrgetter(*PLAIN), attrgetter(*ARRAYS)
+
+
+def pack_group(group: Group, arrays: int = len(ARRAYS)) -> tuple:
+    """A group as it is pickled: plain data by position, which takes two thirds of the time that it
+    takes by name, and the first few arrays of its episodes laid end to end."""
+    rows = [plain_of(t) for t in group.trajectories]
     lengths, laid = lay_out(group.trajectories, arrays)
-    header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))
-    return header, dict(zip(ARRAYS, laid, strict=False))
+    return group.group_id, group.start, group.problem, rows, lengths, laid
 
 
 def lay_out(episodes: list[Trajectory], arrays: int = len(ARRAYS)) -> tuple[list, list]:
@@ -171,14 +173,34 @@ def lay_out(episodes: list[Trajectory], arrays: int = len(ARRAYS)) -> tuple[list
     return [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
 
 
+def unpack_group(group_id: int, start: int, problem: dict, rows, lengths, laid) -> Group:
+    """The inverse of `pack_group`."""
+    pieces = [pieces_of(array, own) for array, own in zip(laid, lengths, strict=True)]
+    episodes = zip(rows, *pieces, strict=True)
+    return Group(group_id, start, problem, [Trajectory(*row, *own) for row, *own in episodes])
+
+
+def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    """Pieces of an array; the last one is the rest: nothing that has arrived is overlooked."""
+    return [array[start:stop] for start, stop in pairwise([0, *accumulate(lengths[:-1]), None])]
+
+
+def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
+    """A group as plain data with names, for a checkpoint, and the arrays laid end to end."""
+    *own, rows, lengths, laid = pack_group(group)
+    header = dict(zip(("group_id", "start", "problem"), own, strict=True))
+    header["fields"] = [dict(zip(PLAIN, row, strict=True)) for row in rows]
+    header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
+    return header, dict(zip(ARRAYS, laid, strict=False))
+
+
 def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
     """The inverse of `group_to_parts`."""
     episodes = [Trajectory(**plain) for plain in header["fields"]]
     for name, array in arrays.items():
-        # the last piece is the rest: nothing that has arrived is overlooked
-        places = pairwise([0, *accumulate(header["lengths"][name][:-1]), None])
-        for trajectory, (start, stop) in zip(episodes, places, strict=False):
-            setattr(trajectory, name, array[start:stop])
+        pieces = pieces_of(array, header["lengths"][name])
+        for trajectory, piece in zip(episodes, pieces, strict=False):
+            setattr(trajectory, name, piece)
     return Group(header["group_id"], header["start"], header["problem"], episodes)
 
 

@@ -120,14 +120,22 @@ def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
     return own
 
 
-def share_state(team: Team, version: int, parts: list | None, tensors: list) -> object:
-    """Rank 0's tensors reach all, in place; and each learner gets one of its parts."""
-    own = [None]
+def share_state(team: Team, version: int, facts: list, tensors: list, own: Tensor, whole) -> tuple:
+    """Rank 0's plain data and tensors reach all, the tensors in place; returned are the data, and
+    of the moments `whole` [k, P] (None elsewhere) those of a learner's own slice [k, n]."""
     with meeting(team, version, "state"):
-        dist.scatter_object_list(own, parts)
+        dist.broadcast_object_list(facts, 0)
         for tensor in tensors:
             broadcast(team, tensor, 0)
-    return own[0]
+        if team.ranks != (0,):
+            found = own.to(team.wire)
+            dist.recv(found, 0)
+            return facts[0], found
+        whole = whole.to(own.device if team.wire is None else team.wire)
+        first, *others = (part.contiguous() for part in whole.tensor_split(team.size, dim=1))
+        for rank, part in enumerate(others, start=1):
+            dist.send(part, rank)
+        return facts[0], first
 
 
 def broadcast(team: Team, tensor: Tensor, rank: int) -> None:
@@ -167,9 +175,16 @@ def share_weights(team: Team, version: int, weights: Tensor) -> None:
             broadcast(team, part, rank)
 
 
-def gather_moments(team: Team, version: int, own: Tensor) -> Tensor | None:
-    """The moments of all slices, [k, P], at rank 0; `own` are those of one, [k, n]."""
-    parts = [None] * team.size if team.ranks == (0,) else None
+def gather_moments(team: Team, version: int, own: Tensor, total: int) -> Tensor | None:
+    """The moments of all slices, [k, total], at rank 0; `own` are those of one, [k, n]."""
+    sent = own.to(team.wire)
+    whole = sent.new_empty(len(own), total)
+    parts = [part.contiguous() for part in whole.tensor_split(team.size, dim=1)]
+    parts[team.ranks[0]] = sent
     with meeting(team, version, "moments"):
-        dist.gather_object(own.cpu(), parts)
-    return torch.cat(parts, dim=1) if parts else None
+        if team.ranks != (0,):
+            dist.send(sent, 0)
+            return None
+        for rank, part in enumerate(parts[1:], start=1):
+            dist.recv(part, rank)
+    return torch.cat(parts, dim=1)
