@@ -75,9 +75,7 @@ def cost(size: int, ray: bool) -> dict:
         process, connection = start("worker-0", answer, 0, log, [mailbox.place, size])
         found = timed(connection, mailbox, flat)
         connection.send_bytes(b"")
-        if ray:
-            with connection:
-                pass
+        connection.close()
         process.kill()
         mailbox.close()
     return found

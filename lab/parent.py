@@ -16,8 +16,8 @@ import threading
 import time
 from collections import Counter
 from contextlib import ExitStack
-from functools import partial
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -36,7 +36,6 @@ from runtime.devices import describe_machine
 from runtime.folder import Log, read_json
 from runtime.ledger import Ledger
 from runtime.messages import Group
-from runtime.pipes import Inlet, private_pipe
 from runtime.processes import Pool
 from runtime.runlog import RunLog
 
@@ -48,7 +47,7 @@ JUDGES = 8  # a reward worker for so many rollout workers
 WARM, ETA = 2, 2  # the first steps do not count, nor do the last ones, which admit nothing
 
 PARTS = {  # part: functions, where they are looked up
-    "pipes": ((Inlet, "recv_bytes"), (Inlet, "send_bytes")),
+    "pipes": ((Connection, "recv_bytes"), (Connection, "send_bytes")),
     "unpack": ((processes, "unpack_messages"),),
     "pack": ((processes, "pack_messages"),),
     "validate": ((flow, "flaw"),),
@@ -101,7 +100,7 @@ def run_case(case: dict, folder: Path) -> dict:
     rare = dict.fromkeys(("samples_every", "checkpoint_every", "eval_every"), 10**6)
     config = Config(model="tiny", device="cpu", out=str(folder / "run"), **sizes, **rare)
 
-    here, there = zip(*[private_pipe() for _ in names], strict=True)
+    here, there = zip(*[Pipe() for _ in names], strict=True)
     ends = dict(zip(names, here, strict=True))
     lines = [(name.split("-")[0], pipe) for name, pipe in zip(names, there, strict=True)]
     episode = config.group_size, TOKENS[case["answers"]]
@@ -124,7 +123,7 @@ def run_case(case: dict, folder: Path) -> dict:
     evaluated = {"solved": 0.0, "reward": 0.0, "turns": 0.0, "failures": {}}
     changes = [
         (train_async, "learner_step", step),
-        (flow, "Pool", partial(Pool, start=start)),
+        (flow, "start_here", start),
         (setup, "evaluate", lambda *_: evaluated),
     ]
     for part, places in PARTS.items() if case["spans"] else ():

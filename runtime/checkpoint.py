@@ -25,7 +25,7 @@ from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
 from runtime.runlog import LOGS, RunLog
-from runtime.team import CALL, ORDER, gather_moments, hand_out_moments, share_state
+from runtime.team import CALL, ORDER, gather_moments, share_state
 
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 
@@ -212,12 +212,11 @@ def share(learner: Learner, state: dict | None = None) -> None:
     team, tensors = learner.team, [learner.weights.detach()]
     if learner.reference:
         tensors.append(learner.reference.flat)
-    facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
     step = learner.optimizer.state[learner.slices[0]]["step"]
-    (facts,) = share_state(team, learner.version, facts, [*tensors, step])
+    facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
     own = learner.weights.new_empty(len(learner.moments), len(learner.slices[0]))
     whole = state and torch.stack([state["optimizer"][name] for name in learner.moments])
-    own = hand_out_moments(team, learner.version, own, whole)
+    facts, own = share_state(team, learner.version, facts, [*tensors, step], own, whole)
     set_facts(learner, facts, step, [own])
 
 

@@ -22,9 +22,8 @@ import sys
 import threading
 import time
 import warnings
-from collections import defaultdict
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -46,7 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = "the mailbox of the node"  # stands for its place among the arguments of a worker
 ANSWER_SECONDS = 15.0  # so long a cluster may take to answer at the beginning
 GONE_SECONDS = 30.0  # ... and to notice that a node has left
-LOST = () if ray is None else (ray.exceptions.RayError,)
 
 
 # --------------------------------------------------------------------------------- on the nodes
@@ -55,27 +53,24 @@ LOST = () if ray is None else (ray.exceptions.RayError,)
 class Seat:
     """An actor: one worker's process on the actor's node, and what it says."""
 
-    def __init__(self, name: str, function, number: int, arguments: tuple):
-        self.given, self.said = (name, function, number), SimpleQueue()
-        self.arguments = arguments
+    def __init__(self):
+        self.said = SimpleQueue()
         sys.modules["__main__"].__file__ = None  # the process shall not begin with Ray's program
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: --threads decides
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def begin(self, place: str) -> int:
-        """Start the process; returns its id. place: of the mailbox on this node."""
+    def begin(self, *what) -> int:
+        """Start the process; returns its id. what: name, function, number, arguments."""
         started = SimpleQueue()
-        threading.Thread(target=self._run, args=(place, started), daemon=True).start()
+        threading.Thread(target=self._run, args=(started, *what), daemon=True).start()
         return started.get()
 
-    def _run(self, place: str, started: SimpleQueue) -> None:
+    def _run(self, started: SimpleQueue, name: str, function, number: int, arguments: list) -> None:
         """A thread that lives as long as the process, which would die with it."""
-        name, *function = self.given
         log = Path(f"/tmp/nanoglm-{os.getpid()}-{name}.log")
-        arguments = [place if argument == KEPT else argument for argument in self.arguments]
-        process, self.connection = start_here(name, *function, str(log), arguments)
+        process, self.connection = start_here(name, function, number, str(log), arguments)
         started.put(process.pid)
         while delivery := next_delivery(self.connection):
             self.said.put(delivery)
@@ -91,11 +86,9 @@ class Seat:
     def take(self) -> list:
         """What the process has said, at least one delivery; at its end: exit code and log."""
         found = [self.said.get()]
-        while True:
-            try:
-                found.append(self.said.get_nowait())
-            except Empty:
-                return found
+        while not self.said.empty():
+            found.append(self.said.get())
+        return found
 
 
 class Keeper:
@@ -111,7 +104,8 @@ class Keeper:
 
     def publish(self, version: int, box: list) -> None:
         """box: the reference to the weights; they are read where Ray has them, without a copy."""
-        self.mailbox.publish(version, torch.frombuffer(ray.get(box[0]), dtype=self.form.dtype))
+        if version > self.mailbox.version:
+            self.mailbox.publish(version, torch.frombuffer(ray.get(box[0]), dtype=self.form.dtype))
 
 
 def facts_of_code(root: str) -> dict:
@@ -137,13 +131,11 @@ def open_cluster(config: Config) -> Config:
         rollouts = config.rollout_workers or max(1, cores() - config.team_size)
         config = dataclasses.replace(config, rollout_workers=rollouts)
         wanted = rollouts + config.team_size + config.reward_workers
-        room = {"num_cpus": 2 * wanted, "include_dashboard": False}  # for successors, too
-        connect(address="local", **room)  # a new one, whatever else runs here
+        # a new one, whatever else runs here; with room for successors, too
+        connect(address="local", num_cpus=2 * wanted, include_dashboard=False)
     else:
-        host, _, port = config.cluster.rpartition(":")
-        needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
-        require(host and port.isdigit(), needed)
         wrong = trial(config.cluster)
+        needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
         require(not wrong, f"{needed} ({wrong:.200})")
         connect(address=config.cluster)
     compare_nodes(name)
@@ -181,7 +173,7 @@ def compare_nodes(name: str) -> None:
     for node, there in zip(nodes, found, strict=True):
         try:
             facts = ray.get(there, timeout=60)
-        except LOST as error:
+        except ray.exceptions.RayError as error:
             if is_gone(node):
                 continue
             facts = {"code": f"none that it can read ({type(error).__name__})"}
@@ -208,9 +200,8 @@ def alive() -> list[dict]:
 
 def with_room(config: Config, name: str) -> Config:
     """UserError when the cluster has too few CPUs or GPUs for the workers that are asked for."""
-    room, team = ray.cluster_resources(), config.team_size - 1
     kind = kind_of(config)
-    has, others = int(room.get(kind, 0)), team
+    has, others = int(ray.cluster_resources().get(kind, 0)), config.team_size - 1
     if kind == "CPU":
         others += config.reward_workers
     rollouts = config.rollout_workers or max(1, has - others)
@@ -234,10 +225,10 @@ class Mailboxes:
         """Every node that may have workers gets a mailbox for such weights; OSError names the one
         that has no room."""
         self.kind, self.form = kind_of(config), form
-        self.nbytes = form.size * form.dtype.itemsize
         self.news, self.version, self.box = threading.Condition(), -1, None
-        self.keepers, self.there = {}, defaultdict(set)  # node -> keeper, workers
+        self.keepers = {}  # node -> keeper
         self.closed, self.workers, self.threads = False, [], []
+        self.nbytes = form.size * form.dtype.itemsize  # of one version
         for node in alive():
             has = node["Resources"].get("object_store_memory", 0)
             said = f"node {node['NodeManagerAddress']} must have {2e-6 * self.nbytes:.1f} MB "
@@ -246,7 +237,7 @@ class Mailboxes:
             if node["Resources"].get(self.kind):
                 try:
                     self.on(node["NodeID"])
-                except LOST as error:
+                except ray.exceptions.RayError as error:
                     raise OSError(errno.ENOMEM, f"{said}of shared memory ({error})") from error
 
     def publish(self, version: int, flat: Tensor) -> None:
@@ -258,10 +249,9 @@ class Mailboxes:
             self.version, self.box = version, box
             self.news.notify_all()
 
-    def on(self, node: str, *workers) -> str:
-        """The place of a node's mailbox, for workers there; a new node gets a keeper."""
+    def on(self, node: str) -> str:
+        """The place of a node's mailbox; a new node gets a keeper."""
         with self.news:
-            self.there[node].update(workers)
             if node not in self.keepers:
                 keeper = ray.remote(num_cpus=0, max_concurrency=2)(Keeper)
                 keeper = keeper.options(scheduling_strategy=On(node, soft=False))
@@ -272,23 +262,20 @@ class Mailboxes:
         return ray.get(keeper.place.remote())
 
     def _feed(self, node: str) -> None:
-        """A thread for each keeper: it gets the newest version, whatever it has missed."""
-        keeper, sent = self.keepers[node], -1
+        """A thread for each keeper: it gets the newest version, whatever it has missed; every
+        second, in any case: does it live?"""
+        keeper, version = self.keepers[node], -1
         try:
             while not self.closed:
                 with self.news:
-                    if self.version == sent:
+                    if self.version == version:
                         self.news.wait(1.0)
                     version, box = self.version, self.box
-                if version > sent:
-                    ray.get(keeper.publish.remote(version, box))
-                    sent = version
-                else:
-                    ray.get(keeper.place.remote())  # does it live?
+                ray.get(keeper.publish.remote(version, box))
         except Exception as error:  # its workers would go on with old weights
             with self.news:
                 self.keepers.pop(node)
-                orphans = self.there.pop(node, ())
+                orphans = [worker for worker in self.workers if worker.node == node]
             if self.closed:
                 return
             sys.stderr.write(f"the keeper of node {node[:8]} is lost: {error!r:.200}\n")
@@ -300,8 +287,7 @@ class Mailboxes:
         gpu = self.kind == "GPU" and not name.startswith("reward")
         needs = {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
         seat = ray.remote(max_concurrency=4, scheduling_strategy="SPREAD", **needs)(Seat)
-        actor = seat.remote(name, function, number, tuple(arguments))
-        self.workers.append(Remote(name, actor, self, log))
+        self.workers.append(Remote(seat.remote(), self, log, (name, function, number, arguments)))
         return self.workers[-1], self.workers[-1]
 
     def meeting_address(self) -> str:
@@ -316,7 +302,7 @@ class Mailboxes:
             self.closed = True
             self.news.notify_all()
         for worker in self.workers:
-            worker.left.wait(5.0)
+            worker.join(5.0)
         for thread in self.threads:  # Ray does not bear a thread that asks while it shuts down
             thread.join(5.0)
         for keeper in list(self.keepers.values()):
@@ -327,10 +313,10 @@ class Mailboxes:
 class Remote:
     """A worker on some node: to the pool both its process and the connection to it."""
 
-    def __init__(self, name: str, actor, mailboxes: Mailboxes, log: str):
-        self.name, self.actor, self.mailboxes, self.log = name, actor, mailboxes, log
-        self.pid, self.exitcode, self.heard = 0, None, []
-        self.begun, self.ended, self.left = (threading.Event() for _ in range(3))
+    def __init__(self, actor, mailboxes: Mailboxes, log: str, what: tuple):
+        self.actor, self.mailboxes, self.log, self.what = actor, mailboxes, log, what
+        self.name, self.node, self.pid, self.exitcode, self.heard = what[0], "", 0, None, []
+        self.begun, self.ended = threading.Event(), threading.Event()
 
     def kill(self) -> None:
         ray.kill(self.actor)
@@ -342,8 +328,11 @@ class Remote:
         """The next delivery; EOFError when the worker, its seat or its node is gone."""
         try:
             if not self.begun.is_set():
-                node = ray.get(self.actor.node.remote())
-                self.pid = ray.get(self.actor.begin.remote(self.mailboxes.on(node, self)))
+                self.node = ray.get(self.actor.node.remote())
+                *what, arguments = self.what
+                place = self.mailboxes.on(self.node)
+                arguments = [place if argument == KEPT else argument for argument in arguments]
+                self.pid = ray.get(self.actor.begin.remote(*what, arguments))
                 self.begun.set()
             while not self.heard:
                 self.heard = ray.get(self.actor.take.remote())
@@ -355,7 +344,6 @@ class Remote:
         self.exitcode, text = said
         Path(self.log).write_bytes(text)
         self.begun.set()
-        self.ended.set()
         raise EOFError
 
     def send_bytes(self, delivery: bytes) -> None:
@@ -366,11 +354,7 @@ class Remote:
         except Exception as error:
             raise OSError(str(error)) from error
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.ended.set()
+    def close(self) -> None:
         with contextlib.suppress(Exception):  # it may be gone, and Ray, too
             self.kill()
-        self.left.set()
+        self.ended.set()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 
@@ -310,8 +311,12 @@ def parse(description: str, argv: list[str], kind: type = Config) -> Config:
             metavar="|".join(choices) or f.type.__name__,
             help=f"{text} (default {f.default!r})" if shown else argparse.SUPPRESS,
         )
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = get_close_matches(unknown[0], [flag_name(f.name) for f in fields(kind)], 1)
+        fail(f"{unknown[0]:.80}: must be a flag (such as {(near or ['--help'])[0]})")
     try:
-        return check(kind(**vars(parser.parse_args(argv))))
+        return check(kind(**vars(values)))
     except UserError as error:
         fail(error)
 

@@ -21,6 +21,7 @@ from runtime.eightbit import form_of
 from runtime.ledger import BUFFER, WORKER
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw
+from runtime.pipes import start_here
 from runtime.processes import Pool, Worker
 from runtime.setup import Run, open_training
 from runtime.team import leave_team
@@ -43,11 +44,12 @@ class AsyncRun(Run):
     begun: float = 0.0  # when the first group landed
     progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
 
-    def meeting_place(self, number: int) -> str:
+    def meeting_place(self) -> str:
         """Where the learners of a run find each other, this time."""
         if self.config.cluster:
             return self.mailbox.meeting_address()
-        path = self.folder.resolve() / "checkpoints" / f"meeting-{number}"
+        self.meetings += 1
+        path = self.folder.resolve() / "checkpoints" / f"meeting-{self.meetings}"
         path.unlink(missing_ok=True)
         return f"file://{path}"
 
@@ -66,10 +68,9 @@ def open_async(config: Config):
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state
     buffer = Buffer(start.task.shares, config.max_staleness, config.on_stale)
-    flat = learner.model.flat
     try:
         mailbox = mailbox_of(config, learner.model)
-        mailbox.publish(learner.version, flat)
+        mailbox.publish(learner.version, learner.model.flat)
         run = AsyncRun(**vars(start), mailbox=mailbox, buffer=buffer)
         run.pool = start_workers(run)
     except OSError as error:  # too little shared memory, too many processes
@@ -98,7 +99,7 @@ def open_async(config: Config):
         leave_team(learner.team)
         mailbox.close()
         for worker in run.pool.workers.values():
-            log.event(worker.name, "exit", reason="end", code=worker.process.exitcode)
+            log.event(worker.name, "exit", reason="end")
         log.flush()
 
 
@@ -127,11 +128,14 @@ def start_workers(run: AsyncRun) -> Pool:
         allowed = run.mailbox.version, shape.vocab_size, config.cut
         return flaw(answer, work, config.group_size, *allowed)
 
-    logs, restarts, silence = run.folder / "logs", config.restarts, config.silence
-    how = {"logs": logs, "restarts": restarts, "silence": silence}
-    if config.cluster:
-        how["start"] = run.mailbox.start
-    return Pool(roles, flaw=examine, **how)
+    return Pool(
+        roles,
+        logs=run.folder / "logs",
+        restarts=config.restarts,
+        silence=config.silence,
+        flaw=examine,
+        start=run.mailbox.start if config.cluster else start_here,
+    )
 
 
 def log_spawn(run: AsyncRun, worker: Worker) -> None:

@@ -43,9 +43,8 @@ def team_of(run: AsyncRun, state: dict) -> None:
         for worker in workers:
             if worker.gone:
                 raise Parted(f"{worker.name} {worker.gone}")
-    run.meetings += 1
     team.others = [worker.outbox for worker in workers]
-    begin = Begin(run.meeting_place(run.meetings), own_gpus(run.config))
+    begin = Begin(run.meeting_place(), own_gpus(run.config))
     for worker in workers:
         run.pool.send(worker, [begin])
     join_team(team, *begin, run.config.learner_seconds)
@@ -98,13 +97,14 @@ def begin_again(run: AsyncRun, error: Parted) -> None:
 def replace_learners(run: AsyncRun, error: Parted) -> None:
     """End all other learners, say why, and start as many."""
     leave_team(run.learner.team)
-    old, reasons = run.pool.of("learner"), run.pool.renew("learner", str(error))
-    lost = [f"{name} {reason}" for name, reason in reasons.items()] or [str(error)]
+    old = run.pool.of("learner")
+    run.pool.renew("learner", str(error))
+    lost = [f"{worker.name} {worker.gone}" for worker in old if worker.gone] or [str(error)]
     run.lost += lost
     for text in lost:
         run.log.say(f"{text}: all learners begin again")
     for worker in old:
-        run.log.event(worker.name, "exit", reason=reasons.get(worker.name, "another was lost"))
+        run.log.event(worker.name, "exit", reason=worker.gone or "another was lost")
         log_spawn(run, run.pool.workers[worker.name])
 
 

@@ -17,7 +17,6 @@ import math
 import threading
 import time
 from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -74,10 +73,10 @@ class Silent(NamedTuple):
 
 def post(worker: Worker) -> None:
     """A thread for each worker: only it ever blocks when that worker does not read its pipe."""
-    with worker.connection:  # closed when `_listen` has ended
-        while (delivery := worker.outbox.get()) is not None:
-            with contextlib.suppress(OSError):  # the worker died: `_listen` reports it
-                worker.connection.send_bytes(delivery)
+    while (delivery := worker.outbox.get()) is not None:
+        with contextlib.suppress(OSError):  # the worker died: `_listen` reports it
+            worker.connection.send_bytes(delivery)
+    worker.connection.close()  # `_listen` has ended
 
 
 def last_words(worker: Worker) -> str:
@@ -112,10 +111,10 @@ class Pool:
         self.books = threading.Condition()
         self.closing = self.closed = False
         self.restarted, self.serials = {}, itertools.count()  # name -> times
-        self.names = {role: [f"{role}-{n}" for n in range(of[1])] for role, of in roles.items()}
         self.workers = {}  # name -> Worker
-        for role, names in self.names.items():
-            self.workers |= {name: self._spawn(role, n) for n, name in enumerate(names)}
+        for role, (_, count, *_) in roles.items():
+            for number in range(count):
+                self._spawn(role, number)
         self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self.thread.start()
 
@@ -123,7 +122,7 @@ class Pool:
 
     def of(self, role: str) -> list[Worker]:
         """The workers of a role, by number; what is sent to one that just died is lost with it."""
-        return [self.workers[name] for name in self.names.get(role, ())]
+        return [worker for worker in self.workers.values() if worker.role == role]
 
     def send(self, worker: Worker, messages: list) -> None:
         """Queue groups, calls or results for a worker; it never blocks."""
@@ -132,18 +131,14 @@ class Pool:
     def issue(self, role: str, groups: list[Group]) -> list[str]:
         """Give each group to the least busy worker of a role, in one delivery a worker; returns the
         name of the worker of each."""
-        if not groups:
-            return []
         names, orders = [], {}  # orders: worker -> its groups
         with self.books:
-            heap = [(len(worker.work), worker.number, worker) for worker in self.of(role)]
-            heapify(heap)
+            workers = self.of(role)
             for group in groups:
-                load, number, worker = heap[0]
+                worker = min(workers, key=lambda worker: len(worker.work))
                 worker.work[group.group_id] = group
                 orders.setdefault(worker, []).append(group)
                 names.append(worker.name)
-                heapreplace(heap, (load + 1, number, worker))
             for worker, own in orders.items():
                 self.send(worker, [ToVerify(group) for group in own] if role == "reward" else own)
         return names
@@ -171,22 +166,21 @@ class Pool:
                 raise message
         return arrived
 
-    def renew(self, role: str, error: str) -> dict[str, str]:
+    def renew(self, role: str, error: str) -> None:
         """Replace all workers of a role that cannot do without each other, because of an error;
-        returns what those have died of that are gone. TrainingStopped: that was too often."""
+        those that are `gone` say of what. TrainingStopped: that was too often."""
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and not any(worker.gone for worker in self.of(role)):
             time.sleep(0.05)  # the watch may not have seen it yet
         with self.books:
-            gone = {worker.name: worker.gone for worker in self.of(role) if worker.gone}
             if not self._may_restart(role):
+                gone = {worker.name: worker.gone for worker in self.of(role) if worker.gone}
                 text = f"{error}; {self.budget} restarts of the {role}s are used up {gone or ''}"
                 raise TrainingStopped(text)
             for worker in self.of(role):
                 worker.process.kill()
                 worker.process.join(1.0)
-                self.workers[worker.name] = self._spawn(role, worker.number)
-        return gone
+                self._spawn(role, worker.number)
 
     def close(self) -> None:
         """End every worker: ask, wait a moment, kill what is left."""
@@ -204,17 +198,17 @@ class Pool:
 
     # -------------------------------------------------------------------------- inside, by threads
 
-    def _spawn(self, role: str, number: int) -> Worker:
+    def _spawn(self, role: str, number: int) -> None:
+        """Start a worker, in the place of the one that had its name."""
         function, _, *arguments = self.roles[role]
         name = f"{role}-{number}"
         log = str(self.logs / f"{name}.log")
         process, connection = self.start(name, function, number, log, arguments)
-        worker = Worker(
-            role, number, process, connection, log, next(self.serials), time.monotonic()
-        )
+        serial, now = next(self.serials), time.monotonic()
+        worker = Worker(role, number, process, connection, log, serial, now)
+        self.workers[name] = worker
         for function in (post, self._listen):
             threading.Thread(target=function, args=(worker,), daemon=True).start()
-        return worker
 
     def _put(self, worker: Worker | None, message) -> None:
         """Give out a message; `receive` raises an error, so nobody waits for what cannot come."""
@@ -321,7 +315,7 @@ class Pool:
                 last = f"(last: {worker.said}; log: {worker.log})"
                 text = f"{worker.name} {reason}; {self.budget} restarts are used up {last}"
                 return self._put(worker, TrainingStopped(text))
-            self.workers[worker.name] = self._spawn(worker.role, worker.number)
+            self._spawn(worker.role, worker.number)
             groups, calls = [*worker.work.values()], [*worker.calls.values()]
             worker.work, worker.calls = {}, {}
             for call in calls:  # sessions are made again

@@ -36,7 +36,8 @@ from runtime.config import TrainingStopped
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each weight
 CALL = "moments"  # the message that calls a learner to that meeting
 ORDER = {  # what may follow
-    "": ("state",),  # all have come
+    None: ("the first meeting",),
+    "the first meeting": ("state",),  # all have come
     "state": ("gradients", "moments"),
     "gradients": ("facts",),
     "facts": ("weights", "gradients", "moments"),  # a step that is not finite changes no weights
@@ -75,25 +76,18 @@ class Team:
 
 
 @contextmanager
-def named(team: Team, version: int, name: str):
-    """What goes wrong inside is said with rank, version and meeting."""
-    try:
-        yield
-    except RuntimeError as error:
-        where, reason = f"learner {team.ranks[0]} of {team.size}", str(error).splitlines()[0]
-        text = f"{where}, version {version}, {name}: the others did not come ({reason})"
-        raise Parted(text) from error
-
-
-@contextmanager
 def meeting(team: Team, version: int, name: str):
-    """One of ORDER; AssertionError for one that is out of it, which would wait for ever."""
+    """One of ORDER; AssertionError for one that is out of it, which would wait for ever. Parted:
+    what goes wrong inside is said with rank, version and meeting."""
     allowed = ORDER.get(team.last, ())
     where = f"learner {team.ranks[0]} of {team.size}, version {version}"
     assert name in allowed, f"{where}: {name} after {team.last!r}, must be one of {allowed}"
     team.last, begin = name, time.monotonic()
-    with named(team, version, name):
+    try:
         yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise Parted(f"{where}, {name}: the others did not come ({reason})") from error
     team.seconds += time.monotonic() - begin
 
 
@@ -107,17 +101,16 @@ def join_team(team: Team, place: str, own_gpus: bool, limit: float) -> None:
     backend, team.wire = ("nccl", None) if own_gpus else ("gloo", "cpu")
     # torch names a group by how many there were: after one that failed, no newcomer would find it
     dist.distributed_c10d._world.group_count = 0
-    with named(team, 0, "the first meeting"):
+    with meeting(team, 0, "the first meeting"):
         seconds = timedelta(seconds=limit)
         dist.init_process_group(backend, place, seconds, team.size, team.ranks[0])
-    team.last = ""
 
 
 def leave_team(team: Team) -> None:
     """The end of all meetings."""
-    if team.last is not None:
+    if dist.is_initialized():
         dist.destroy_process_group()
-        team.last = None
+    team.last = None
 
 
 def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
@@ -127,13 +120,22 @@ def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
     return own
 
 
-def share_state(team: Team, version: int, facts: list, tensors: list) -> list:
-    """Rank 0's plain data and tensors reach all: the tensors in place, the data is returned."""
+def share_state(team: Team, version: int, facts: list, tensors: list, own: Tensor, whole) -> tuple:
+    """Rank 0's plain data and tensors reach all, the tensors in place; returned are the data, and
+    of the moments `whole` [k, P] (None elsewhere) those of a learner's own slice [k, n]."""
     with meeting(team, version, "state"):
         dist.broadcast_object_list(facts, 0)
         for tensor in tensors:
             broadcast(team, tensor, 0)
-    return facts
+        if team.ranks != (0,):
+            found = own.to(team.wire)
+            dist.recv(found, 0)
+            return facts[0], found
+        whole = whole.to(own.device if team.wire is None else team.wire)
+        first, *others = (part.contiguous() for part in whole.tensor_split(team.size, dim=1))
+        for rank, part in enumerate(others, start=1):
+            dist.send(part, rank)
+        return facts[0], first
 
 
 def broadcast(team: Team, tensor: Tensor, rank: int) -> None:
@@ -186,17 +188,3 @@ def gather_moments(team: Team, version: int, own: Tensor, total: int) -> Tensor 
         for rank, part in enumerate(parts[1:], start=1):
             dist.recv(part, rank)
     return torch.cat(parts, dim=1)
-
-
-def hand_out_moments(team: Team, version: int, own: Tensor, whole: Tensor | None) -> Tensor:
-    """The inverse, part of the meeting "state": a learner's slice of what rank 0 has."""
-    with named(team, version, "state"):
-        if team.ranks == (0,):
-            parts = whole.to(own.device if team.wire is None else team.wire)
-            parts = [part.contiguous() for part in parts.tensor_split(team.size, dim=1)]
-            for rank, part in enumerate(parts[1:], start=1):
-                dist.send(part, rank)
-            return parts[0]
-        found = own.to(team.wire)
-        dist.recv(found, 0)
-        return found

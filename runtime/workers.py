@@ -29,7 +29,7 @@ from runtime.messages import Answer, Group
 from runtime.pipes import Line
 from runtime.team import CALL, Begin, Parted, join_team
 
-TOGETHER_SECONDS = 0.005  # an answer waits so long for others: each delivery wakes two threads
+TOGETHER_SECONDS = 0.005  # answers leave no sooner after a delivery: each one wakes two threads
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
@@ -43,8 +43,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
-    born, answers, waits = time.monotonic(), [], 0.0
-    active = False
+    born, answers, active = time.monotonic(), [], False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
@@ -69,14 +68,13 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             span = span or (begin, generator.version, before)
         line.status = {**generator.counts, "alive": time.monotonic() - born}
         for group in generator.take_finished():
-            waits = waits if answers else time.monotonic()
             judgement = None
-            if not config.reward_workers:
+            if advice:
                 advice.served = serve_newest(config, task, advice.served)
                 judgement = judge(group, task, config, advice, line.beat)
             events = events_of(generator, group.group_id)
             answers.append(Answer(group.group_id, group, judgement, events))
-        if answers and (not active or time.monotonic() - waits > TOGETHER_SECONDS):
+        if answers and (not active or time.monotonic() - line.last > TOGETHER_SECONDS):
             line.send(*answers)
             answers = []
         if calls := generator.take_calls():

@@ -223,14 +223,14 @@ def break_team(folder: str, line: Line, *arguments) -> None:
         real_moments(learner)
 
     @contextlib.contextmanager
-    def named(team, version, name):
+    def meeting(team, version, name):
         strike("meeting", version)
-        with real_named(team, version, name):
+        with real_meeting(team, version, name):
             strike("collective", version)
             yield
 
-    real_step, real_moments, real_named = learner_step, workers.whole_moments, team.named
-    workers.learner_step, workers.whole_moments, team.named = step, called, named
+    real_step, real_moments, real_meeting = learner_step, workers.whole_moments, team.meeting
+    workers.learner_step, workers.whole_moments, team.meeting = step, called, meeting
     strike("start", 10**9)
     workers.learner_worker(line, *arguments)
 

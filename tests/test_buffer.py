@@ -868,7 +868,7 @@ def test_a_poisoned_group_is_named(change, words):
     "lengths, words",
     [
         ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
-        ([11, -3], "a loss mask that is not the policy's turns"),
+        ([11, -3], "a turn from 2 to 3 in an episode of 0 tokens"),
         ([4, 3], "a turn from 2 to 5 in an episode of 4 tokens"),
     ],
 )

@@ -41,7 +41,9 @@ def refused(capsys, *argv) -> str:
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--speed", "9"], ["--speed"]),
+        (["--speed", "9"], ["--speed", "must be a flag (such as --seed)"]),
+        (["--max-stale", "9"], ["--max-stale: must be a flag (such as --max-staleness)"]),
+        (["hello"], ["hello: must be a flag (such as --help)"]),
         (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
         (["--slots", "-1"], ["--slots", "-1", "at least 0"]),
         (["--group-size", "1"], ["--group-size", "1", "at least 2"]),

@@ -10,7 +10,7 @@ from adapters import where_they_wait
 from runtime.team import ORDER, Team, meeting
 
 README = Path(__file__).parent.parent / "exercises/README.md"
-RANKS = (0, 1, 2)
+RANKS, BEGIN = (0, 1, 2), "the first meeting"
 pytestmark = pytest.mark.ex22
 
 
@@ -37,11 +37,11 @@ def test_the_readmes_traces_have_the_readmes_answers():
 
 
 def sequences(length: int) -> list[tuple]:
-    """All sequences of meetings that ORDER allows, up to `length`, from the very first one."""
+    """All sequences of meetings that ORDER allows, up to `length`, from when all have come."""
     found = [()]
     for sequence in found:
         if len(sequence) < length:
-            found += [(*sequence, name) for name in ORDER[sequence[-1] if sequence else ""]]
+            found += [(*sequence, name) for name in ORDER[sequence[-1] if sequence else BEGIN]]
     return found
 
 
@@ -51,7 +51,7 @@ def programs_of(*sequences: tuple) -> list[list[tuple]]:
 
 def complaint(sequence: tuple) -> str | None:
     """What `meeting` says on rank 1 on the way through a sequence; None: nothing."""
-    team = Team((1,), len(RANKS), last="")
+    team = Team((1,), len(RANKS), last=BEGIN)
     for version, name in enumerate(sequence):
         try:
             with meeting(team, version, name):
@@ -82,8 +82,8 @@ def test_a_meeting_that_one_rank_leaves_out_is_found_and_named():
             if i < len(left):  # something follows: rank 1 comes to that instead
                 said = complaint(left)
                 (unnoticed if said is None else noticed).add(name)
-                after = repr(sequence[i - 1] if i else "")
+                after = repr(sequence[i - 1] if i else BEGIN)
                 where = f"learner 1 of 3, version {i}: {sequence[i + 1]} after {after}, must be"
                 assert said is None or said.startswith(where), said
     assert unnoticed == {"weights", "moments"}
-    assert noticed == set(ORDER) - unnoticed - {""}
+    assert noticed == set(ORDER) - unnoticed - {None, BEGIN}

@@ -140,7 +140,7 @@ def test_log_probs_of_a_teacher_travel_and_are_looked_at(taught):
         "none": None,
         "short": "teacher's log-probs of",
         "NaN": "log-prob of the teacher nan",
-        "double": "log-prob of the teacher float64",
+        "double": "log-probs of [(dtype('float64')",
     }.items():
         spoiled = [x.copy() for x in said]
         if change == "short":

@@ -21,7 +21,7 @@ CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 class Script:
     """A line that hands out groups one by one, and ends the worker when it waits for more."""
 
-    worker, last = 0, 0.0
+    worker, last = 0, float("inf")  # it has just spoken: answers wait for each other
 
     def __init__(self, *groups: Group):
         self.groups, self.sent = list(groups), []
