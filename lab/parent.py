@@ -9,14 +9,13 @@ that is left to wait for is the parent. Every case is a process of its own.
 Left out: what a step of the learner costs, and pipes to other machines.
 """
 
-import json
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,17 +32,17 @@ from lab.plots import column, print_table, save_result, spread
 from runtime import books, flow, processes, setup
 from runtime.config import Config
 from runtime.devices import describe_machine
-from runtime.folder import Log, read_json
+from runtime.folder import Log
 from runtime.ledger import Ledger
 from runtime.messages import Group
 from runtime.pipes import Inlet, private_pipe
 from runtime.processes import Pool
 from runtime.runlog import RunLog
 
-ROOT = Path(__file__).parent.parent
 TOKENS = {"short": 30, "long": 2000}  # an answer in `guess`, and of a model that reasons
-# rollout workers, groups a step, steps with short and with long answers
-SIZES = ((1, 32, 60, 30), (8, 32, 60, 30), (64, 512, 12, 10), (256, 512, 12, 10))
+# rollout workers, groups a step, steps
+SIZES = ((1, 32, 60), (8, 32, 60), (64, 512, 12), (256, 512, 12))
+RATES = ("groups_per_s", "mb_per_s", "cpu_ms", "players_busy")
 JUDGES = 8  # a reward worker for so many rollout workers
 WARM, ETA = 2, 2  # the first steps do not count, nor do the last ones, which admit nothing
 
@@ -62,34 +61,22 @@ PARTS = {  # part: functions, where they are looked up
 }
 
 
-class Spans:
-    """CPU seconds of parts of the program, each without those inside of it, over all threads."""
+INSIDE = threading.local()  # seconds of the parts inside of the one that runs, in each thread
 
-    def __init__(self):
-        self.own, self.all = threading.local(), []
 
-    def timed(self, part: str, function):
-        """The function, with its time added to a part."""
+def timed(part: str, function, spent: Counter):
+    """The function, with its CPU time added to a part, without that of the parts inside of it."""
 
-        def call(*arguments, **named):
-            own = self.own
-            if not hasattr(own, "spent"):
-                own.spent, own.inside = Counter(dict.fromkeys(PARTS, 0.0)), 0.0
-                self.all.append(own.spent)
-            begin, outside, own.inside = time.thread_time(), own.inside, 0.0
-            try:
-                return function(*arguments, **named)
-            finally:
-                seconds = time.thread_time() - begin
-                own.spent[part] += seconds - own.inside
-                own.inside = outside + seconds
+    def call(*arguments, **named):
+        begin, outside, INSIDE.seconds = time.thread_time(), getattr(INSIDE, "seconds", 0.0), 0.0
+        try:
+            return function(*arguments, **named)
+        finally:
+            seconds = time.thread_time() - begin
+            spent[part] += seconds - INSIDE.seconds
+            INSIDE.seconds = outside + seconds
 
-        return call
-
-    def total(self) -> np.ndarray:
-        """Seconds of every part."""
-        seconds = [[own[part] for part in PARTS] for own in self.all]
-        return np.array(seconds).reshape(-1, len(PARTS)).sum(axis=0)
+    return call
 
 
 def run_case(case: dict, folder: Path) -> dict:
@@ -108,7 +95,7 @@ def run_case(case: dict, folder: Path) -> dict:
     players = get_context("spawn").Process(target=play, args=(lines, *episode), daemon=True)
     players.start()
     clock = ~players.pid << 3 | 2  # Linux: the CPU time of that process
-    marks, spans = [], Spans()
+    marks, spent = [], Counter(dict.fromkeys(PARTS, 0.0))
 
     def start(name: str, *_) -> tuple:
         facts = {"name": name, "pid": players.pid, "exitcode": 0}
@@ -117,7 +104,7 @@ def run_case(case: dict, folder: Path) -> dict:
     def step(learner, batch: list, config: Config) -> dict:
         """Stands for `learner_step`."""
         cpu = time.process_time(), time.clock_gettime(clock)
-        marks.append((time.monotonic(), *cpu, spans.total()))
+        marks.append(np.array([time.monotonic(), *cpu, *spent.values()]))
         learner.version, learner.begun = learner.version + 1, list(learner.cursors)
         return {"loss": 0.0, "grad_norm": 0.0, "tokens": 1, "seconds": 1.0, "dead_groups": 0}
 
@@ -129,65 +116,55 @@ def run_case(case: dict, folder: Path) -> dict:
     ]
     for part, places in PARTS.items() if case["spans"] else ():
         for owner, name in places:
-            changes.append((owner, name, spans.timed(part, getattr(owner, name))))
-    with ExitStack() as stack:
+            changes.append((owner, name, timed(part, getattr(owner, name), spent)))
+    with ExitStack() as stack, (folder / "said").open("w") as said:
+        stack.enter_context(redirect_stdout(said))
+        stack.enter_context(redirect_stderr(said))
         for change in changes:
             stack.enter_context(mock.patch.object(*change))
         train_async.train(config)
 
     last = case["steps"] - ETA - 2
     groups = case["groups"] * (last - WARM)
-    seconds, cpu, played, parts = (b - a for a, b in zip(marks[WARM], marks[last], strict=True))
+    seconds, cpu, played, *parts = marks[last] - marks[WARM]
     delivery = Player(*episode).answer("rollout", Group(0, 0, {"prompt": "guess", "secret": 0}))
+    mb = len(delivery) / 1e6
     return {
         "groups_per_s": groups / seconds,
-        "mb_per_s": len(delivery) / 1e6 * groups / seconds,
+        "mb_per_s": mb * groups / seconds,
         "cpu_ms": 1e3 * cpu / groups,  # of the parent, a group
         "players_busy": played / seconds,  # near 1: they were the limit
-        "mb": len(delivery) / 1e6,
-        "parts_ms": dict(zip(PARTS, (1e3 * parts / groups).tolist(), strict=True)),
+        "mb": mb,
+        "parts_ms": {part: 1e3 * cpu / groups for part, cpu in zip(PARTS, parts, strict=True)},
     }
 
 
-def bench_parent(folder: Path, sizes=SIZES, rounds: int = 2) -> None:
+def bench_parent(folder: Path, rounds: int = 2) -> None:
     """Rates of every case, in turn (A B C A B C); then once more, where the CPU time goes."""
-    cases = []
-    for workers, groups, *steps in sizes:
-        for answers, count in zip(TOKENS, steps, strict=True):
-            case = {"workers": workers, "answers": answers, "groups": groups, "steps": count}
-            cases.append(case)
-    found = [[] for _ in cases]
+    cases, turns, rows = [], [], []
+    for (workers, groups, steps), answers in product(SIZES, TOKENS):
+        case = {"workers": workers, "answers": answers, "groups": groups, "steps": steps}
+        cases.append(case)
     for turn in tqdm(range(rounds + 1), unit="round"):
-        for case, own in zip(cases, found, strict=True):
-            own.append(measure(case | {"spans": turn == rounds}))
-    rows = [summary_of(case, *own) for case, own in zip(cases, found, strict=True)]
+        turns.append([measure(case | {"spans": turn == rounds}) for case in cases])
+    for case, *found, parted in zip(cases, *turns, strict=True):
+        row = {name: case[name] for name in ("workers", "answers", "groups")}
+        for name in RATES:
+            row[name] = float(np.median(column(found, name)))
+        parts = Counter(parted["parts_ms"]).most_common()
+        row |= {"rounds": spread(column(found, "groups_per_s")), "mb": parted["mb"]}
+        rows.append(row | {"parts_ms": dict(parts), "most": ", ".join(dict(parts[:3]))})
     costs = [fit_costs(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
     save_result(folder, "parent", {"machine": describe_machine(), "rows": rows, "costs": costs})
-    shown = ("workers", "answers", "groups_per_s", "mb_per_s", "cpu_ms", "players_busy", "most")
+    shown = ("workers", "answers", *RATES, "most")
     print_table([{name: row[name] for name in shown} for row in rows])
     print_table(costs)
 
 
-def measure(case: dict, root: Path = ROOT) -> dict:
-    """A case in a process of its own; root: the project whose parent it is."""
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lab.parent", json.dumps(case), folder]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-        return read_json(Path(folder) / "row.json")
-
-
-def summary_of(case: dict, *turns: dict) -> dict:
-    """Medians over the rounds; the last one has the parts."""
-    *rounds, parted = turns
-    row = {name: value for name, value in case.items() if name != "steps"}
-    for name in ("groups_per_s", "mb_per_s", "cpu_ms", "players_busy"):
-        row[name] = float(np.median(column(rounds, name)))
-    row |= {"rounds": spread(column(rounds, "groups_per_s")), "mb": parted["mb"]}
-    parts = sorted(parted["parts_ms"].items(), key=lambda pair: -pair[1])
-    row["parts_ms"] = {part: round(milliseconds, 4) for part, milliseconds in parts}
-    return row | {"most": ", ".join(part for part, _ in parts[:3])}
+def measure(case: dict) -> dict:
+    """A case in a process of its own."""
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(run_case, case, Path(folder)).result()
 
 
 def fit_costs(short: dict, long: dict) -> dict:
@@ -195,8 +172,3 @@ def fit_costs(short: dict, long: dict) -> dict:
     seconds = [1 / row["groups_per_s"] for row in (short, long)]
     mb = (seconds[1] - seconds[0]) / (long["mb"] - short["mb"])
     return {"workers": short["workers"], "group_s": seconds[0] - mb * short["mb"], "mb_s": mb}
-
-
-if __name__ == "__main__":  # the process of a case
-    place = Path(sys.argv[2])
-    (place / "row.json").write_text(json.dumps(run_case(json.loads(sys.argv[1]), place)))
