@@ -22,7 +22,7 @@ import torch
 import cache as caches
 from lab.plots import save_result
 from lab.races import run_command
-from lab.speed import full_cache, in_turn
+from lab.speed import bandwidth, full_cache, in_turn
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import flag
@@ -65,9 +65,9 @@ def bench_qwen(folder: Path, config: QwenConfig) -> None:
     model = GPT(ModelConfig(**shape, **how), None, getattr(torch, dtype))
     load_weights(model, path)
     model.on("cuda" if large else "cpu")
-    result = {"machine": describe_machine(), "size": config.size, "dtype": dtype}
-    copied, product_s = limits_of(model)
-    result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12, "decode": []}
+    copied, product_s = bandwidth(model.flat.device), products(model)
+    result = {"machine": describe_machine(), "size": config.size, "dtype": dtype, "decode": []}
+    result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12}
     for slots, context in product((16, 64, 256), (512, 4096) if large else (512,)):
         result["decode"].append(decode_row(model, slots, context, copied))
     tokens_per_s = learner_speed(model)
@@ -83,15 +83,11 @@ def median_of(way: Callable) -> float:
     return float(np.median(in_turn({"way": way}, rounds=5)["way"]))
 
 
-def limits_of(model: GPT) -> tuple[float, float]:
-    """Bytes a second that this machine reads and writes when it copies, and operations a second of
-    a matrix product."""
-    here = torch.empty(1 << 27, device=model.flat.device)
-    there = torch.empty_like(here)
-    copied = 2 * here.nbytes / median_of(lambda: there.copy_(here))
-    side = 8192 if here.is_cuda else 1024
+def products(model: GPT) -> float:
+    """Operations a second of a large matrix product."""
+    side = 8192 if model.flat.is_cuda else 1024
     matrix = model.flat.new_ones(side, side)
-    return copied, 2 * side**3 / median_of(lambda: matrix @ matrix)
+    return 2 * side**3 / median_of(lambda: matrix @ matrix)
 
 
 @torch.no_grad()
