@@ -119,20 +119,20 @@ def preference_part(task: EnumeratedTask) -> dict:
     `cosine` of the expectation and the true gradient, and `noise`, the standard deviation of one
     pair over the length of the expectation. (DPO climbs another hill: its length means nothing.)
     """
-    chain = policies(task)
-    R, first = len(task.rewards), logprobs_of(chain[0], task)
-    better, worse = (x.flatten() for x in torch.meshgrid(*[torch.arange(R)] * 2, indexing="ij"))
+    chain, found = policies(task), {"dpo": [], "reinforce": []}
+    first = logprobs_of(chain[0], task)
+    better, worse = torch.cartesian_prod(*[torch.arange(len(first))] * 2).T
     gap = task.rewards[better] - task.rewards[worse]  # [R R]
     chances = chances_of(first)[better] * chances_of(first)[worse]
-    found = {"dpo": [], "reinforce": []}
     for theta in chain:
         scores = scores_of(theta, task)
         moved = (logprobs_of(theta, task) - first).sum(1)  # the reference is where it began
         push, _ = losses.preference_advantages(moved[better] - moved[worse], BETA)
-        for name, weight in {"dpo": push * (gap > 0), "reinforce": gap * (gap > 0) / 2}.items():
-            apart = scores[better] - scores[worse]
-            gradients = 2 * weight[:, None] * apart  # each pair stands there once, not twice
-            facts = accuracy(gradients, chances, true_gradient(theta, task))
-            length = float((chances @ gradients).norm() / true_gradient(theta, task).norm())
-            found[name].append({"cosine": facts["cosine"], "noise": facts["spread"] / length})
+        for name, weight in {"dpo": push, "reinforce": gap / 2}.items():
+            weight = 2 * weight * (gap > 0)  # each pair stands there once, not twice
+            gradients = weight[:, None] * (scores[better] - scores[worse])
+            mean = chances @ gradients
+            cosine = torch.cosine_similarity(mean, true_gradient(theta, task), dim=0)
+            noise = accuracy(gradients, chances, mean)["spread"]
+            found[name].append({"cosine": float(cosine), "noise": noise})
     return found
