@@ -56,8 +56,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
-    "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
-    "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
+    "folder": ("campaigns", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
@@ -68,7 +67,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
 }
 # the classes of their flags
-FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig", "qwen": "QwenConfig"}
+FLAGS = {"race": "RaceConfig", "recipe": "RecipeConfig"}
 
 
 @dataclass(frozen=True)
