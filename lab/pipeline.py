@@ -253,7 +253,7 @@ class Pipeline:
     def verify(self, group):
         """Verify a group by the reward worker that is free first, once the parent has it."""
         if not self.config.reward_workers:
-            return self.arrive(group)  # who trains verifies: see `work`
+            return self.arrive(group)  # who trains verifies: see `learn`
         ready = self.now if self.synchronous else self.by_parent(group)
         begin = max(ready + self.costs.delivery, self.verifiers[0])
         stop = begin + self.costs.score
