@@ -15,7 +15,7 @@ Left out: first spans and first steps, which warm up, and processes that share a
 """
 
 from collections import defaultdict
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 from operator import itemgetter
@@ -25,8 +25,8 @@ import numpy as np
 
 from lab.pipeline import Costs, Pipeline, PipelineLog, end
 from lab.plots import column
-from runtime.config import Config
-from runtime.folder import read_json, read_lines
+from runtime.folder import read_lines
+from runtime.runlog import stored_config
 
 DECODE = ("step", "step_slot", "step_context", "step_running")
 
@@ -39,17 +39,16 @@ KEEP = 500  # groups of a task: enough to draw from
 
 def read_run(folder: Path) -> PipelineLog:
     """The log in a run folder."""
-    flags = read_json(folder / "config.json")
+    config, stored = stored_config(folder, "--out")
     rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds" in row]
     events = defaultdict(list)
     for event in read_lines(folder / "events.jsonl"):
         events[event["kind"]].append(event)
-    synchronous = flags["mode"] == "sync"
-    known = {f.name: flags[f.name] for f in fields(Config) if f.name in flags}
-    known |= {"steps": len(rows), "rollout_workers": 1}
+    config = replace(config, steps=len(rows), rollout_workers=1)
+    synchronous = stored["mode"] == "sync"
     if synchronous:  # the trainer itself verifies, too
-        known |= {"max_staleness": 0, "reward_workers": 0}
-    return PipelineLog(Config(**known), synchronous, events, rows)
+        config = replace(config, max_staleness=0, reward_workers=0)
+    return PipelineLog(config, synchronous, events, rows)
 
 
 def fit(rows: list[tuple[list, float]]) -> list[float]:

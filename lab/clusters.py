@@ -7,15 +7,17 @@ then runs on three nodes of this machine that lose workers, nodes and drivers
 Left out: a network. What passes between two machines costs what that network costs.
 """
 
-import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import print_table, save_result, spread
+from lab.plots import save_result, spread
+from lab.tables import cluster_lines
 from runtime.config import Config
 from runtime.devices import describe_machine
 from runtime.mailbox import Mailbox
@@ -41,38 +43,38 @@ def answer(line: Line, place: str, size: int) -> None:
 def timed(connection, mailbox, flat: torch.Tensor) -> dict:
     """Milliseconds of a message there and back, of a publication, and until its reader has it."""
     assert connection.recv_bytes() == b"0"  # the first version
-    message, found = bytes(flat.nbytes), {"message": [], "publish": [], "adopted": []}
+    message, rows = bytes(flat.nbytes), []
     for version in range(1, 1 + ROUNDS):
         begin = time.perf_counter()
         connection.send_bytes(message)
         assert len(connection.recv_bytes()) == len(message)
-        found["message"].append(time.perf_counter() - begin)
-        begin = time.perf_counter()
+        back = time.perf_counter()
         mailbox.publish(version, flat)
-        found["publish"].append(time.perf_counter() - begin)
+        published = time.perf_counter()
         assert connection.recv_bytes() == str(version).encode()
-        found["adopted"].append(time.perf_counter() - begin)
-    return {f"{name}_ms": spread([1e3 * s for s in seconds]) for name, seconds in found.items()}
+        adopted = time.perf_counter()
+        rows.append([back - begin, published - back, adopted - back])
+    names = ("message_ms", "publish_ms", "adopted_ms")
+    return dict(zip(names, map(spread, 1e3 * np.transpose(rows)), strict=True))
 
 
 def cost(size: int, ray: bool) -> dict:
     """Both, of so many bytes; ray: a local cluster, and not pipes and shared memory."""
     flat = torch.zeros(size // 4)
-    config = Config(cluster="local", reward_workers=0, rollout_workers=1)
-    with tempfile.TemporaryDirectory() as folder:
-        log = f"{folder}/log"
-        if not ray:
-            mailbox = Mailbox(flat)
-            start = start_here
-        else:
-            from runtime.cluster import Mailboxes, open_cluster
-            from runtime.eightbit import Form
+    if ray:
+        from runtime.cluster import Mailboxes, open_cluster
+        from runtime.eightbit import Form
 
-            open_cluster(config)
-            mailbox = Mailboxes(Form(flat.dtype, len(flat)), config)
-            start = mailbox.start
-        mailbox.publish(0, flat)
-        process, connection = start("worker-0", answer, 0, log, [mailbox.place, size])
+        config = Config(cluster="local", reward_workers=0, rollout_workers=1)
+        open_cluster(config)
+        mailbox = Mailboxes(Form(flat.dtype, len(flat)), config)
+        start = mailbox.start
+    else:
+        mailbox, start = Mailbox(flat), start_here
+    mailbox.publish(0, flat)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [mailbox.place, size]
+        process, connection = start("worker-0", answer, 0, f"{folder}/log", arguments)
         found = timed(connection, mailbox, flat)
         connection.send_bytes(b"")
         connection.close()
@@ -83,19 +85,12 @@ def cost(size: int, ray: bool) -> dict:
 
 def bench_cluster(folder: Path, losses: int = 30) -> None:
     """Costs, and losses; cluster.json in `folder`."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-    from cluster_faults import losses_of_a_cluster
+    from cluster_faults import losses_of_a_cluster  # in tests/: see races.py
 
-    rows = []
-    result = {"machine": describe_machine(), "costs": rows}
-    for name, size in tqdm(SIZES.items(), "costs"):
-        for ray in (False, True):
-            rows.append({"size": name, "by": "Ray" if ray else "pipe"} | cost(size, ray))
-            save_result(folder, "cluster", result)
-    flat = []
-    for row in rows:
-        flat.append({k: v["median"] if isinstance(v, dict) else v for k, v in row.items()})
-    print_table(flat)
+    result = {"machine": describe_machine(), "costs": []}
+    for (name, size), ray in tqdm(list(product(SIZES.items(), (False, True))), "costs"):
+        row = {"size": name, "by": "Ray" if ray else "pipe"} | cost(size, ray)
+        result["costs"].append(row)
     for so_far in losses_of_a_cluster(folder / "losses", losses):
         save_result(folder, "cluster", result | {"losses": so_far})
-    print(so_far)
+    print(*cluster_lines(result | {"losses": so_far}), sep="\n")

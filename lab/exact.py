@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 import losses
 from lab.estimators import (
@@ -71,20 +70,18 @@ def loss_of(method, new, old, advantages, staleness=0):
     clipped, capped or dropped it. One update a step: the proximal policy is the one of this forward
     pass. The mean is over R responses, as in J.
     """
-    weights = torch.ones_like(new)
+    weighted = advantages[:, None].expand_as(new)
     if method == "sequence_is":  # the ratio of the whole response: unbiased at every staleness
-        weights = weights * (new - old).detach().sum(1, keepdim=True).exp()
-    now, then, weighted = new.flatten(), old.flatten(), (weights * advantages[:, None]).flatten()
+        weighted = weighted * (new - old).detach().sum(1, keepdim=True).exp()
+    now, then, weighted = (values.flatten() for values in (new, old, weighted))
     sequence = torch.arange(len(new)).repeat_interleave(new.shape[1])
     kept = torch.ones_like(sequence, dtype=torch.bool)
     if method == "opsm":
         kept = opsm_mask(then, now, weighted, sequence)
     age = torch.full_like(sequence, staleness)
-    tokens = losses.Tokens(now, now.detach(), then, weighted, sequence, age)
-    tokens = losses.Tokens(*[values[kept] for values in tokens])  # the others stay in the count
+    tokens = losses.Tokens(now, now.detach(), then, weighted * kept, sequence, age)
     loss, by = losses.policy_loss(CORRECTIONS.get(method, method), tokens, len(new))
-    touched = by["clipped"].sum() + by["capped"].sum() + (~kept).sum()
-    return loss, float(touched) / len(kept)
+    return loss, float((by["clipped"] | by["capped"] | ~kept).double().mean())
 
 
 def examine(
@@ -106,11 +103,10 @@ def examine(
     slopes = -len(new) * torch.autograd.grad(loss, new)[0]  # [R, T]
     gradients = response_gradients(slopes, theta, task)
     chances = chances_of(old)
-    weights = slopes / advantages[:, None]  # [R, T]
-    shares = chances[:, None] / new.shape[1]  # of the tokens
-    squares = (shares * weights**2).sum().clamp_min(1e-300)
     facts = accuracy(gradients, chances, true_gradient(theta, task))
-    ess = float((shares * weights).sum() ** 2 / squares)
+    weights = slopes / advantages[:, None]  # [R, T]
+    squares = (chances @ weights.square()).mean().clamp_min(1e-300)
+    ess = float((chances @ weights).mean() ** 2 / squares)
     return gradients, facts | {"ess": ess, "touched": touched}
 
 
@@ -119,8 +115,8 @@ def objectives_part(task: EnumeratedTask) -> dict:
     chain = policies(task)
     curves = {}
     for method in METHODS:
-        ages = zip(chain, STALENESS, strict=True)
-        curves[method] = [examine(method, task, theta, chain[0], age)[1] for theta, age in ages]
+        found = [examine(method, task, theta, chain[0], s) for s, theta in enumerate(chain)]
+        curves[method] = column(found, 1)
     return curves
 
 
@@ -204,16 +200,15 @@ def draw(folder: Path, result: dict) -> None:
 def bench_lab(folder: Path) -> None:
     """Measure everything; lab.json and lab_*.png in `folder`."""
     torch.set_num_threads(1)
-    parts = [(name, objectives_part, task) for name, task in TASKS.items()]
-    parts += [(f"kl, {name}", kl_part, task) for name, task in TASKS.items()]
-    parts += [("credit", credit_part), ("critic", critic_part)]
-    parts += [("lengths", drop_part), ("swap", swap_part, enumerate_task(4, 4))]
-    task = TASKS["three tokens"]
-    parts += [("baselines", baseline_part, task), ("dampers", damper_part, task)]
-    parts += [("preferences", preference_part, task)]
     result = {"machine": describe_machine(), "seed": SEED}
-    for name, part, *task in tqdm(parts):
-        result[name] = part(*task)
+    for name, task in TASKS.items():
+        result[name] = objectives_part(task)
+        result[f"kl, {name}"] = kl_part(task)
+    result |= {"credit": credit_part(), "critic": critic_part()}
+    result |= {"lengths": drop_part(), "swap": swap_part(enumerate_task(4, 4))}
+    task = TASKS["three tokens"]
+    result |= {"baselines": baseline_part(task), "dampers": damper_part(task)}
+    result["preferences"] = preference_part(task)
     save_result(folder, "lab", result)
     draw(folder, result)
     draw_credit(folder, result)

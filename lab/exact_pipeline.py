@@ -58,22 +58,20 @@ def swapped_logprobs(a, b, responses, boundary, mode):
     """
     count, start = len(responses), len(PROMPT) - 1  # decoding begins with the last prompt token
     slots = torch.arange(count)
-    model = a
-    recorded = []
+    model, recorded = a, []
     known = torch.cat([torch.tensor(PROMPT).expand(count, -1), responses], 1)
-    cache = make_cache(a, count, known.shape[1])
-    reserve(cache, np.full(count, known.shape[1]))
+    total = known.shape[1]
+    cache = make_cache(a, count, total)
+    reserve(cache, np.full(count, total))
     prefill(a, cache, slots, known[:, :start].tolist())
-    for t in range(responses.shape[1]):
-        cached = start + t
-        if t == boundary and mode != "drain":
+    for cached in range(start, total - 1):
+        if cached == start + boundary and mode != "drain":
             model = b
             if mode == "recompute":
                 prefill(b, cache, slots, known[:, :cached].tolist())
-        positions = torch.full((count,), cached)
-        hidden = decode(model, cache, known[:, cached], positions)
+        hidden = decode(model, cache, known[:, cached], torch.full((count,), cached))
         logprobs = torch.log_softmax(model.logits(hidden, ALPHABET), -1)
-        recorded.append(logprobs.gather(1, responses[:, t : t + 1]))
+        recorded.append(logprobs.gather(1, known[:, cached + 1, None]))
     return torch.cat(recorded, 1)
 
 

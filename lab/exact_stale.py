@@ -7,6 +7,7 @@ Axes: R responses · D entries of the policy · S staleness
 """
 
 import math
+from collections import defaultdict
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def baseline_part(task: EnumeratedTask) -> dict:
     `mean` of the rewards; `optimal`, from the true lengths of the gradients; `near`, from the
     lengths that a training step takes for them (learner.py, `weigh`).
     """
-    chain, found = policies(task), {"mean": [], "optimal": [], "near": []}
+    chain, found = policies(task), defaultdict(list)
     for theta in chain:
         new, old = logprobs_of(theta, task), logprobs_of(chain[0], task)
         chances, ratios = chances_of(old), (new - old).sum(1).exp()  # [R]
@@ -53,11 +54,11 @@ def baseline_part(task: EnumeratedTask) -> dict:
         baselines = {"mean": expected_reward(chain[0], task)}
         for name, norms in lengths.items():
             # as many of each response as its chance says: the square of a weight has the chance
-            weights = ratios * chances.sqrt()
-            optimal = losses.optimal_baseline(task.rewards[None], weights[None], norms[None])
-            baselines[name] = optimal[0, 0]
+            group = [x[None] for x in (task.rewards, ratios * chances.sqrt(), norms)]
+            baselines[name] = losses.optimal_baseline(*group)
         for name, baseline in baselines.items():
-            gradients = (ratios * (task.rewards - baseline))[:, None] * scores
+            gains = ratios * (task.rewards - baseline)
+            gradients = gains.view(-1, 1) * scores
             found[name].append(accuracy(gradients, chances, true_gradient(theta, task)))
     return found
 
@@ -69,51 +70,43 @@ def damper_part(task: EnumeratedTask) -> dict:
     """What dampers make of the expected gradient of `cispo`, when all data are so many steps old;
     by damper, for each staleness below 8.
 
-    `cosine` of the step's gradient and that of the step before: in expectation, and as two batches
-    of BATCH responses show it.
+    `noise` is that of a batch of BATCH responses. `cosine` of the step's gradient and that of the
+    step before: in expectation, and as two such batches show it.
     """
-    chain, found = (
-        policies(task),
-        {name: [] for name in ("none", "ess", "gac", "brake", "likeness")},
-    )
+    chain, found = policies(task), defaultdict(list)
+    truth = true_gradient(chain[8], task)
     for lag in STALENESS[:-1]:
-        truth = true_gradient(chain[8], task)
-        before, *_ = expected(task, chain[7], chain[7 - lag])
-        step, spread, ess = expected(task, chain[8], chain[8 - lag])
+        gradients, chances, ess = cispo_gradients(task, chain[8], chain[8 - lag])
+        before, others, _ = cispo_gradients(task, chain[7], chain[7 - lag])
+        step, before = chances @ gradients, others @ before  # [D]
         damped = {
-            "none": (step, 1.0),
-            "ess": (step * math.sqrt(ess), math.sqrt(ess)),
-            "gac": (naive_gac(step, before), 1.0),
-            "brake": (
-                naive_brake(step, before),
-                float(naive_brake(step, before).norm() / step.norm()),
-            ),
+            "none": gradients,
+            "ess": ess.sqrt() * gradients,
+            "gac": gradients - step + naive_gac(step, before),
+            "brake": gradients * naive_brake(step, before).norm() / step.norm(),
         }
-        for name, (gradient, scale) in damped.items():
-            bias = float((gradient - truth).norm() / truth.norm())
-            share = float(gradient @ truth / truth.square().sum())
-            noise = scale * spread / math.sqrt(BATCH) / float(truth.norm())
-            found[name].append({"bias": bias, "share": share, "noise": noise})
+        for name, changed in damped.items():
+            facts = accuracy(changed, chances, truth)
+            noise = facts["spread"] / math.sqrt(BATCH)
+            found[name].append({"bias": facts["bias"], "share": facts["share"], "noise": noise})
         cosine = float(torch.cosine_similarity(step, before, dim=0))
-        signal = float(step.norm()) ** 2
-        seen = cosine * signal / (signal + spread**2 / BATCH)  # the two are about as noisy
+        signal = float(step.norm() / truth.norm()) ** 2
+        noise = found["none"][-1]["noise"] ** 2  # the two are about as noisy
+        seen = cosine * signal / (signal + noise)
         found["likeness"].append({"cosine": cosine, "cosine_of_batches": seen})
     return found
 
 
-def expected(task: EnumeratedTask, theta: Tensor, behaviour: Tensor) -> tuple:
-    """Of `cispo` on samples of `behaviour`: the expected gradient [D], the standard deviation of
-    one response's, and the effective sample size of whole responses."""
+def cispo_gradients(task: EnumeratedTask, theta: Tensor, behaviour: Tensor) -> tuple:
+    """Of every response: the gradient of `cispo` [R, D] and the chance in samples of `behaviour`
+    [R]; and the effective sample size of whole responses."""
     new, old = logprobs_of(theta, task), logprobs_of(behaviour, task)
     chances = chances_of(old)
     weights = (new - old).exp().clamp(max=1 + losses.PUBLISHED.cispo_high)  # [R, T]
     advantages = task.rewards - expected_reward(behaviour, task)
     gradients = response_gradients(weights * advantages[:, None], theta, task)
-    mean = chances @ gradients
-    spread = (chances @ (gradients - mean).square().sum(1)).sqrt()
     ratios = (new - old).sum(1).exp()
-    ess = (chances @ ratios) ** 2 / (chances @ ratios.square())
-    return mean, float(spread), float(ess)
+    return gradients, chances, (chances @ ratios) ** 2 / (chances @ ratios.square())
 
 
 # ---- preferences ----
@@ -126,20 +119,20 @@ def preference_part(task: EnumeratedTask) -> dict:
     `cosine` of the expectation and the true gradient, and `noise`, the standard deviation of one
     pair over the length of the expectation. (DPO climbs another hill: its length means nothing.)
     """
-    chain = policies(task)
-    R, first = len(task.rewards), logprobs_of(chain[0], task)
-    better, worse = (x.flatten() for x in torch.meshgrid(*[torch.arange(R)] * 2, indexing="ij"))
+    chain, found = policies(task), {"dpo": [], "reinforce": []}
+    first = logprobs_of(chain[0], task)
+    better, worse = torch.cartesian_prod(*[torch.arange(len(first))] * 2).T
     gap = task.rewards[better] - task.rewards[worse]  # [R R]
     chances = chances_of(first)[better] * chances_of(first)[worse]
-    found = {"dpo": [], "reinforce": []}
     for theta in chain:
         scores = scores_of(theta, task)
         moved = (logprobs_of(theta, task) - first).sum(1)  # the reference is where it began
         push, _ = losses.preference_advantages(moved[better] - moved[worse], BETA)
-        for name, weight in {"dpo": push * (gap > 0), "reinforce": gap * (gap > 0) / 2}.items():
-            apart = scores[better] - scores[worse]
-            gradients = 2 * weight[:, None] * apart  # each pair stands there once, not twice
-            facts = accuracy(gradients, chances, true_gradient(theta, task))
-            length = float((chances @ gradients).norm() / true_gradient(theta, task).norm())
-            found[name].append({"cosine": facts["cosine"], "noise": facts["spread"] / length})
+        for name, weight in {"dpo": push, "reinforce": gap / 2}.items():
+            weight = 2 * weight * (gap > 0)  # each pair stands there once, not twice
+            gradients = weight[:, None] * (scores[better] - scores[worse])
+            mean = chances @ gradients
+            cosine = torch.cosine_similarity(mean, true_gradient(theta, task), dim=0)
+            noise = accuracy(gradients, chances, mean)["spread"]
+            found[name].append({"cosine": float(cosine), "noise": noise})
     return found

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from cache import Cache, make_cache, reserve
-from lab.plots import print_table, save_result
-from lab.qwen import FIELDS, SIZES
+from lab.plots import save_result
+from lab.tables import memory_lines
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import DTYPES
 from runtime.devices import describe_machine
@@ -33,8 +33,17 @@ from runtime.eightbit import form_of
 TOKENS = 131072
 SHAPES = {
     "medium": PRESETS["medium"],
-    "Qwen3-0.6B": dict(zip(FIELDS, SIZES["0.6B"], strict=True))
-    | {"qk_norm": True, "index_width": 128},
+    "Qwen3-0.6B": {
+        "layers": 28,
+        "width": 1024,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_width": 128,
+        "hidden": 3072,
+        "vocab_size": 151_936,
+        "qk_norm": True,
+        "index_width": 128,
+    },
 }
 KINDS = {
     "dense": {},
@@ -122,9 +131,8 @@ def measured_bytes(c: ModelConfig, tokens: int, precision: str) -> tuple[int, in
 
 def bench_memory(folder: Path) -> None:
     """Every shape, kind of attention and precision; of Qwen3-0.6B one layer is measured."""
-    rows = []
-    result = {"machine": describe_machine(), "tokens": TOKENS, "weights": {}, "rows": rows}
-    result["latent"] = LATENT
+    result = {"machine": describe_machine(), "tokens": TOKENS, "latent": LATENT}
+    result |= {"weights": {}, "rows": []}
     for (name, shape), (kind, how) in product(SHAPES.items(), KINDS.items()):
         c = ModelConfig(**shape, **how, positions="rope", context=TOKENS)
         for precision in DTYPES:
@@ -134,9 +142,9 @@ def bench_memory(folder: Path) -> None:
             tensors, grown = measured_bytes(part, TOKENS, precision)
             row = {"shape": name, "kind": kind, "precision": precision}
             row |= {"bytes": sum(parts.values()), "layers": part.layers, "computed": computed}
-            rows.append(row | {"tensors": tensors, "resident": grown, "parts": parts})
+            result["rows"].append(row | {"tensors": tensors, "resident": grown, "parts": parts})
             if kind == "dense":
                 own = result["weights"].setdefault(name, {})
                 own[precision] = weight_bytes(c, precision)
             save_result(folder, "memory", result)
-    print_table([{k: v for k, v in row.items() if k != "parts"} for row in rows])
+    print(*memory_lines(result), sep="\n")

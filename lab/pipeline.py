@@ -99,7 +99,7 @@ class SimulatedWorker:
 
 
 class Pipeline:
-    """One simulation. Methods run at a moment of it: `now`, in seconds, is their last argument."""
+    """One simulation. Its methods run at a moment of it: `now`, in seconds."""
 
     def __init__(self, config: Config, costs: Costs, seed: int = 0, synchronous: bool = False):
         self.config, self.costs, self.synchronous = config, costs, synchronous
@@ -113,7 +113,9 @@ class Pipeline:
         self.agenda = []  # heap of (time, order, what happens)
         self.order, self.group_ids = count(), count()
         self.version = 0
-        self.busy = False  # the learner takes in groups or trains
+        self.now = 0.0
+        self.learner = self.learn()
+        self.idle = True  # the learner waits for a group
         self.inbox = []  # verified groups that the learner has not taken in
         self.arrived = 0  # groups that arrived since the step began
         self.starts = [record[0] for record in costs.groups]
@@ -121,10 +123,11 @@ class Pipeline:
 
     def run(self) -> PipelineLog:
         """Simulate all steps."""
-        self.admit(0.0)
+        self.go_on()
+        self.admit()
         while self.version < self.config.steps:
-            now, _, action = heapq.heappop(self.agenda)
-            action(now)
+            self.now, _, action = heapq.heappop(self.agenda)
+            action()
         return PipelineLog(self.config, self.synchronous, self.events, self.rows)
 
     def plan(self, time, action, *arguments):
@@ -132,12 +135,14 @@ class Pipeline:
         heapq.heappush(self.agenda, (time, next(self.order), partial(action, *arguments)))
 
     def note(self, process, kind, t, **details):
-        """Write an event into the log."""
-        self.events[kind].append({"t": t, "process": process, "kind": kind, **details})
+        """Write an event into the log; returns it."""
+        event = {"t": t, "process": process, "kind": kind, **details}
+        self.events[kind].append(event)
+        return event
 
     # ------------------------------------------------------------------------------- generation
 
-    def admit(self, now):
+    def admit(self):
         """Admit as many groups as the deadlines allow; each goes to the least busy worker."""
         config, buffer = self.config, self.buffer
         wanted = (config.steps - self.version) * config.groups_per_step
@@ -151,7 +156,7 @@ class Pipeline:
             worker.waiting.extend((group, length) for length in lengths)
         for worker in self.workers:
             if worker.waiting and not worker.left.all():
-                self.wake(worker, now)
+                self.wake(worker)
 
     def draw_group(self):
         """Tokens of a prompt and of its episodes: a recorded group of about this version."""
@@ -164,11 +169,11 @@ class Pipeline:
         assert len(lengths) == self.config.group_size, (lengths, self.config.group_size)
         return prompt, lengths
 
-    def wake(self, worker, now):
+    def wake(self, worker):
         """Something is new for a worker: it looks at its next token boundary."""
         if not worker.steps:
-            return self.boundary(worker, worker.ticket, now)
-        done = max(1, ceil((now - worker.begin) / worker.pace))
+            return self.boundary(worker, worker.ticket)
+        done = max(1, ceil((self.now - worker.begin) / worker.pace))
         if done < worker.steps:
             worker.steps = done
             self.plan_boundary(worker)
@@ -179,15 +184,16 @@ class Pipeline:
         stop = worker.begin + worker.steps * worker.pace
         self.plan(stop, self.boundary, worker, worker.ticket)
 
-    def boundary(self, worker, ticket, now):
+    def boundary(self, worker, ticket):
         """A token boundary at which something changes; decode from here to the next one."""
         if ticket != worker.ticket:
             return  # another boundary was planned since
         if worker.steps:
-            self.finish(worker, now)
+            self.finish(worker)
         costs = self.costs
         factor = costs.alone if self.synchronous else 1.0
-        worker.woken, worker.begin = now, now + factor * self.refill(worker, now)
+        worker.woken = self.now
+        worker.begin = self.now + factor * self.refill(worker)
         running = worker.running
         worker.steps = int(min(worker.left[running], default=0))
         if worker.steps:
@@ -196,12 +202,12 @@ class Pipeline:
             worker.pace = factor * seconds
             self.plan_boundary(worker)
 
-    def finish(self, worker, now):
+    def finish(self, worker):
         """The planned steps are done; episodes that have all their tokens leave their slots."""
         running, steps = worker.running, worker.steps
         amounts = {"steps": steps, "slot_steps": steps * int(running.sum())}
         amounts |= {"context": steps * worker.context(), "decode": steps * worker.pace}
-        amounts["seconds"] = now - worker.woken
+        amounts["seconds"] = self.now - worker.woken
         self.note(worker.name, "generate", worker.woken, **amounts)
         worker.left[running] -= steps
         worker.cached[running] += steps
@@ -209,10 +215,10 @@ class Pipeline:
             group, sample = worker.samples[slot]
             group.trajectories.append(sample)
             if len(group.trajectories) == self.config.group_size:
-                self.note(worker.name, "finish", now, group=group.group_id)
-                self.verify(group, now)
+                self.note(worker.name, "finish", self.now, group=group.group_id)
+                self.verify(group)
 
-    def refill(self, worker, now):
+    def refill(self, worker):
         """Adopt new weights as `swap` says, then fill the free slots; returns the seconds."""
         costs, running, seconds = self.costs, worker.running, 0.0
         if worker.version < self.version:
@@ -220,15 +226,15 @@ class Pipeline:
             if self.config.swap == "drain" and size:
                 return 0.0  # nothing new starts until the running episodes are over
             worker.version = self.version
-            self.note(worker.name, "swap", now, version=self.version, size=size)
+            self.note(worker.name, "swap", self.now, version=self.version, size=size)
             if self.config.swap == "recompute" and size:
                 seconds += costs.refill + costs.prefill * worker.cached[running].sum()
         free = np.flatnonzero(~running)[: len(worker.waiting)]
-        prompts = [self.start_sample(worker, slot, now) for slot in free]
+        prompts = [self.start_sample(worker, slot) for slot in free]
         seconds += len(free) * costs.episode + sum(prompts) * costs.prefill
         return seconds + costs.refill * any(prompts)
 
-    def start_sample(self, worker, slot, now):
+    def start_sample(self, worker, slot):
         """Give a slot to the next sample; returns the prompt tokens to compute: once a group."""
         group, length = worker.waiting.popleft()
         prompt, number, version = group.problem["prompt"], group.group_id, worker.version
@@ -238,18 +244,18 @@ class Pipeline:
         computed = worker.prompts.get(number)
         worker.prompts[number] = version
         if computed is None:
-            self.note(worker.name, "start", now, group=number, version=version, size=prompt)
+            facts = {"group": number, "version": version, "size": prompt}
+            self.note(worker.name, "start", self.now, **facts)
         return 0 if computed == version else prompt
 
     # ------------------------------------------------------- verification and learning
 
-    def verify(self, group, now):
+    def verify(self, group):
         """Verify a group by the reward worker that is free first, once the parent has it."""
         if not self.config.reward_workers:
-            return self.arrive(group, now)  # who trains verifies: see `work`
-        if not self.synchronous:
-            now = self.by_parent(group, now)
-        begin = max(now + self.costs.delivery, self.verifiers[0])
+            return self.arrive(group)  # who trains verifies: see `learn`
+        ready = self.now if self.synchronous else self.by_parent(group)
+        begin = max(ready + self.costs.delivery, self.verifiers[0])
         stop = begin + self.costs.score
         heapq.heapreplace(self.verifiers, stop)
         lengths = [t.tokens for t in group.trajectories]
@@ -257,100 +263,87 @@ class Pipeline:
         self.note("reward-0", "score", begin, **facts)
         self.plan(stop, self.arrive, group)
 
-    def by_parent(self, group, now):
+    def by_parent(self, group):
         """When the parent is done with a group that has just been generated. It does so beside the
         learner's step, which a GPU computes."""
         costs, tokens = self.costs, sum(t.tokens for t in group.trajectories)
         seconds = costs.parent_group + costs.parent_mb * TOKEN_MB * tokens
-        begin = max(now, self.parent_free)
+        begin = max(self.now, self.parent_free)
         self.parent_free = begin + seconds
         self.note("parent", "handle", begin, group=group.group_id, seconds=seconds)
         return self.parent_free
 
-    def arrive(self, group, now):
+    def arrive(self, group):
         """A verified group reaches the learner."""
         self.inbox.append(group)
         self.arrived += 1
-        self.work(now)
+        if self.idle:
+            self.go_on()
 
-    def work(self, now):
-        """A learner that has nothing to do takes in what has arrived, or else trains."""
-        if self.busy:
-            return
-        config, costs = self.config, self.costs
+    def go_on(self):
+        """The learner goes on, until something takes time, or it has nothing to do."""
+        seconds = next(self.learner)
+        self.idle = seconds is None
+        if not self.idle:
+            self.plan(self.now + seconds, self.go_on)
+
+    def learn(self):
+        """The learner's loop: take in what has arrived, train, publish. Yields the seconds that
+        something takes, or None to wait for a group."""
+        config, costs, buffer = self.config, self.costs, self.buffer
         # Without reward workers a synchronous learner verifies, once all groups are generated.
         enough = 1 if config.reward_workers else config.groups_per_step
-        if len(self.inbox) < enough:
-            return self.train(now)
-        self.busy = True
         each = costs.handle if config.reward_workers else costs.score
-        self.plan(now + len(self.inbox) * each, self.take_in, self.inbox)
-        self.inbox = []
+        while True:
+            if len(self.inbox) >= enough:
+                groups, self.inbox = self.inbox, []
+                yield len(groups) * each
+                for group in groups:
+                    buffer.complete(group)
+                    group.problem["worker"].load -= 1
+            batch = buffer.next_batch(self.version)
+            if buffer.dropped:
+                buffer.dropped.clear()
+                self.admit()
+            if batch is None:
+                if len(self.inbox) < enough:
+                    yield None
+                continue
+            self.arrived = 0
+            trained = [group.group_id for group in batch]
+            step = self.note("learner", "train", self.now, version=self.version, groups=trained)
+            yield self.train(batch)
+            while self.arrived:  # the step ends when it has taken in what arrived meanwhile
+                late, self.arrived = self.arrived * costs.listen, 0
+                yield late
+            step["seconds"] = self.now - step["t"]
+            facts = {"version": self.version + 1, "seconds": costs.publish}
+            self.note("learner", "publish", self.now, **facts)
+            yield costs.publish
+            self.version += 1
+            for worker in self.workers:
+                self.wake(worker)
+            self.rows[-1]["t"] = self.now + costs.after
+            if not self.synchronous:
+                self.admit()
+            yield costs.after
+            self.admit()
 
-    def take_in(self, groups, now):
-        """The groups are in the buffer now."""
-        self.busy = False
-        for group in groups:
-            self.buffer.complete(group)
-            group.problem["worker"].load -= 1
-        self.train(now)
-        self.work(now)
-
-    def train(self, now):
-        """Begin a step, if the buffer has a batch for it."""
-        batch = self.buffer.next_batch(self.version)
-        if self.buffer.dropped:
-            self.buffer.dropped.clear()
-            self.admit(now)
-        if batch is None:
-            return
-        self.busy, self.arrived = True, 0
-        config, costs, step = self.config, self.costs, self.version + 1
+    def train(self, batch):
+        """A row of metrics for a step; returns its seconds."""
+        config, costs, number = self.config, self.costs, self.version + 1
         samples = [t for group in batch for t in group.trajectories]
         lengths = [t.tokens for t in samples]
         tokens = sum(lengths)
         micro_batches = len(pack(lengths, config.token_budget, config.team_size))
+        age = float(np.mean([staleness(t, self.version) for t in samples]))
+        row = {"step": number, "sequence_tokens": tokens, "micro_batches": micro_batches}
+        self.rows.append(row | {"staleness_mean": age})
         seconds = micro_batches * costs.micro_batch + tokens * costs.train_token
-        if config.reference_every and step % config.reference_every == 0:
+        if config.reference_every and number % config.reference_every == 0:
             seconds += tokens * costs.reference_token
         seconds = costs.train + seconds / config.team_size
-        if config.team_size > 1:
-            seconds += costs.all_reduce
-        age = float(np.mean([staleness(t, self.version) for t in samples]))
-        row = {"step": step, "sequence_tokens": tokens, "micro_batches": micro_batches}
-        self.rows.append(row | {"staleness_mean": age})
-        trained = [group.group_id for group in batch]
-        self.note("learner", "train", now, version=self.version, groups=trained)
-        self.plan(now + seconds, self.publish)
-
-    def publish(self, now):
-        """The step ends when it has taken in what arrived meanwhile; then weights go out."""
-        if self.arrived:
-            late = now + self.arrived * self.costs.listen
-            self.arrived = 0
-            return self.plan(late, self.publish)
-        step = self.events["train"][-1]
-        step["seconds"] = now - step["t"]
-        seconds = self.costs.publish
-        self.note("learner", "publish", now, version=self.version + 1, seconds=seconds)
-        self.plan(now + seconds, self.adopt)
-
-    def adopt(self, now):
-        """The new weights are there; the learner goes on when its books are written."""
-        self.version += 1
-        for worker in self.workers:
-            self.wake(worker, now)
-        free = now + self.costs.after
-        self.rows[-1]["t"] = free
-        if not self.synchronous:
-            self.admit(now)
-        self.plan(free, self.go_on)
-
-    def go_on(self, now):
-        """The learner is free again."""
-        self.busy = False
-        self.admit(now)
-        self.work(now)
+        return seconds if config.team_size == 1 else seconds + costs.all_reduce
 
 
 def predict(config: Config, costs: Costs, seed=0, synchronous=False) -> dict[str, float]:

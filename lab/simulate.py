@@ -98,14 +98,10 @@ def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs])
 
 
 def best_split(config: Config, costs: Costs, devices: int) -> dict:
-    """`predict` for the quickest split of the devices in eighths; one device takes turns.
+    """`predict` for the quickest split of the devices in eighths.
 
     Speed rises with the number of learners, then falls: the search ends where it falls.
     """
-    if devices == 1:
-        roles = {"rollout_workers": 1, "learners": 1}
-        alone = replace(config, **roles, max_staleness=0)
-        return roles | predict(alone, costs, synchronous=True)
     best = {"tokens_per_s": 0.0}
     for learners in sorted({max(1, devices * eighths // 8) for eighths in range(1, 8)}):
         roles = {"rollout_workers": devices - learners, "learners": learners}
@@ -218,7 +214,7 @@ def parent_limit(config: Config, billions: float, answer: float, devices: int = 
 class SplitConfig:
     """What is to be split, and for what."""
 
-    devices: int = flag(8, "how many", 1)
+    devices: int = flag(8, "how many", 2)
     task: str = flag("", "on cores of a CPU, as calibrated ('': a language model on GPUs)")
     billions: float = flag(7.0, "parameters of the language model", 0.01)
 
@@ -238,10 +234,9 @@ def suggest(words: list[str]) -> str:
         costs, what = language_model(asked.billions), f"{asked.billions:g}B on H100s"
         config = Config(**SCALE, groups_per_step=min(PROMPTS, 16 * devices))
     found = best_split(config, costs, devices)
-    split = f"{found['learners']} learners, {found['rollout_workers']} rollout workers"
-    split = split if devices > 1 else "generation and training in turn (train_sync.py)"
     return (
-        f"for {devices} devices ({what}, {config.groups_per_step} prompts a step): {split}, "
+        f"for {devices} devices ({what}, {config.groups_per_step} prompts a step): "
+        f"{found['learners']} learners, {found['rollout_workers']} rollout workers, "
         f"expected {found['tokens_per_s']:,.0f} tokens/s, staleness {found['staleness']:.1f}, "
         f"parent busy {found['parent']:.2%}"
     )

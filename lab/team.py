@@ -6,10 +6,10 @@ Processes stand in for GPUs: a learner for each core.
 Left out: generation; a run of several learners is `python train_async.py --learners N`.
 """
 
-import dataclasses
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,40 +17,34 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import column, print_table, save_result, spread
+from lab.players import episodes
+from lab.plots import column, save_result, spread
+from lab.tables import learner_lines
 from learner import learner_step, make_learner
-from reward import Task, task_of
+from reward import task_of
 from runtime.checkpoint import share, state_of, whole_moments
 from runtime.config import Config
 from runtime.devices import cores, describe_machine
-from runtime.messages import Group, Trajectory
+from runtime.messages import Group
 from runtime.models import make_model
 from runtime.team import join_team, leave_team
 
-GROUPS, ANSWERS, STEPS = 4, 8, 3
-LENGTHS = 48, 240  # of answers, log-uniform
+ALIKE = {"task": "sum", "groups_per_step": 4, "group_size": 8}
+ALIKE |= {"token_budget": 1024, "reference_every": 0}
+TOKENS, STEPS = 130, 3  # of an answer, about; that are timed in a process
 
 
-def made_up(config: Config, task: Task, alphabet: torch.Tensor) -> list[Group]:
+def made_up(config: Config, alphabet: np.ndarray) -> list[Group]:
     """Groups of random answers with random rewards: a step costs what it costs with real ones."""
-    random, groups = np.random.default_rng(0), []
-    for number in range(config.groups_per_step):
-        group = Group(number, 0, task.reset(number, "train"))
-        for sample in range(config.group_size):
-            T = int(np.exp(random.uniform(*np.log(LENGTHS))))
-            t = Trajectory(number, sample, 0)
-            t.tokens = random.choice(alphabet.numpy(), T).astype(np.int32)
-            t.loss_mask = np.arange(T) >= 8
-            t.logprobs = np.where(t.loss_mask, -2.0, 0.0).astype(np.float32)
-            t.versions = np.where(t.loss_mask, 0, -1).astype(np.int32)
-            t.turns, t.reward = [(8, T)], float(random.integers(2))
-            group.trajectories.append(t)
-        groups.append(group)
+    groups = [episodes(0, {}, config.group_size, TOKENS) for _ in range(config.groups_per_step)]
+    for group in groups:
+        for t in group.trajectories:
+            t.tokens, t.reward = alphabet[t.tokens], float(t.sample_index % 2)
     return groups
 
 
-def member(rank: int, config: Config, folder: str) -> tuple:
-    """One learner: (seconds, seconds in meetings) of each step, and the bytes of a gradient."""
+def member(rank: int, config: Config, folder: str) -> list[tuple]:
+    """One learner: seconds of each step, and which share of them went into meetings."""
     torch.set_num_threads(1)
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task), (rank,))
@@ -59,16 +53,17 @@ def member(rank: int, config: Config, folder: str) -> tuple:
         state = None if rank else state_of(learner, whole_moments(learner))
         join_team(team, f"file://{folder}/meeting", own_gpus=False, limit=300.0)
         share(learner, state)
-    groups = made_up(config, task, learner.alphabet)
+    groups = made_up(config, learner.alphabet.numpy())
     for _ in range(1 + STEPS):  # the first one warms up
         begin, before = time.perf_counter(), team.seconds
         learner_step(learner, groups, config)
-        rows.append((time.perf_counter() - begin, team.seconds - before))
+        seconds = time.perf_counter() - begin
+        rows.append((seconds, (team.seconds - before) / seconds))
     leave_team(team)
-    return rows[1:], learner.weights.nbytes
+    return rows[1:]
 
 
-def run_team(config: Config) -> tuple:
+def run_team(config: Config) -> list[tuple]:
     """As many processes as there are learners; returns what rank 0 has found."""
     ranks = range(config.team_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,20 +75,17 @@ def run_team(config: Config) -> tuple:
 def bench_learners(folder: Path, rounds: int = 3) -> None:
     """Models `small` and `medium`, 1 and as many learners as there are cores (at most 4), in turn;
     learners.json in `folder`."""
-    sizes = [1, min(4, max(2, cores()))]
-    plan = [(model, size) for _ in range(rounds) for model in ("small", "medium") for size in sizes]
-    seconds, meetings, rows = {}, {}, []
-    alike = {"task": "sum", "groups_per_step": GROUPS, "group_size": ANSWERS}
-    alike |= {"token_budget": 1024, "reference_every": 0}
-    for model, size in tqdm(plan, unit="team"):
-        config = dataclasses.replace(Config(), model=model, learners=size, **alike)
-        found, weights = run_team(config)
-        seconds.setdefault((model, size), []).extend(column(found, 0))
-        meetings.setdefault((model, size), []).extend([b / a for a, b in found])
-        mine = seconds[model, 1], seconds[model, size]
-        row = {"model": model, "learners": size, "gradient_mb": weights / 1e6}
-        row |= {"step_s": spread(mine[1]), "in_meetings": spread(meetings[model, size])}
-        row["speed_up"] = float(np.median(mine[0]) / np.median(mine[1]))
-        rows = [r for r in rows if (r["model"], r["learners"]) != (model, size)] + [row]
-        save_result(folder, "learners", {"machine": describe_machine(), "rows": rows})
-    print_table(rows)
+    cases = list(product(("small", "medium"), (1, min(4, max(2, cores())))))
+    found = {case: [] for case in cases}
+    for model, size in tqdm(cases * rounds, unit="team"):
+        found[model, size] += run_team(Config(model=model, learners=size, **ALIKE))
+    rows = []
+    for (model, size), steps in found.items():
+        seconds, meetings = zip(*steps, strict=True)
+        alone = np.median(column(found[model, 1], 0))
+        row = {"model": model, "learners": size, "step_s": spread(seconds)}
+        row |= {"in_meetings": spread(meetings), "speed_up": float(alone / np.median(seconds))}
+        rows.append(row)
+    result = {"machine": describe_machine(), "rows": rows}
+    save_result(folder, "learners", result)
+    print(*learner_lines(result), sep="\n")

@@ -122,9 +122,9 @@ def test_moments_that_are_elsewhere_are_never_written_as_zeros(tmp_path):
 
 
 def test_a_step_of_a_team_is_measured():
-    rows, size = run_team(config_of(Path("nowhere"), task="sum", learners=2))
-    assert len(rows) == STEPS and size > 400_000
-    assert all(0 < meetings < seconds for seconds, meetings in rows)
+    rows = run_team(config_of(Path("nowhere"), task="sum", learners=2))
+    assert len(rows) == STEPS
+    assert all(0 < seconds and 0 < share < 1 for seconds, share in rows)
 
 
 def test_no_more_learners_than_samples():
