@@ -1,6 +1,6 @@
 """campaigns.py: what the project promises of whole runs, measured.
 
-`python bench.py tasks`, `staleness`, `replay`, `faults`, `disk` and `folder` run these.
+`python bench.py tasks`, `staleness`, `replay`, `faults` and `disk` run these.
 Left out: synchronous against asynchronous (races.py).
 """
 
@@ -88,10 +88,3 @@ def bench_faults(folder: Path, faults: int = 300) -> None:
         save_result(folder, "faults", result)
     for name, value in fault_rows(result):
         print(f"{name}: {value}")
-
-
-def bench_folder(folder: Path) -> None:
-    """A random folder that transformers has written learns, and is given back."""
-    from folder_run import learning
-
-    learning(folder)

@@ -24,6 +24,7 @@ import torch
 
 from cache import Cache, make_cache, reserve
 from lab.plots import save_result
+from lab.qwen import FIELDS, SIZES
 from lab.tables import memory_lines
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import DTYPES
@@ -33,17 +34,8 @@ from runtime.eightbit import form_of
 TOKENS = 131072
 SHAPES = {
     "medium": PRESETS["medium"],
-    "Qwen3-0.6B": {
-        "layers": 28,
-        "width": 1024,
-        "heads": 16,
-        "kv_heads": 8,
-        "head_width": 128,
-        "hidden": 3072,
-        "vocab_size": 151_936,
-        "qk_norm": True,
-        "index_width": 128,
-    },
+    "Qwen3-0.6B": dict(zip(FIELDS, SIZES["0.6B"], strict=True))
+    | {"qk_norm": True, "index_width": 128},
 }
 KINDS = {
     "dense": {},

@@ -4,7 +4,7 @@
 in one run, in turn (A B A B), with medians and extremes; the first round of each only warms up.
 On a GPU a way is timed twice: as one eager call, and as a replayed CUDA graph ("NAME, graph"), in
 which compiling, plans and the launching of kernels are not counted.
-Left out: training runs (races.py, campaigns.py).
+Left out: training runs (races.py, campaigns.py), models of Qwen3's form (qwen.py).
 """
 
 import time

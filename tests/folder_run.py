@@ -1,7 +1,9 @@
-"""What `python bench.py folder` is made of: folders with random models, and whether one of them
-learns, is written out again, and means the same to transformers.
+"""What `python bench.py folder` and `qwen` are made of: folders with random models, and whether one
+of them learns, is written out again, and means the same to transformers.
 """
 
+import json
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from rollout import Generator, generate, make_environment
 from runtime.config import Config
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
-from runtime.huggingface import load_weights, read_shape
+from runtime.huggingface import export, load_weights, read_shape
 from runtime.messages import Group
 from runtime.tokenizer import tokenizer_of
 
@@ -86,3 +88,25 @@ def same_answers(folder: Path, count: int = 64) -> str:
         )
         same += np.array_equal(found[0].numpy(), t.tokens)
     return f"{same} of {count}"
+
+
+def write_large(folder: Path, shape: dict, dtype: str) -> Path:
+    """A random model of this shape; its vocabulary is all bytes, and as many pairs and triples of
+    them as there must be. It needs no transformers."""
+    how = {"positions": "rope", "qk_norm": True, "rope_base": 1e6, "init_std": 0.02}
+    model = GPT(ModelConfig(**shape, **how, context=40_960), 0)
+    export(model, Config(dtype=dtype), folder)
+    path = folder / "tokenizer.json"
+    found, words = json.loads(path.read_text()), shape["vocab_size"]
+    letters = [name for name, i in found["model"]["vocab"].items() if i < 256]
+    pairs = [[a, b] for a, b in product(letters, letters)]
+    triples = ([a + b, c] for a, b, c in product(letters, letters, letters))
+    merges = [*pairs, *islice(triples, max(0, words - 258 - len(pairs)))][: words - 258]
+    names = [*letters, *(a + b for a, b in merges)]
+    found["model"] |= {"vocab": {name: i for i, name in enumerate(names)}, "merges": merges}
+    for token, number in zip(found["added_tokens"], (words - 2, words - 1), strict=True):
+        token["id"] = number
+    path.write_text(json.dumps(found))
+    stop = {"eos_token_id": [words - 2]}
+    (folder / "generation_config.json").write_text(json.dumps(stop))
+    return folder
