@@ -203,9 +203,10 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     views = named_weights(merged(model))  # safetensors wants every one in memory of its own
     own = {name: x.to("cpu", dtype).clone(memory_format=rows) for name, x in views.items()}
     save_file(own, folder / "model.safetensors", {"format": "pt"})
-    facts = {there: getattr(model.config, name) for name, there in FIELDS.items()}
+    own, longest = read_json(source / "config.json"), "max_position_embeddings"
+    facts = own | {there: getattr(model.config, name) for name, there in FIELDS.items()}
+    facts |= {longest: own.get(longest, facts[longest])}  # a run needs fewer
     facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    facts |= read_json(source / "config.json")  # its own positions, too: a run needs fewer
     facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
     write_json(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""
