@@ -1,13 +1,14 @@
 """plots.py: every picture of runs and measurements, and the files that measurements leave behind.
 
 A measurement writes NAME.json and NAME.png into a folder: `save_result`, `draw_*(..., path)`.
-Left out: the pictures of the laboratory, the recipe and the simulator, which stand beside them.
+Left out: pictures of one measurement only, which stand beside it.
 """
 
 import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,10 +52,21 @@ def spread(values: list[float]) -> dict:
     return {"median": median, "min": low, "max": high}
 
 
+def spread_text(found: dict, form: str = ".2f") -> str:
+    """A spread as text."""
+    median, low, high = (format(found[key], form) for key in ("median", "min", "max"))
+    return f"{median} ({low} to {high})"
+
+
 def between(values: list[float], form: str) -> str:
     """Smallest to largest of some numbers, as text."""
     ends = [format(value, form) for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(ends))
+
+
+def median_text(values: list[float], form: str) -> str:
+    """Median, lowest and highest, as text."""
+    return f"{np.median(values):{form}} ({between(values, form)})"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -67,6 +79,14 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
 def column(rows: list[dict], key: str) -> list:
     """One entry of each row."""
     return [row[key] for row in rows]
+
+
+def grouped(rows: list[dict], key: str) -> dict[Any, list[dict]]:
+    """The rows of each value of a key, in the order in which they come."""
+    found: dict[Any, list[dict]] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
 
 
 def print_table(rows: list[dict]) -> None:
@@ -86,7 +106,6 @@ def new_figure(size: tuple):
 
 def save_figure(figure, path: Path) -> None:
     """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
     write_file(path, picture.getvalue())
@@ -97,7 +116,7 @@ def save_figure(figure, path: Path) -> None:
 
 def draw_run(run: Path) -> None:
     """reward.png and timeline.png of one run folder, from its metrics and events."""
-    draw_reward(run, run / "reward.png")
+    draw_reward(run)
     draw_timeline([run], run / "timeline.png")
 
 
@@ -107,33 +126,40 @@ def name_of(run: Path) -> str:
     return printable(f"{config['task']}, {config['mode']}")
 
 
-def draw_reward(run: Path, path: Path) -> None:
-    """Reward and evaluation, and below them staleness, against wall-clock time."""
+def score_curves(rows: list[dict]) -> dict[str, tuple]:
+    """{label: (rows of metrics.jsonl, values)}: training reward and held-out score of each task."""
+    steps = [row for row in rows if "reward" in row]
+    exams = [row for row in rows if "eval" in row]
+    curves = {}
+    for task in exams[0]["eval"].get("tasks", [""]):
+        rewards = [(row["tasks"][task] if task else row)["reward"] for row in steps]
+        solved = [(row["tasks"][task] if task else row)["solved"] for row in column(exams, "eval")]
+        curves[f"{task} training reward".strip()] = (steps, rewards)
+        curves[f"{task} held-out, solved".strip()] = (exams, solved)
+    return curves
+
+
+def draw_reward(run: Path) -> None:
+    """reward.png: reward and evaluation, and below them staleness, against wall-clock time."""
     rows = read_lines(run / "metrics.jsonl")
     steps = [row for row in rows if "reward" in row]
-    evaluated = [row for row in rows if "eval" in row]
     if not steps:
         return
-    t, times = column(steps, "t"), column(evaluated, "t")
-    exams, oldest = column(evaluated, "eval"), column(steps, "staleness_max")
-    score = {}
-    for name, style in zip(exams[0].get("tasks", ()), STYLES, strict=False):
-        rewards = [row["tasks"][name]["reward"] for row in steps]
-        solved = [exam["tasks"][name]["solved"] for exam in exams]
-        score[f"{name}: reward"] = (style[:7] + ":", t, rewards)
-        score[f"{name}: solved"] = (style[:7] + "o-", times, solved)
-    if not score:  # one task
-        judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
-        score[f"training reward (mean{judge})"] = (BLUE, t, column(steps, "reward"))
-        score["evaluation: solved"] = (ORANGE + "o-", times, column(exams, "solved"))
-    staleness = {"mean": (GREEN, t, column(steps, "staleness_mean"))}
-    staleness["oldest token"] = (PURPLE, t, oldest)
-    time = (0, 1.02 * max(*t, *times))
+    scores = {}
+    for label, (own, values) in score_curves(rows).items():
+        scores[label] = (None, column(own, "t"), values)
+    t, oldest = column(steps, "t"), column(steps, "staleness_max")
+    ages = {
+        "mean": (GREEN, t, column(steps, "staleness_mean")),
+        "oldest token": (PURPLE, t, oldest),
+    }
+    time = (0, 1.02 * max(column(rows, "t")))
     above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05), "xlim": time}
     below = {"xlabel": "wall-clock time (s)", "ylabel": "staleness (versions)", "xlim": time}
     below["ylim"] = (-0.1, 1.5 * max(1, *oldest))
-    panels = [(score, above), (staleness, below)]
-    draw_panels(path, name_of(run), panels, (7, 5), columns=1)
+    judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
+    panels = [(scores, above), (ages, below)]
+    draw_panels(run / "reward.png", name_of(run) + judge, panels, (7, 5), columns=1)
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
@@ -174,29 +200,6 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     axis.set_xlabel("time (s); number and colour: policy version; pink: verifying; blank: idle")
     axis.set_yticks(range(len(rows)), rows, parse_math=False)
     save_figure(figure, path)
-
-
-# ------------------------------------------------------------------------------------- several runs
-
-
-def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
-    """Held-out score of each task against seconds (median at each evaluation), and episodes."""
-    tasks = list(dict.fromkeys(column(runs, "task")))
-    panels = []
-    for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
-        for task in tasks:
-            metric, goal = targets[task]
-            curves = {}
-            for mode, colour in zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False):
-                own = [r["held"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
-                if own:
-                    held = np.array(own)  # [seeds, evaluations, 3]
-                    curves[mode] = (colour, np.median(held[:, :, i], 0), held[:, :, 2])
-            longest = max(x[-1] for _, x, _ in curves.values())
-            curves["to be reached"] = ("#000000:", [0, longest], [goal] * 2)
-            axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
-            panels.append((curves, axis))
-    draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
 
 
 def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:

@@ -23,7 +23,17 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import RESULTS, between, column, draw_race, draw_timeline, markdown, save_result
+from lab.plots import (
+    RESULTS,
+    between,
+    column,
+    draw_panels,
+    draw_timeline,
+    grouped,
+    markdown,
+    median_text,
+    save_result,
+)
 from runtime.config import UserError, flag
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines
@@ -41,7 +51,6 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
 GPU_MODES = ("sync, one GPU", "async, η = 2")
 BASELINE = "sync, two threads"  # one core is raced, too, once: the better one is compared with
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}  # chosen before the runs, from others
-SHOWN = ["sync, one core", BASELINE, "sync, one GPU", *JUDGED.values()]  # in the picture
 # Scores to reach on held-out problems. `sum` climbs so slowly from 0.35 on that the seed decides
 # when it is at 0.4.
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
@@ -83,12 +92,7 @@ def run_command(trainer: str, run: Path, **flags) -> dict:
     return read_json(run / "summary.json") | {"command_s": seconds}
 
 
-def run_each(
-    plan: dict,
-    folder: Path,
-    keep: bool = False,
-    **alike,
-) -> Iterator[tuple[str, Path, dict]]:
+def run_each(plan: dict, folder: Path, keep: bool = False, **alike) -> Iterator[tuple]:
     """Run {name: flags} one after the other under a bar that says what runs now; yields name, run
     folder and summary. `alike`: flags of all; among the flags, `trainer` is the script. keep: the
     checkpoints stay."""
@@ -96,8 +100,7 @@ def run_each(
     for name, flags in bar:
         bar.set_description(name)
         run = folder / "-".join(re.findall("[a-z0-9.]+", name))
-        flags = {"trainer": "train_async.py"} | alike | flags
-        summary = run_command(flags.pop("trainer"), run, **flags)
+        summary = run_command(run=run, **{"trainer": "train_async.py"} | alike | flags)
         try:
             yield name, run, summary
         finally:  # checkpoints are the larger part of a run, and nobody resumes it
@@ -138,11 +141,39 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
             save_result(folder, file, {"machine": machine, "runs": rows})
             if seed == 0 and mode in (BASELINE, JUDGED[task]):
                 first.append(run)
-    draw_race(rows, SHOWN, TARGETS, folder / f"{file}.png")
+    draw_race(rows, folder / f"{file}.png")
     print(*race_table(rows), "", READING, sep="\n")
     if not gpu:
         draw_timeline(first, folder / "timeline.png")
         print("Few seeds give a first look: `--seeds 5` is what was recorded.")
+
+
+def draw_race(runs: list[dict], path: Path) -> None:
+    """Held-out score of each task against seconds (median at each evaluation), and episodes."""
+    tasks, panels = grouped(runs, "task"), []
+    for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
+        for task, own in tasks.items():
+            metric, goal = TARGETS[task]
+            curves = {}
+            for mode, same in grouped(own, "mode").items():
+                held = np.array(column(same, "held"))  # [seeds, evaluations, 3]
+                curves[mode] = (None, np.median(held[:, :, i], 0), held[:, :, 2])
+            longest = max(x[-1] for _, x, _ in curves.values())
+            curves["to be reached"] = ("#000000:", [0, longest], [goal] * 2)
+            axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
+            panels.append((curves, axis))
+    draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
+
+
+def held_out(run: Path, metric: str) -> list:
+    """[seconds, episodes, score] of each evaluation of a run, also of those that came late."""
+    trained, found = {0: 0}, []
+    for row in read_lines(run / "metrics.jsonl"):
+        if "samples" in row:
+            trained[row["step"]] = trained[row["step"] - 1] + row["samples"]
+        if "eval" in row:
+            found.append([row["t"], trained[row["step"]], row["eval"][metric]])
+    return found
 
 
 def speed_of(run: Path, summary: dict, task: str) -> dict:
@@ -151,22 +182,17 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     The clock starts when the first episode does, and the target is reached on a straight line
     between two evaluations.
     """
-    rows = read_lines(run / "metrics.jsonl")
     events = read_lines(run / "events.jsonl")
     zero = next(event["t"] for event in events if event["kind"] == "generate")
-    steps = [row for row in rows if "seconds" in row]
+    steps = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
     metric, goal = TARGETS[task]
-    size = steps[0]["samples"]
-    held = []  # seconds, episodes, score
-    for row in rows:
-        if "eval" in row:
-            held.append([max(0.0, row["t"] - zero), row["step"] * size, row["eval"][metric]])
+    held = [[max(0.0, t - zero), *others] for t, *others in held_out(run, metric)]
     target_s, target_samples = crossing(held, goal)
     return {
         "target_s": target_s,
         "target_samples": target_samples,
         "final": held[-1][2],
-        "samples_per_s": (len(steps) - 1) * size / (steps[-1]["t"] - steps[0]["t"]),
+        "samples_per_s": sum(column(steps[1:], "samples")) / (steps[-1]["t"] - steps[0]["t"]),
         "staleness": summary["staleness"]["mean"],
         "held": held,
     }
@@ -181,28 +207,26 @@ def crossing(held: list, goal: float) -> tuple:
     return None, None
 
 
-def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
-    """(the best synchronous mode of those with all seeds, {mode: medians over its seeds}); inf: the
-    score was not reached.
+def reached(runs: list[dict], key: str) -> list[float]:
+    """When each run has reached its score; inf where it has not."""
+    return [math.inf if value is None else value for value in column(runs, key)]
 
-    Beside the medians: `seconds` to the score and `finals` of all seeds; `gain`, median time to the
-    score of the best synchronous mode over that of this one, and `gains`, between which it lies.
+
+def modes_of(runs: list[dict]) -> tuple[str, dict[str, dict]]:
+    """Of the runs of a task (the best synchronous mode of those with all seeds, {mode: facts}).
+
+    The facts: MEASURED of all seeds; `median`, of the seconds to the score; `gain`, that of the
+    best synchronous mode over that of this one, and `gains`, between which it lies.
     """
-    modes: dict[str, list] = {}
-    for row in runs:
-        if row["task"] == task:
-            known = {key: math.inf if row[key] is None else row[key] for key in MEASURED}
-            modes.setdefault(row["mode"], []).append(known)
     found = {}
-    for mode, each in modes.items():
-        found[mode] = {key: float(np.median(column(each, key))) for key in MEASURED}
-        found[mode]["seconds"] = column(each, "target_s")
-        found[mode]["finals"] = column(each, "final")
-    most = max(len(row["seconds"]) for row in found.values())  # one lucky run is no baseline
-    synchronous = [m for m in found if m.startswith("sync") and len(found[m]["seconds"]) == most]
-    best = min(synchronous, key=lambda mode: found[mode]["target_s"])
+    for mode, own in grouped(runs, "mode").items():
+        found[mode] = {key: reached(own, key) for key in MEASURED}
+        found[mode]["median"] = np.median(found[mode]["target_s"])
+    most = max(len(row["target_s"]) for row in found.values())  # one lucky run is no baseline
+    synchronous = [m for m in found if m.startswith("sync") and len(found[m]["target_s"]) == most]
+    best = min(synchronous, key=lambda mode: found[mode]["median"])
     for row in found.values():
-        row["gain"], *row["gains"] = ratio_of_medians(found[best]["seconds"], row["seconds"])
+        row["gain"], *row["gains"] = ratio_of_medians(found[best]["target_s"], row["target_s"])
     return best, found
 
 
@@ -222,21 +246,21 @@ def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000)
 def race_table(runs: list[dict]) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
     lines = []
-    for task in dict.fromkeys(column(runs, "task")):
-        best, found = medians(runs, task)
+    for task, own in grouped(runs, "task").items():
+        best, found = modes_of(own)
         metric, goal = TARGETS[task]
         head = [f"`{task}`: to a held-out {metric} of {goal}", "seconds", "× best sync (90%)"]
         head += ["episodes", "episodes/s", "staleness", "final"]
         rows = []
         for mode, row in found.items():
             cells = [
-                f"{mode}{' (best sync)' * (mode == best)}, {len(row['seconds'])} seeds",
-                f"{row['target_s']:.1f} ({between(row['seconds'], '.1f')})",
+                f"{mode}{' (best sync)' * (mode == best)}, {len(row['target_s'])} seeds",
+                median_text(row["target_s"], ".1f"),
                 f"{row['gain']:.2f} ({between(row['gains'], '.2f')})",
-                f"{row['target_samples']:,.0f}",
-                f"{row['samples_per_s']:,.0f}",
-                f"{row['staleness']:.2f}",
-                f"{row['final']:.2f} ({between(row['finals'], '.2f')})",
+                f"{np.median(row['target_samples']):,.0f}",
+                f"{np.median(row['samples_per_s']):,.0f}",
+                f"{np.median(row['staleness']):.2f}",
+                median_text(row["final"], ".2f"),
             ]
             rows.append(cells)
         lines += ["", *markdown(head, rows)]

@@ -8,8 +8,8 @@ from itertools import product
 
 from lab.agents import AGENTS, agent_lines, by_arm, solved
 from lab.distil import distil_lines, judge_lines
-from lab.plots import RESULTS, between, column, load_result, markdown
-from lab.races import JUDGED, READING, medians, race_table
+from lab.plots import RESULTS, between, column, grouped, load_result, markdown
+from lab.races import JUDGED, READING, modes_of, race_table
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
@@ -62,13 +62,13 @@ def write_tables() -> str:
 
 def claims() -> str:
     """Those that matter, as a table; README.md has the same."""
-    runs = load_result("race")["runs"]
+    runs = grouped(load_result("race")["runs"], "task")
     gains = []
     for task, mode in JUDGED.items():
-        best, found = medians(runs, task)
+        best, found = modes_of(runs[task])
         row = found[mode]
-        interval = f"{between(row['gains'], '.2f')}; {len(row['seconds'])} seeds"
-        seconds = f"{row['target_s']:.1f} s, not {found[best]['target_s']:.1f} s"
+        interval = f"{between(row['gains'], '.2f')}; {len(row['target_s'])} seeds"
+        seconds = f"{row['median']:.1f} s, not {found[best]['median']:.1f} s"
         gains.append(f"`{task}` {row['gain']:.2f}× ({interval}, {seconds})")
     bounded = load_result("staleness")["runs"]
     ages = column(bounded, "staleness")
