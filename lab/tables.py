@@ -6,7 +6,7 @@ Left out: measuring, and pictures (plots.py).
 
 from itertools import product
 
-from lab.agents import AGENTS, agent_lines, by_arm, solved
+from lab.agents import AGENTS, agent_lines, solved
 from lab.distil import distil_lines, judge_lines
 from lab.plots import RESULTS, between, column, grouped, load_result, markdown
 from lab.races import JUDGED, READING, modes_of, race_table
@@ -75,7 +75,7 @@ def claims() -> str:
     over = max(age["max"] - age["bound"] for age in ages)
     books = column(bounded, "ledger")
     missing = sum(book["admitted"] - book["trained"] for book in books)
-    arms = by_arm(load_result("agents"))
+    arms = grouped(load_result("agents")["runs"], "arm")
     learned = [f"`{task}` {between(solved(arms[task]), '.0%')}" for task in AGENTS]
     slowest = max(column(sum((arms[task] for task in AGENTS), []), "command_s"))
     faults = load_result("faults")
