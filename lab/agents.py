@@ -93,6 +93,6 @@ def agent_lines(result: dict) -> list[str]:
     return [*lines, "", *markdown([*head, "generator busy"], rows)]
 
 
-def solved(runs: list[dict]) -> list[float]:
-    """The share that was solved at the end."""
-    return [run["eval"]["after"]["solved"] for run in runs]
+def solved(runs: list[dict], when: str = "after") -> list[float]:
+    """The shares that were solved before or after training."""
+    return [run["eval"][when]["solved"] for run in runs]

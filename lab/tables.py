@@ -8,7 +8,7 @@ from itertools import product
 
 from lab.agents import AGENTS, agent_lines, solved
 from lab.distil import distil_lines, judge_lines
-from lab.plots import RESULTS, between, column, grouped, load_result, markdown
+from lab.plots import RESULTS, between, column, grouped, load_result, markdown, spread_text
 from lab.races import JUDGED, READING, modes_of, race_table
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
@@ -109,13 +109,13 @@ against cuDNN: {at_8k} at 8k, {at_128k} at 128k tokens | short contexts are slow
 
 def task_lines(result: dict) -> list[str]:
     rows = []
-    for task in dict.fromkeys(column(result["runs"], "task")):
-        runs = [run for run in result["runs"] if run["task"] == task]
-        exams = column(runs, "eval")
-        cells = [f"`--task {task}`, {len(runs)} seeds, {runs[0]['steps']} steps"]
-        cells.append(between(column(column(exams, "before"), "solved"), ".0%"))
-        cells.append(between(column(column(exams, "after"), "solved"), ".1%"))
-        cells.append(between(column(runs, "command_s"), ".0f"))
+    for task, runs in grouped(result["runs"], "task").items():
+        cells = [
+            f"`--task {task}`, {len(runs)} seeds, {runs[0]['steps']} steps",
+            between(solved(runs, "before"), ".0%"),
+            between(solved(runs), ".1%"),
+            between(column(runs, "command_s"), ".0f"),
+        ]
         rows.append(cells)
     head = ["`train_async.py`", "solved before", "solved after", "seconds"]
     text = "Solved: the number was found within 6 guesses, or an answer has no mistake (greedy).\n"
@@ -127,10 +127,8 @@ def race_lines(result: dict) -> list[str]:
 
 
 def staleness_lines(result: dict) -> list[str]:
-    oldest = {}
-    for age in column(result["runs"], "staleness"):
-        oldest.setdefault(str(age["bound"]), []).append(age["max"])
-    rows = [[bound, str(max(ages))] for bound, ages in oldest.items()]
+    ages = grouped(column(result["runs"], "staleness"), "bound")
+    rows = [[str(bound), str(max(column(own, "max")))] for bound, own in ages.items()]
     text = f"`sum`, over all three swap modes, {len(result['runs'])} runs, in versions.\n"
     return [text, *markdown(["bound", "oldest token ever trained"], rows)]
 
@@ -275,12 +273,9 @@ def learner_lines(result: dict) -> list[str]:
     """A step of several learners; see lab/team.py."""
     rows = []
     for row in result["rows"]:
-        cells = [f"{row['step_s'][name]:.2f}" for name in ("median", "min", "max")]
-        meetings = f"{row['in_meetings']['median']:.1%}"
-        seconds = "{} ({} to {})".format(*cells)
-        rows.append(
-            [row["model"], str(row["learners"]), seconds, f"{row['speed_up']:.2f}×", meetings]
-        )
+        cells = [row["model"], str(row["learners"]), spread_text(row["step_s"])]
+        cells += [f"{row['speed_up']:.2f}×", f"{row['in_meetings']['median']:.1%}"]
+        rows.append(cells)
     return markdown(["model", "learners", "seconds a step", "speed-up", "of it in meetings"], rows)
 
 

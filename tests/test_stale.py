@@ -330,7 +330,7 @@ def test_every_stage_begins_where_another_has_ended(tmp_path):
         flags["steps"] * flags["groups_per_step"] * flags["group_size"]
         for flags in ({"groups_per_step": 16, "group_size": 16} | x for x in (taught, alone))
     ]
-    assert episodes == [distil.EPISODES] * 2, "the baseline has as many episodes"
+    assert episodes == [256 * 120] * 2, "the baseline has as many episodes"
 
 
 def test_the_table_of_distillation_has_medians():
