@@ -13,9 +13,10 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from lab.plots import between, column, grouped, markdown, save_result, spread, spread_text
-from lab.races import run_each
+from lab.races import run_command, run_each
 from reward_model import PairConfig, train
 from runtime.devices import describe_machine
 from runtime.folder import read_lines
@@ -43,37 +44,38 @@ def stages(folder: Path, seed: int) -> dict:
     return {f"{seed}-{name}": flags | {"seed": seed} for name, flags in plan.items()}
 
 
-def bench_distil(folder: Path, seeds: int = 3) -> None:
-    """The stages, several times; distil.json."""
-    rows = []
-    for seed in range(seeds):
+def bench_distil(folder: Path) -> None:
+    """The stages, three times; distil.json."""
+    result = {"machine": describe_machine(), "runs": []}
+    for seed in range(3):
         row = {"seed": seed}
         for name, _, summary in run_each(stages(folder, seed), folder, keep=True, **ALIKE):
             row[name.partition("-")[2]] = summary["eval"]
-        rows.append(row)
-        save_result(folder, "distil", {"machine": describe_machine(), "runs": rows})
-    print(*distil_lines({"runs": rows}), sep="\n")
+        result["runs"].append(row)
+        save_result(folder, "distil", result)
+    print(*distil_lines(result), sep="\n")
 
 
 # ---- a learned judge
 
 
-def bench_judge(folder: Path, seeds: int = 3) -> None:
+def bench_judge(folder: Path) -> None:
     """Reward models from two kinds of pairs, and what is learned from each; judge.json."""
-    rows = []
-    for seed, (judge, lengths) in product(range(seeds), JUDGES.items()):
-        flags, right = {"task": "reverse", "seed": seed, "steps": 150}, 1.0
+    result = {"machine": describe_machine(), "runs": []}
+    for seed, (judge, lengths) in tqdm([*product(range(3), JUDGES.items())], unit="run"):
+        row = {"seed": seed, "judge": judge, "right": 1.0}
+        flags = ALIKE | {"task": "reverse", "seed": seed, "steps": 150}
         if lengths:
             judges = folder / f"judges-{seed}-{lengths}"
-            right = train(PairConfig("reverse", str(judges), seed=seed, lengths=lengths))
-            flags["reward_model"] = str(judges.resolve())
-        for _, run, summary in run_each({f"{seed}-{lengths or 'task'}": flags}, folder, **ALIKE):
-            steps = [row for row in read_lines(run / "metrics.jsonl") if "reward" in row]
-            believed = float(np.mean(column(steps[-10:], "reward")))
-            row = {"seed": seed, "judge": judge, "right": right, "believed": believed}
-            rows.append(row | {"true": summary["eval"]["after"]["reward"]})
-        save_result(folder, "judge", {"machine": describe_machine(), "runs": rows})
-    print(*judge_lines({"runs": rows}), sep="\n")
+            row["right"] = train(PairConfig("reverse", str(judges), seed=seed, lengths=lengths))
+            flags["reward_model"] = judges.resolve()
+        run = folder / f"{seed}-{lengths or 'task'}"
+        row["true"] = run_command("train_async.py", run, **flags)["eval"]["after"]["reward"]
+        steps = [step for step in read_lines(run / "metrics.jsonl") if "reward" in step]
+        row["believed"] = float(np.mean(column(steps[-10:], "reward")))
+        result["runs"].append(row)
+        save_result(folder, "judge", result)
+    print(*judge_lines(result), sep="\n")
 
 
 def judge_lines(result: dict) -> list[str]:

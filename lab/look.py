@@ -14,7 +14,6 @@ Axes: M generated tokens
 
 import json
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 
 import losses
 from buffer import pack
-from lab.plots import column
+from lab.plots import column, score_curves
 from lab.replay import played_again, read_script, recorded
 from learner import Learner, bounds_of, samples_of, tokens_of
 from reward import part_of, task_of
@@ -57,14 +56,12 @@ def look(words: list[str]) -> str:
     UserError where the run cannot be played again. Where it comes out otherwise than its log says
     (on another processor), the page has tokens up to there, and TrainingStopped is raised.
     """
-    begin = time.monotonic()
     named = ["--run"] if words and not words[0].startswith("-") else []
     said = "bench.py look RUN writes RUN/look.html: a run, token by token"
     asked = parse(said, named + words, LookConfig)
     require(asked.run, "look: must be given a run folder, as in look runs/NAME")
     try:
-        config = Config(replay=asked.run, task=asked.task or Config.task)
-        config, summary = recorded(config)
+        config, summary = recorded(Config(replay=asked.run, task=asked.task or Config.task))
     except UserError as error:
         raise UserError(str(error).replace("--replay", "look", 1)) from error
     page = look_into(config, summary, asked.groups)
@@ -73,7 +70,7 @@ def look(words: list[str]) -> str:
     with blame(f"look {asked.run}: must be writable", OSError):
         write_file(path, text.encode())
     shown = f"{len(page['groups']):,} of {page['run']['groups']:,} groups token by token"
-    said = f"{path}: {len(text) / 1e6:.2f} MB, {shown}, {time.monotonic() - begin:.0f} s"
+    said = f"{path}: {len(text) / 1e6:.2f} MB, {shown}"
     if page["trouble"]:
         raise TrainingStopped(f"{page['trouble']}; {said}")
     return said
@@ -208,18 +205,11 @@ def lives_of(events: list[dict]) -> dict[int, dict]:
 
 def curves_of(rows: list[dict]) -> list[dict]:
     """Training reward and held-out score by step, of each task."""
-    steps = thinned([row for row in rows if "reward" in row])
-    exams = thinned([row for row in rows if "eval" in row])
     found = []
-    for name in exams[0]["eval"].get("tasks", [""]) if exams else [""]:
-        for key, text, own in (
-            ("reward", "training reward", steps),
-            ("solved", "held-out, solved", exams),
-        ):
-            parts = [row.get("eval", row) if own is exams else row for row in own]
-            y = [short((part["tasks"][name] if name else part)[key]) for part in parts]
-            curve = {"name": f"{name} {text}".strip(), "exam": own is exams}
-            found.append(curve | {"x": column(own, "step"), "y": y})
+    for name, (own, values) in score_curves(rows).items():
+        y = [short(value) for value in thinned(values)]
+        curve = {"name": name, "exam": name.endswith("solved")}
+        found.append(curve | {"x": column(thinned(own), "step"), "y": y})
     return found
 
 

@@ -126,7 +126,7 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
         raise UserError("--modes gpu: must be run on a machine with a CUDA device")
     file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
-    rows = []
+    result = {"machine": machine, "runs": []}
     first = []  # the two runs of a task that the timeline shows
     for seed in range(config.seeds):
         if config == RaceConfig() and time.monotonic() - begin >= SECONDS:
@@ -137,12 +137,13 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
             flags[name] |= GPU_FLAGS if gpu else {}
         for name, run, summary in run_each(flags, folder):
             task, mode = plan[name]
-            rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
-            save_result(folder, file, {"machine": machine, "runs": rows})
+            row = {"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task)
+            result["runs"].append(row)
+            save_result(folder, file, result)
             if seed == 0 and mode in (BASELINE, JUDGED[task]):
                 first.append(run)
-    draw_race(rows, folder / f"{file}.png")
-    print(*race_table(rows), "", READING, sep="\n")
+    draw_race(result["runs"], folder / f"{file}.png")
+    print(*race_lines(result), sep="\n")
     if not gpu:
         draw_timeline(first, folder / "timeline.png")
         print("Few seeds give a first look: `--seeds 5` is what was recorded.")
@@ -243,10 +244,10 @@ def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000)
     return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
 
 
-def race_table(runs: list[dict]) -> list[str]:
+def race_lines(result: dict) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
-    lines = []
-    for task, own in grouped(runs, "task").items():
+    lines = [READING]
+    for task, own in grouped(result["runs"], "task").items():
         best, found = modes_of(own)
         metric, goal = TARGETS[task]
         head = [f"`{task}`: to a held-out {metric} of {goal}", "seconds", "× best sync (90%)"]

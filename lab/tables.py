@@ -9,7 +9,7 @@ from itertools import product
 from lab.agents import AGENTS, agent_lines, solved
 from lab.distil import distil_lines, judge_lines
 from lab.plots import RESULTS, between, column, grouped, load_result, markdown, spread_text
-from lab.races import JUDGED, READING, modes_of, race_table
+from lab.races import JUDGED, modes_of, race_lines
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
@@ -120,10 +120,6 @@ def task_lines(result: dict) -> list[str]:
     head = ["`train_async.py`", "solved before", "solved after", "seconds"]
     text = "Solved: the number was found within 6 guesses, or an answer has no mistake (greedy).\n"
     return [text, *markdown(head, rows)]
-
-
-def race_lines(result: dict) -> list[str]:
-    return [READING, *race_table(result["runs"])]
 
 
 def staleness_lines(result: dict) -> list[str]:

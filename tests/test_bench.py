@@ -264,7 +264,7 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     runs = [raced(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
     runs[-1]["target_s"] = None  # never got there
     runs.append(raced("sync, lucky", 0, 5, 20))  # one run is no baseline for three
-    lines = races.race_table(runs)
+    lines = races.race_lines({"runs": runs})
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     found = {row[1]: row[2:4] for row in rows if len(row) > 3}
     best = ["21.0 (20.0 to 22.0)", "1.00 (0.91 to 1.10)"]
