@@ -10,9 +10,8 @@ An arm is a set of flags with several seeds. Left out: what the estimators are b
 from collections import Counter
 from pathlib import Path
 
-from lab.plots import between, column, grouped, markdown, median_text, save_result
+from lab.plots import between, column, grouped, markdown, median_text, new_result, save_result
 from lab.races import ROOT, crossing, held_out, reached, run_each
-from runtime.devices import describe_machine
 
 AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
 GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
@@ -50,7 +49,7 @@ def agent_plan(folder: Path) -> dict[str, dict]:
 
 def bench_agents(folder: Path) -> None:
     """Every arm: solved before and after, seconds, and episodes to the goal of the task."""
-    result = {"machine": describe_machine(), "runs": []}
+    result = new_result()
     for name, run, summary in run_each(agent_plan(folder), folder):
         arm, _, seed = name.rpartition(", seed ")
         row = {"arm": arm, "seed": seed} | {key: summary.get(key) for key in SUMMARY}
@@ -88,7 +87,7 @@ def agent_lines(result: dict) -> list[str]:
     for faults in ("no", "yes"):
         (run,) = arms[f"slow, faults: {faults}"]
         counts = sum(run.get("faults", {}).values()), run["samples"], *run["sessions"].values()
-        rows.append([*map(str, counts), f"{run['utilization']['rollout']:.0%}"])
+        rows.append([*counts, f"{run['utilization']['rollout']:.0%}"])
     head = ["faults in an environment of 200 ms", "episodes trained", "sessions opened", "closed"]
     return [*lines, "", *markdown([*head, "generator busy"], rows)]
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from lab.plots import draw_timeline, save_result
+from lab.plots import draw_timeline, new_result, save_result
 from lab.races import ROOT, run_each
 from runtime.config import SWAPS
-from runtime.devices import describe_machine
 
-SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "weights_sha256", "command_s")
+SUMMARY = ("steps", "staleness", "ledger", "eval", "command_s")
 
 
 def campaign_runs(folder: Path, name: str, plan: list[dict], **alike) -> Iterator[tuple]:
@@ -25,7 +24,7 @@ def campaign_runs(folder: Path, name: str, plan: list[dict], **alike) -> Iterato
     caller adds to the row is saved.
     """
     named = {", ".join(map(str, flags.values())): flags for flags in plan}
-    result = {"machine": describe_machine(), **alike, "runs": []}
+    result = new_result(**alike)
     for label, run, summary in run_each(named, folder, **alike):
         row = named[label] | {key: summary[key] for key in SUMMARY}
         result["runs"].append(row)
@@ -72,19 +71,19 @@ def bench_disk(folder: Path) -> None:
     """Run folders that are damaged, killed or hostile: each goes on, or is refused in one line."""
     from disk import everything
 
-    save_result(folder, "disk", {"machine": describe_machine()} | everything(folder))
+    save_result(folder, "disk", new_result() | everything(folder))
 
 
 def bench_faults(folder: Path, faults: int = 300) -> None:
     """A randomised campaign of faults over all roles, and kills in the middle of checkpoints."""
     from faults import campaign, checkpoint_kills
 
-    from lab.tables import fault_rows
+    from lab.tables import fault_facts
 
-    result = {"machine": describe_machine()}
+    result = new_result()
     result["checkpoint_kills"] = checkpoint_kills(folder / "kills", rounds=5)
     for so_far in campaign(folder, faults):
         result |= so_far
         save_result(folder, "faults", result)
-    for name, value in fault_rows(result):
+    for name, value in fault_facts(result).items():
         print(f"{name}: {value}")

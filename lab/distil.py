@@ -15,10 +15,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import between, column, grouped, markdown, save_result, spread, spread_text
+from lab.plots import (
+    between,
+    column,
+    grouped,
+    markdown,
+    new_result,
+    save_result,
+    spread,
+    spread_text,
+)
 from lab.races import run_command, run_each
 from reward_model import PairConfig, train
-from runtime.devices import describe_machine
 from runtime.folder import read_lines
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
@@ -46,7 +54,7 @@ def stages(folder: Path, seed: int) -> dict:
 
 def bench_distil(folder: Path) -> None:
     """The stages, three times; distil.json."""
-    result = {"machine": describe_machine(), "runs": []}
+    result = new_result()
     for seed in range(3):
         row = {"seed": seed}
         for name, _, summary in run_each(stages(folder, seed), folder, keep=True, **ALIKE):
@@ -61,7 +69,7 @@ def bench_distil(folder: Path) -> None:
 
 def bench_judge(folder: Path) -> None:
     """Reward models from two kinds of pairs, and what is learned from each; judge.json."""
-    result = {"machine": describe_machine(), "runs": []}
+    result = new_result()
     for seed, (judge, lengths) in tqdm([*product(range(3), JUDGES.items())], unit="run"):
         row = {"seed": seed, "judge": judge, "right": 1.0}
         flags = ALIKE | {"task": "reverse", "seed": seed, "steps": 150}

@@ -7,12 +7,14 @@ Left out: pictures of one measurement only, which stand beside it.
 import io
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime.config import printable
+from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_file
 
 # colour-blind safe (Okabe & Ito, 2008)
@@ -31,6 +33,11 @@ SHADES = "#00224e #213b6e #4c556c #6c6e72 #8e8978 #b1a570 #d9c55c #fee838".split
 LOGARITHMIC = {"xscale": "log", "yscale": "log"}  # settings of an axis
 
 RESULTS = Path(__file__).parent.parent / "results"
+
+
+def new_result(**alike) -> dict:
+    """A measurement that begins: the machine, what its runs have in common, and no run."""
+    return {"machine": describe_machine(), **alike, "runs": []}
 
 
 def save_result(folder: Path, name: str, result: dict) -> None:
@@ -69,11 +76,14 @@ def median_text(values: list[float], form: str) -> str:
     return f"{np.median(values):{form}} ({between(values, form)})"
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+def markdown(head: list[str], rows: Iterable) -> list[str]:
     """A table as lines of Markdown, its columns aligned for a screen."""
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+    columns = []
+    for cells in zip(head, *rows, strict=True):
+        texts = [str(cell) for cell in cells]
+        width = max(map(len, texts))
+        columns.append([text.ljust(width) for text in (texts[0], "-" * width, *texts[1:])])
+    return [f"| {' | '.join(line)} |" for line in zip(*columns, strict=True)]
 
 
 def column(rows: list[dict], key: str) -> list:
@@ -93,7 +103,7 @@ def print_table(rows: list[dict]) -> None:
     """Print rows with the same keys as a table."""
     cells = []
     for row in rows:
-        cells.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()])
+        cells.append([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()])
     print(*markdown(list(rows[0]), cells), sep="\n")
 
 

@@ -32,10 +32,10 @@ from lab.plots import (
     grouped,
     markdown,
     median_text,
+    new_result,
     save_result,
 )
-from runtime.config import UserError, flag
-from runtime.devices import describe_machine
+from runtime.config import flag, require
 from runtime.folder import read_json, read_lines
 
 ROOT = RESULTS.parent
@@ -121,12 +121,11 @@ def race_plan(seed: int, modes: str) -> dict[str, tuple]:
 def bench_race(folder: Path, config: RaceConfig) -> None:
     """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`; seed after seed,
     so that slow minutes hit all modes alike."""
-    machine, gpu = describe_machine(), config.modes == "gpu"
-    if gpu and not machine["gpus"]:
-        raise UserError("--modes gpu: must be run on a machine with a CUDA device")
+    result, gpu = new_result(), config.modes == "gpu"
+    said = "--modes gpu: must be run on a machine with a CUDA device"
+    require(result["machine"]["gpus"] or not gpu, said)
     file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
-    result = {"machine": machine, "runs": []}
     first = []  # the two runs of a task that the timeline shows
     for seed in range(config.seeds):
         if config == RaceConfig() and time.monotonic() - begin >= SECONDS:

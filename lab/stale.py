@@ -29,6 +29,7 @@ from lab.plots import (
     grouped,
     markdown,
     new_figure,
+    new_result,
     save_figure,
     save_result,
     spread,
@@ -38,7 +39,7 @@ from learner import Learner, learner_step, make_learner, new_groups
 from reward import Task, problem_of, task_of, verify_group
 from rollout import Generator, generate, make_generator
 from runtime.config import DAMPERS, OBJECTIVES, Config
-from runtime.devices import cores, describe_machine
+from runtime.devices import cores
 from runtime.messages import Group, apply_verdicts
 from runtime.models import make_model
 
@@ -112,7 +113,7 @@ def held_out(learner: Learner, task: Task, config: Config) -> float:
 
 def run_all(plan: list[dict], folder: Path, name: str, alike: dict) -> dict:
     """The runs of a plan, one on each core; the measurement, which is saved after each run."""
-    result = {"machine": describe_machine(), "alike": alike, "runs": []}
+    result = new_result(alike=alike)
     with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
         runs = pool.map(run_row, plan, repeat(alike))
         for row in tqdm(runs, total=len(plan), unit="run"):

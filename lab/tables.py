@@ -124,7 +124,7 @@ def task_lines(result: dict) -> list[str]:
 
 def staleness_lines(result: dict) -> list[str]:
     ages = grouped(column(result["runs"], "staleness"), "bound")
-    rows = [[str(bound), str(max(column(own, "max")))] for bound, own in ages.items()]
+    rows = [[bound, max(column(own, "max"))] for bound, own in ages.items()]
     text = f"`sum`, over all three swap modes, {len(result['runs'])} runs, in versions.\n"
     return [text, *markdown(["bound", "oldest token ever trained"], rows)]
 
@@ -137,19 +137,17 @@ def nested_table(corner: str, cells: dict[str, dict[str, str]]) -> list[str]:
 
 def fault_lines(result: dict, replay: dict) -> list[str]:
     same = column(replay["runs"], "same")
-    row = ["runs of 50 steps replayed to the same weights", f"{sum(same)} of {len(same)}"]
-    return markdown(["faults on purpose", ""], [*fault_rows(result), row])
+    replayed = {"runs of 50 steps replayed to the same weights": f"{sum(same)} of {len(same)}"}
+    return markdown(["faults on purpose", ""], (fault_facts(result) | replayed).items())
 
 
-def fault_rows(result: dict) -> list[list[str]]:
-    """What a campaign of faults has shown so far."""
-    dead, silent = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
+def fault_facts(result: dict) -> dict:
+    """What a campaign of faults has shown."""
+    dead, silent, again = result["noticed_after_s"].values()
     kills, ends = result["checkpoint_kills"], result["ends"]
-    again = result["noticed_after_s"].get("learners again")
-    again = again and f"{again['median']:.1f}, at most {again['max']:.1f}"
     hangs = sum("hangs" in said for said in column(result["failures"], "said"))
     by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
-    cells = {
+    return {
         f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
         "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
         "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
@@ -157,12 +155,11 @@ def fault_rows(result: dict) -> list[list[str]]:
         "groups made again": result["requeued"],
         "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
         "until a silent one is": f"{silent['median']:.1f}, at most {silent['max']:.1f}",
-        **({"until all learners are there again": again} if again else {}),
+        "until all learners are there again": f"{again['median']:.1f}, at most {again['max']:.1f}",
         "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
         "kills in the middle of a checkpoint": kills["kills"],
         "weights at the end as without kills": "yes" if kills["bitwise_equal"] else "NO",
     }
-    return [[name, str(value)] for name, value in cells.items()]
 
 
 def folder_lines(result: dict) -> list[str]:
@@ -237,7 +234,7 @@ def memory_lines(result: dict) -> list[str]:
     latent = []
     for name, n in result["latent"].items():
         whole = 61 * result["tokens"] * n / 1e9
-        latent.append([name, str(n), f"{n / wide:.3f}", f"{whole:.2f}"])
+        latent.append([name, n, f"{n / wide:.3f}", f"{whole:.2f}"])
     return [
         LONG.format(result["tokens"], worst),
         *nested_table("MB", cells),
@@ -261,7 +258,7 @@ def disk_lines(result: dict) -> list[str]:
     """How the commands on each kind of run folder ended."""
     rows = []
     for kind in ("damaged", "killed", "hostile"):
-        rows.append([kind, result[kind]["said"], str(len(result[kind]["wrong"]))])
+        rows.append([kind, result[kind]["said"], len(result[kind]["wrong"])])
     return markdown(["run folders", "how it ended", "otherwise"], rows)
 
 
@@ -269,7 +266,7 @@ def learner_lines(result: dict) -> list[str]:
     """A step of several learners; see lab/team.py."""
     rows = []
     for row in result["rows"]:
-        cells = [row["model"], str(row["learners"]), spread_text(row["step_s"])]
+        cells = [row["model"], row["learners"], spread_text(row["step_s"])]
         cells += [f"{row['speed_up']:.2f}×", f"{row['in_meetings']['median']:.1%}"]
         rows.append(cells)
     return markdown(["model", "learners", "seconds a step", "speed-up", "of it in meetings"], rows)

@@ -224,7 +224,7 @@ def raced(mode: str, seed: int, seconds: float, rate: float, task: str = "guess"
 
 def test_without_a_gpu_its_race_says_so(monkeypatch, capsys):
     machine = describe_machine() | {"gpus": []}
-    monkeypatch.setattr(races, "describe_machine", lambda: machine)
+    monkeypatch.setattr(plots, "describe_machine", lambda: machine)
     assert "with a CUDA device" in refused(["race", "--modes", "gpu"], capsys)
 
 
