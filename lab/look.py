@@ -124,10 +124,9 @@ def choose(steps: list[dict], scores: dict, groups: int) -> set[int]:
     """The groups whose tokens are shown: spread evenly over all that were trained; as many as asked
     for (0: a usual number), or as fit into a page, at least one."""
     every = [group_id for step in steps for group_id in step["groups"]]
-    tokens = sum(sum(scores[group_id]["lengths"]) for group_id in every)
-    size = max(1.0, tokens / max(1, len(every)))  # of a group, on average
-    count = min(groups or int(USUAL / size), int(MOST / size))
-    count = min(max(1, count), len(every))
+    tokens = max(1, sum(sum(scores[group_id]["lengths"]) for group_id in every))
+    usual, most = (len(every) * size // tokens for size in (USUAL, MOST))
+    count = min(max(1, min(groups or usual, most)), len(every))
     return {every[int((i + 0.5) * len(every) / count)] for i in range(count)}
 
 
@@ -138,9 +137,8 @@ def choose(steps: list[dict], scores: dict, groups: int) -> set[int]:
 def facts_of(learner: Learner, batch: list, own: list, config: Config) -> tuple[dict, Counter]:
     """What the learner makes of some groups of its batch before the step: of each episode, by key,
     a row [M] for each of FACTS, for `clipped` and `capped`; and how often each is trained."""
-    samples, _ = samples_of(
-        learner, batch, config
-    )  # of the whole batch: its rewards may be compared
+    # of the whole batch: its rewards may be compared
+    samples, _ = samples_of(learner, batch, config)
     times, ids = Counter(t.key for t, _ in samples), {group.group_id for group in own}
     samples = [*{t.key: (t, credit) for t, credit in samples if t.group_id in ids}.values()]
     found = {}

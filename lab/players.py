@@ -26,11 +26,16 @@ def episodes(start: int, problem: dict, size: int, tokens: int) -> Group:
     for sample in range(size):
         total = PROMPT + int(random.integers(tokens // 2, 3 * tokens // 2))
         mask = np.arange(total) >= PROMPT
-        episode = Trajectory(MARK, sample, noise_key=int(random.integers(2**62)))
-        episode.tokens = random.integers(0, 8, total, np.int32)
-        episode.loss_mask, episode.turns = mask, [(PROMPT, total)]
-        episode.logprobs = np.where(mask, -random.random(total), 0.0).astype(np.float32)
-        episode.versions = np.where(mask, start, -1).astype(np.int32)
+        episode = Trajectory(
+            MARK,
+            sample,
+            noise_key=int(random.integers(2**62)),
+            turns=[(PROMPT, total)],
+            tokens=random.integers(0, 8, total, np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -random.random(total), 0.0).astype(np.float32),
+            versions=np.where(mask, start, -1).astype(np.int32),
+        )
         group.trajectories.append(episode)
     return group
 
