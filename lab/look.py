@@ -184,17 +184,16 @@ def lives_of(events: list[dict]) -> dict[int, dict]:
     issued again the last time counts."""
     lives = {}
     for event in events:
-        kind, at = event["kind"], event["t"]
-        end = round(at + event.get("seconds", 0.0), 6)
-        match kind:
-            case "admit" | "requeue":
-                again = {"again": kind == "requeue"}
-                lives[event["group"]] = again | {"admit": at, "worker": event["worker"]}
-            case "start" | "finish":
+        at, end = event["t"], round(event["t"] + event.get("seconds", 0.0), 6)
+        match event["kind"]:
+            case "admit" | "requeue" as kind:
+                life = {"again": kind == "requeue", "admit": at, "worker": event["worker"]}
+                lives[event["group"]] = life
+            case "start" | "finish" as kind:
                 lives[event["group"]][kind] = at
             case "score":
-                facts = {"score": at, "scored": end, "judge": event["process"]}
-                lives[event["group"]] |= facts
+                life = {"score": at, "scored": end, "judge": event["process"]}
+                lives[event["group"]] |= life
             case "train":
                 for group_id in event["groups"]:
                     lives[group_id] |= {"train": at, "trained": end}
@@ -219,10 +218,9 @@ def steps_of(rows: list[dict], steps: list[dict], lives: dict) -> list[dict]:
         row = metrics.get(event["version"] + 1, {})
         own = [lives[group_id] for group_id in event["groups"]]
         means = [np.mean(column(own, moment)) for moment in MOMENTS]
-        facts = {name: short(row.get(name)) for name in METRICS}
-        facts |= {"step": event["version"] + 1, "t": event["t"]}
-        facts |= {"seconds": short(event["seconds"]), "waits": [short(x) for x in np.diff(means)]}
-        found.append(facts)
+        facts = {"step": event["version"] + 1, "t": event["t"], "seconds": short(event["seconds"])}
+        facts["waits"] = [short(x) for x in np.diff(means)]
+        found.append(facts | {name: short(row.get(name)) for name in METRICS})
     return found
 
 

@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -91,9 +90,9 @@ def column(rows: list[dict], key: str) -> list:
     return [row[key] for row in rows]
 
 
-def grouped(rows: list[dict], key: str) -> dict[Any, list[dict]]:
+def grouped(rows: list[dict], key: str) -> dict:
     """The rows of each value of a key, in the order in which they come."""
-    found: dict[Any, list[dict]] = {}
+    found = {}
     for row in rows:
         found.setdefault(row[key], []).append(row)
     return found

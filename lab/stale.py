@@ -12,7 +12,7 @@ Left out: time (races.py). The rows of a plan are fixed before its first run: `p
 import copy
 import dataclasses
 import time
-from collections import deque
+from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product, repeat
 from multiprocessing import get_context
@@ -165,27 +165,24 @@ def bench_staleness_methods(folder: Path) -> None:
 def areas(runs: list[dict], arm: str, conditions) -> dict[tuple, float]:
     """(task, seed) -> mean held-out reward over the run, of one arm. Runs of one seed begin alike
     in all conditions, so they are one draw: their mean."""
-    found: dict[tuple, list] = {}
+    found = defaultdict(list)
     for run in runs:
         if run["arm"] == arm and run["condition"] in conditions:
-            found.setdefault((run["task"], run["seed"]), []).append(run["area"])
+            found[run["task"], run["seed"]].append(run["area"])
     return {draw: float(np.mean(each)) for draw, each in found.items()}
 
 
 def compared(runs: list[dict], arm: str, conditions=STALE) -> tuple:
-    """How much better an arm is than what it is compared with, on the same tasks and seeds: the
-    mean difference, and its 99% interval. An objective is compared with no correction, what goes
-    beside one with that objective alone."""
+    """Whether an arm "helps", "hurts" or "cannot be told" from what it is compared with, on the
+    same tasks and seeds; the mean difference, and its 99% interval. An objective is compared with
+    no correction, what goes beside one with that objective alone."""
     objective, _, remedy = arm.partition(" + ")
     alone = areas(runs, objective if remedy else "reinforce", conditions)
     gaps = np.array([area - alone[draw] for draw, area in areas(runs, arm, conditions).items()])
     half = STUDENT[len(gaps)] * gaps.std(ddof=1) / len(gaps) ** 0.5
-    return gaps.mean(), gaps.mean() - half, gaps.mean() + half
-
-
-def verdict(low: float, high: float) -> str:
-    """In words, what an interval says."""
-    return "helps" if low > 0 else "hurts" if high < 0 else "cannot be told"
+    mean, low, high = gaps.mean(), gaps.mean() - half, gaps.mean() + half
+    word = "helps" if low > 0 else "hurts" if high < 0 else "cannot be told"
+    return word, mean, low, high
 
 
 def split_arms(runs: list[dict]) -> tuple[list[str], list[str]]:
@@ -196,8 +193,8 @@ def split_arms(runs: list[dict]) -> tuple[list[str], list[str]]:
 
 def gain(runs: list[dict], arm: str, conditions=STALE) -> str:
     """What an arm is worth, in words and figures."""
-    mean, low, high = compared(runs, arm, conditions)
-    return f"{verdict(low, high)}, {mean:+.3f} ({low:+.3f} to {high:+.3f})"
+    word, mean, low, high = compared(runs, arm, conditions)
+    return f"{word}, {mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def method_lines(result: dict) -> list[str]:
@@ -226,46 +223,47 @@ def method_lines(result: dict) -> list[str]:
 
 
 def method_claim(result: dict) -> str:
-    """Which objectives help on both tasks, and on one, best first; and beside how many objectives
-    (of both tasks) each remedy helps, and hurts."""
+    """Which objectives help on both tasks, and on one; and beside how many objectives (of both
+    tasks) each remedy helps, and hurts."""
     alone, beside = split_arms(result["runs"])
-    tasks = grouped(result["runs"], "task").values()
-    words, said = {}, []
+    tasks, words, said = grouped(result["runs"], "task").values(), {}, []
     for arm in [*alone, *beside]:
-        words[arm] = [verdict(*compared(own, arm)[1:]) for own in tasks]
-    kinds = {"both tasks": (2, 0), "one": (1, 0), "one and hurt on the other": (1, 1)}
-    for where, counts in kinds.items():
-        found = {arm: (words[arm].count("helps"), words[arm].count("hurts")) for arm in alone}
-        names = [f"`{arm}`" for arm in alone if found[arm] == counts]
+        words[arm] = sorted(compared(own, arm)[0] for own in tasks)
+    kinds = {
+        "both tasks": ["helps", "helps"],
+        "one": ["cannot be told", "helps"],
+        "one and hurt on the other": ["helps", "hurts"],
+    }
+    for where, wanted in kinds.items():
+        names = [f"`{arm}`" for arm in alone if words[arm] == wanted]
         said.append(f"{', '.join(names) or 'none'} help on {where}")
-    said.append("beside them, cases in which a remedy helps, hurts")
     cases = []
     for fix in FIXES:
-        each = [word for arm in beside if arm.endswith(fix) for word in words[arm]]
+        each = sum((words[arm] for arm in beside if arm.endswith(fix)), [])
         cases.append(f"`{fix}` {each.count('helps')}, {each.count('hurts')} of {len(each)}")
-    return f"{'; '.join(said)}: {'; '.join(cases)}"
+    remedies = "beside them, cases in which a remedy helps, hurts"
+    return f"{'; '.join(said)}; {remedies}: {'; '.join(cases)}"
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
     """Above, what each objective gains on data that are 4 and 16 versions old; below, what each
     remedy beside it gains."""
     names, beside = split_arms(runs)
-    names.sort(key=lambda arm: compared(runs, arm)[0])
+    names.sort(key=lambda arm: compared(runs, arm)[1])
     figure = new_figure((11, 9))
     above, below = figure.subplots(2, len(TASKS), sharey="row")
     colours = {"helps": BLUE, "hurts": ORANGE, "cannot be told": GREY}
     for (task, own), bars, grid in zip(grouped(runs, "task").items(), above, below, strict=True):
         for y, arm in enumerate(names):
-            mean, low, high = compared(own, arm)
-            colour = colours[verdict(low, high)]
-            bars.plot([low, mean, high], [y] * 3, "o-", color=colour, linewidth=3, markevery=[1])
+            word, mean, low, high = compared(own, arm)
+            bars.plot([low, mean, high], [y] * 3, "o-", color=colours[word], lw=3, markevery=[1])
         bars.axvline(0, color="black", linewidth=0.8)
         bars.set_title(f"{task}: an objective, against reinforce")
         bars.set_yticks(range(len(names)), names)
         for (y, name), (x, fix) in product(enumerate(OBJECTIVES), enumerate(FIXES)):
             if f"{name} + {fix}" in beside:
-                mean, low, high = compared(own, f"{name} + {fix}")
-                box = {"facecolor": colours[verdict(low, high)], "alpha": 0.5, "edgecolor": "none"}
+                word, mean, *_ = compared(own, f"{name} + {fix}")
+                box = {"facecolor": colours[word], "alpha": 0.5, "edgecolor": "none"}
                 grid.text(x, y, f"{mean:+.2f}", ha="center", va="center", bbox=box)
         grid.set_title("what goes beside it, against it alone")
         grid.set(xlim=(-0.5, len(FIXES) - 0.5), ylim=(len(OBJECTIVES) - 0.5, -0.5))
@@ -317,9 +315,9 @@ def window_overhead(rounds: int = 12) -> dict:
 
 def finals_of(result: dict) -> dict[tuple, list]:
     """(learning rate, damper) -> the rewards at the end of its runs."""
-    found: dict[tuple, list] = {}
+    found = defaultdict(list)
     for run in result["runs"]:
-        found.setdefault((run["flags"]["lr"], run["damper"]), []).append(run["final"])
+        found[run["flags"]["lr"], run["damper"]].append(run["final"])
     return found
 
 
@@ -343,11 +341,11 @@ until a run converges (held-out reward at least {CONVERGED}); in brackets quarti
 the reward. A step of the learner takes {spread_text(result["overhead"])} times as long with the KL
 that the window needs.
 """
-    rows: dict[str, list] = {}
+    rows = defaultdict(list)
     for (lr, _), finals in finals_of(result).items():
         good = converged(finals)
         tries = f"{len(finals) / good:.1f}" if good else "never"
         low, high = np.quantile(finals, [0.25, 0.75])
-        rows.setdefault(f"{lr:g}", [f"{lr:g}"]).append(f"{tries} ({low:.2f} to {high:.2f})")
+        rows[lr].append(f"{tries} ({low:.2f} to {high:.2f})")
     head = ["learning rate, and `--damper`", *grouped(result["runs"], "damper")]
-    return [text, *markdown(head, list(rows.values()))]
+    return [text, *markdown(head, ([lr, *cells] for lr, cells in rows.items()))]

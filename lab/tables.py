@@ -4,6 +4,7 @@ Run: `python bench.py tables`; a test compares the page with `measured_page`.
 Left out: measuring, and pictures (plots.py).
 """
 
+from collections import defaultdict
 from itertools import product
 
 from lab.agents import AGENTS, agent_lines, solved
@@ -177,15 +178,16 @@ def recipe_lines(result: dict) -> list[str]:
 
 
 def decode_lines(result: dict) -> list[str]:
-    cells = {}
+    cells = defaultdict(dict)
     for row in result["rows"]:
+        length = f"{row['length']:,}"
         for name, rate in row["tokens_per_s"].items():
             ratio = row["over_dense"][name]["median"]
             text = f"{rate['median']:,.0f} ({ratio:.1f}×)"
-            cells.setdefault(name, {})[f"{row['length']:,}"] = text
+            cells[name][length] = text
         if "memory_bound" in row:
-            share = cells.setdefault("dense, graph: of what memory allows", {})
-            share[f"{row['length']:,}"] = f"{row['memory_bound']['median']:.0%}"
+            share = f"{row['memory_bound']['median']:.0%}"
+            cells["dense, graph: of what memory allows"][length] = share
     text = f"Model `{result['model']}`, {result['slots']} slots with full caches.\n"
     return [text, *nested_table("tokens/s (over dense) at", cells)]
 
@@ -198,15 +200,14 @@ def speed_up(costs: dict, way: str, backend: str) -> float:
 
 
 def kernel_lines(result: dict) -> list[str]:
-    cells = {}
-    own_terms = []
+    cells, own_terms = defaultdict(dict), []
     for row in result["rows"]:
         length = f"{row['length']:,}"
         shown = [way for way in row["forward"] if way.startswith((ALONE, TOGETHER, "2,048"))]
         for kind, way in product(("forward", "forward+backward"), shown):
             milliseconds = row[kind][way]["ms"]["median"]
             text = f"{milliseconds:.1f} ({speed_up(row[kind], way, 'CUDNN'):.1f}×)"
-            cells.setdefault(f"{kind}, {way.removeprefix('sparse, ')}", {})[length] = text
+            cells[f"{kind}, {way.removeprefix('sparse, ')}"][length] = text
         own_terms.append(f"{speed_up(row['forward+backward'], ALONE, 'FLASH'):.2f}× at {length}")
     query_heads, key_heads, width = result["heads"]
     text = f"""\
@@ -218,13 +219,13 @@ def kernel_lines(result: dict) -> list[str]:
 
 def memory_lines(result: dict) -> list[str]:
     """Bytes of one long sequence; see lab/memory.py."""
-    rows, cells = result["rows"], {}
+    rows, cells = result["rows"], defaultdict(dict)
     plain = [row for row in rows if (row["kind"], row["precision"]) == ("dense", "bfloat16")]
     whole = {row["shape"]: row["bytes"] for row in plain}
     for row in rows:
         share = row["bytes"] / whole[row["shape"]]
         text = f"{row['bytes'] / 1e6:,.0f} ({share:.3f})"
-        cells.setdefault(f"{row['shape']}, {row['kind']}", {})[row["precision"]] = text
+        cells[f"{row['shape']}, {row['kind']}"][row["precision"]] = text
     for shape, own in result["weights"].items():
         cells[f"{shape}, all weights"] = {name: f"{n / 1e6:,.0f}" for name, n in own.items()}
     pairs = [(row[kind], row["computed"]) for row in rows for kind in ("tensors", "resident")]
@@ -291,14 +292,14 @@ Three nodes, 4 rollout and 2 reward actors: {losses["losses"]} losses on purpose
 
 def machine_lines() -> list[str]:
     """Which figures come from which machine."""
-    found: dict[str, list[str]] = {}
+    found = defaultdict(list)
     for path in sorted(RESULTS.glob("*.json")):
         machine = load_result(path.stem).get("machine")
         if machine:
             gpus = "".join(f"one {name} and " for name in machine["gpus"])
             where = f"{gpus}{machine['cores']} cores of {machine['cpu']}, "
             where += f"Python {machine['python']}, torch {machine['torch']}"
-            found.setdefault(where, []).append(path.stem)
+            found[where].append(path.stem)
     return [f"- {', '.join(names)}: {where}" for where, names in found.items()]
 
 
