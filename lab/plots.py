@@ -174,34 +174,29 @@ def draw_reward(run: Path) -> None:
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    rows = []
-    bars = []  # (row, seconds from the left, seconds, colour, version)
-    width = 0.0
+    rows, bars, width = [], [], 0.0  # bars: row, seconds from the left, seconds, version
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
         trained = [event for event in spans if event["kind"] == "train"]
         middle = trained[max(0, (len(trained) - steps) // 2) :][:steps]
         if not middle:
             continue
-        left = middle[0]["t"]
-        last = middle[-1]
+        left, last = middle[0]["t"], middle[-1]
         width = max(width, last["t"] + last["seconds"] - left)
-        processes = sorted(set(column(spans, "process")))
+        processes = sorted(grouped(spans, "process"))
         for event in spans:
-            row, begin = len(rows) + processes.index(event["process"]), event["t"] - left
-            version = event.get("version", "")
-            colour = PURPLE if version == "" else SHADES[version % 8]
-            bars.append((row, begin, event["seconds"], colour, version))
+            row = len(rows) + processes.index(event["process"])
+            bars.append((row, event["t"] - left, event["seconds"], event.get("version", "")))
         rows += [printable(f"{name_of(run)}: {process}") for process in processes]
     if not rows:
         return
     figure = new_figure((9, 0.9 + 0.36 * len(rows)))
     axis = figure.subplots()
-    shown = [bar for bar in bars if bar[1] < width and bar[1] + bar[2] > 0]
-    places, begins, seconds, colours, _ = zip(*shown, strict=True)
-    axis.barh(places, seconds, left=begins, color=colours, height=0.7)
-    for row, begin, length, colour, version in shown:
-        left, right = max(0.0, begin), min(width, begin + length)
+    for row, begin, seconds, version in bars:
+        left, right = max(0.0, begin), min(width, begin + seconds)
+        if left < right:
+            colour = PURPLE if version == "" else SHADES[version % 8]
+            axis.barh(row, right - left, left=left, color=colour, height=0.7)
         if right - left > 0.03 * width:  # there is room for its number
             ink = "white" if colour in SHADES[:4] else "black"
             axis.text((left + right) / 2, row, version, ha="center", va="center", color=ink)
