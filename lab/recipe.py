@@ -52,10 +52,8 @@ def run_seed(config: RecipeConfig, seed: int) -> dict:
     exams = {length: exam(length, total // length) for length in config.lengths}
 
     def examine(variant: str, kind: str = "dsa") -> None:
-        rows = {}
-        for length in tqdm(exams, f"seed {seed} {variant}", leave=False):
-            rows[length] = round(accuracy(model, *exams[length], kind), 4)
-        result["accuracy"][variant] = rows
+        found = {n: round(accuracy(model, *own, kind), 4) for n, own in exams.items()}
+        result["accuracy"][variant] = found
 
     def stage(name: str, steps: int, used: int) -> None:
         batches = recall_batches(config, seed, used)

@@ -267,7 +267,7 @@ def bench_attempts(folder: Path) -> None:
     """Runs at the edge of collapse, without a damper and with each; attempts.json."""
     plan = []
     for lr, damper, seed in product(RATES, DAMPERS[::-1], range(TRIES)):
-        flags = {"lr": lr, **(WINDOW if damper == "kl" else {"damper": damper})}
+        flags = {"lr": lr, "damper": damper} | FIXES.get(damper, {})
         plan.append({"task": EDGE["task"], "seed": seed, "damper": damper, "flags": flags})
     result = run_all(plan, folder, "attempts", ALIKE | EDGE)
     print(*attempt_lines(result), sep="\n")
