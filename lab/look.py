@@ -24,7 +24,7 @@ from torch import Tensor
 
 import losses
 from buffer import pack
-from lab.plots import column, score_curves
+from lab.plots import column, grouped, score_curves
 from lab.replay import played_again, read_script, recorded
 from learner import Learner, bounds_of, samples_of, tokens_of
 from reward import part_of, task_of
@@ -91,17 +91,23 @@ def look_into(config: Config, summary: dict, groups: int) -> dict:
     try:
         for learner, event, batch in played_again(config, summary, steps, scores):
             own = [group for group in batch if group.group_id in wanted]
-            known, times = facts_of(learner, batch, own, config) if own else ({}, {})
+            if own:
+                known, times = facts_of(learner, batch, own, config)
             for group in own:
-                name, episodes = part_of(task, group.group_id).name, []
+                episodes = []
                 # as logged: a replay passes through more versions than the worker had
                 swaps = scores[group.group_id]["swaps"]
                 for t, pairs in zip(group.trajectories, swaps, strict=True):
                     room -= len(t.tokens)
                     episode = episode_of(t, known.get(t.key) if room >= 0 else None)
                     episodes.append(episode | {"swaps": pairs, "times": times[t.key]})
-                facts = {"group": group.group_id, "version": event["version"], "task": name}
-                facts |= {"life": lives[group.group_id], "episodes": episodes}
+                facts = {
+                    "group": group.group_id,
+                    "version": event["version"],
+                    "task": part_of(task, group.group_id).name,
+                    "life": lives[group.group_id],
+                    "episodes": episodes,
+                }
                 shown.append(facts)
     except TrainingStopped as error:
         trouble = str(error)
@@ -234,14 +240,14 @@ def spans_of(events: list[dict]) -> dict[str, list]:
     together that nobody could see it apart is one span."""
     silent = ("admit", "requeue", "start", "finish")  # of one group: they are in its life
     events = [event for event in events if event["kind"] not in silent]
-    found = {process: [] for process in sorted({event["process"] for event in events})}
-    tick = max(column(events, "t"), default=0.0) * len(found) / SPANS
+    found = {process: [] for process in sorted(grouped(events, "process"))}
+    tick = max(column(events, "t")) * len(found) / SPANS
     last = {}
     for event in sorted(events, key=lambda event: event["t"]):
         begin, seconds = event["t"], event.get("seconds", 0.0)
         place = event["process"], event["kind"]
-        if place in last and begin + seconds - last[place][0] < tick:
-            span = last[place]
+        span = last.get(place)
+        if span and begin + seconds - span[0] < tick:
             span[1] = max(span[1], round(begin + seconds - span[0], 4))
             span[4] += 1
         else:
