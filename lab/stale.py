@@ -220,26 +220,16 @@ def method_lines(result: dict) -> list[str]:
 
 
 def method_claim(result: dict) -> str:
-    """Which objectives help on both tasks, and on one; and beside how many objectives (of both
-    tasks) each remedy helps, and hurts."""
+    """Which objectives help on both tasks; and in how many cases (of both tasks) what goes beside
+    an objective helps, and hurts."""
     alone, beside = split_arms(result["runs"])
-    tasks, words, said = grouped(result["runs"], "task").values(), {}, []
+    tasks, words = grouped(result["runs"], "task").values(), {}
     for arm in [*alone, *beside]:
-        words[arm] = sorted(compared(own, arm)[0] for own in tasks)
-    kinds = {
-        "both tasks": ["helps", "helps"],
-        "one": ["cannot be told", "helps"],
-        "one and hurt on the other": ["helps", "hurts"],
-    }
-    for where, wanted in kinds.items():
-        names = [f"`{arm}`" for arm in alone if words[arm] == wanted]
-        said.append(f"{', '.join(names) or 'none'} help on {where}")
-    cases = []
-    for fix in FIXES:
-        each = sum((words[arm] for arm in beside if arm.endswith(fix)), [])
-        cases.append(f"`{fix}` {each.count('helps')}, {each.count('hurts')} of {len(each)}")
-    remedies = "beside them, cases in which a remedy helps, hurts"
-    return f"{'; '.join(said)}; {remedies}: {'; '.join(cases)}"
+        words[arm] = [compared(own, arm)[0] for own in tasks]
+    best = [f"`{arm}`" for arm in alone if words[arm] == ["helps", "helps"]]
+    cases = sum((words[arm] for arm in beside), [])
+    told = f"{cases.count('helps')} and hurts in {cases.count('hurts')} of {len(cases)} cases"
+    return f"{', '.join(best)} help on both tasks; what goes beside an objective helps in {told}"
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
