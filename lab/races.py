@@ -108,13 +108,14 @@ def run_each(plan: dict, folder: Path, keep: bool = False, **alike) -> Iterator[
                 shutil.rmtree(run / "checkpoints")
 
 
-def race_plan(seed: int, modes: str) -> dict[str, tuple]:
-    """{name: (task, mode)} of the runs with one seed."""
+def race_plan(seed: int, gpu: bool) -> dict[str, dict]:
+    """{task, mode, seed: flags} of the runs with one seed."""
     plan = {}
     for task in TARGETS:
         best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
-        for mode in best if modes == "best" else GPU_MODES:
-            plan[f"{task}, {mode}, seed {seed}"] = (task, mode)
+        for mode in GPU_MODES if gpu else best:
+            flags = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
+            plan[f"{task}, {mode}, seed {seed}"] = flags | (GPU_FLAGS if gpu else {})
     return plan
 
 
@@ -130,12 +131,8 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
     for seed in range(config.seeds):
         if config == RaceConfig() and time.monotonic() - begin >= SECONDS:
             break
-        plan, flags = race_plan(seed, config.modes), {}
-        for name, (task, mode) in plan.items():
-            flags[name] = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
-            flags[name] |= GPU_FLAGS if gpu else {}
-        for name, run, summary in run_each(flags, folder):
-            task, mode = plan[name]
+        for name, run, summary in run_each(race_plan(seed, gpu), folder):
+            task, _, mode = name.rpartition(", seed")[0].partition(", ")
             row = {"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task)
             result["runs"].append(row)
             save_result(folder, file, result)

@@ -221,9 +221,9 @@ def memory_lines(result: dict) -> list[str]:
     """Bytes of one long sequence; see lab/memory.py."""
     rows, cells = result["rows"], defaultdict(dict)
     plain = [row for row in rows if (row["kind"], row["precision"]) == ("dense", "bfloat16")]
-    whole = {row["shape"]: row["bytes"] for row in plain}
+    dense = {row["shape"]: row["bytes"] for row in plain}
     for row in rows:
-        share = row["bytes"] / whole[row["shape"]]
+        share = row["bytes"] / dense[row["shape"]]
         text = f"{row['bytes'] / 1e6:,.0f} ({share:.3f})"
         cells[f"{row['shape']}, {row['kind']}"][row["precision"]] = text
     for shape, own in result["weights"].items():
@@ -234,8 +234,7 @@ def memory_lines(result: dict) -> list[str]:
     text = FORTY.format(1 - both / sparse, 1 - narrow / wide, 1 - both / wide, sparse / wide - 1)
     latent = []
     for name, n in result["latent"].items():
-        whole = 61 * result["tokens"] * n / 1e9
-        latent.append([name, n, f"{n / wide:.3f}", f"{whole:.2f}"])
+        latent.append([name, n, f"{n / wide:.3f}", f"{61 * result['tokens'] * n / 1e9:.2f}"])
     return [
         LONG.format(result["tokens"], worst),
         *nested_table("MB", cells),

@@ -178,15 +178,16 @@ def test_a_run_that_never_trained_draws_nothing(tmp_path):
 
 
 def test_who_races_and_how_often():
-    first, later = (races.race_plan(seed, "best") for seed in (0, 1))
+    first, later = (races.race_plan(seed, gpu=False) for seed in (0, 1))
     assert len(first) == 6 and list(first)[:3] == [
         "guess, sync, two threads, seed 0",
         "guess, async, η = 2, seed 0",
         "guess, sync, one core, seed 0",
     ]
     assert len(later) == 4 and all(name.endswith("seed 1") for name in later)
-    assert {mode for _, mode in first.values()} | set(races.GPU_MODES) == set(races.MODES)
-    assert len(races.race_plan(7, "gpu")) == 2 * 2
+    modes = {name.partition(", ")[2].rpartition(", seed")[0] for name in first}
+    assert modes | set(races.GPU_MODES) == set(races.MODES)
+    assert len(races.race_plan(7, gpu=True)) == 2 * 2
 
 
 @pytest.mark.parametrize("seconds, runs", [(15.0, 14), (20.0, 10), (30.0, 6)])
