@@ -10,12 +10,12 @@ An arm is a set of flags with several seeds. Left out: what the estimators are b
 from collections import Counter
 from pathlib import Path
 
-from lab.plots import between, column, grouped, markdown, median_text, new_result, save_result
-from lab.races import ROOT, crossing, held_out, reached, run_each
+from lab.campaigns import campaign_runs
+from lab.plots import between, column, grouped, load_result, markdown, median_text
+from lab.races import ROOT, crossing, exams_of, reached
 
 AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
 GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
-SUMMARY = ("samples", "eval", "tasks", "sessions", "utilization", "command_s")
 TURNS = {"credit": "turn"}
 CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as many episodes a step
 PARTS = ("guess", "reverse:6", "hops:3")
@@ -49,17 +49,13 @@ def agent_plan(folder: Path) -> dict[str, dict]:
 
 def bench_agents(folder: Path) -> None:
     """Every arm: solved before and after, seconds, and episodes to the goal of the task."""
-    result = new_result()
-    for name, run, summary in run_each(agent_plan(folder), folder):
-        arm, _, seed = name.rpartition(", seed ")
-        row = {"arm": arm, "seed": seed} | {key: summary.get(key) for key in SUMMARY}
-        if goal := GOALS.get(arm.partition(",")[0]):
-            row["goal_s"], row["goal_samples"] = crossing(held_out(run, "solved"), goal)
-        if arm == "slow, faults: yes":
+    for label, row, run in campaign_runs(folder, "agents", agent_plan(folder)):
+        row["arm"] = label.rpartition(", seed ")[0]
+        if goal := GOALS.get(row["task"]):
+            row["goal_s"], row["goal_samples"] = crossing(exams_of(run, "solved"), goal)
+        if row["arm"] == "slow, faults: yes":
             row["faults"] = Counter((folder / "yes" / "faults").read_text().split())
-        result["runs"].append(row)
-        save_result(folder, "agents", result)
-    print(*agent_lines(result), sep="\n")
+    print(*agent_lines(load_result("agents", folder)), sep="\n")
 
 
 # ---- for docs/measured.md ----

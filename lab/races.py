@@ -162,7 +162,7 @@ def draw_race(runs: list[dict], path: Path) -> None:
     draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
 
 
-def held_out(run: Path, metric: str) -> list:
+def exams_of(run: Path, metric: str) -> list:
     """[seconds, episodes, score] of each evaluation of a run, also of those that came late."""
     trained, found = {0: 0}, []
     for row in read_lines(run / "metrics.jsonl"):
@@ -183,7 +183,7 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     zero = next(event["t"] for event in events if event["kind"] == "generate")
     steps = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
     metric, goal = TARGETS[task]
-    held = [[max(0.0, t - zero), *others] for t, *others in held_out(run, metric)]
+    held = [[max(0.0, t - zero), *others] for t, *others in exams_of(run, metric)]
     target_s, target_samples = crossing(held, goal)
     return {
         "target_s": target_s,
