@@ -50,22 +50,21 @@ class Player:
         """A delivery with the answer to one group."""
         key = role, asked.start
         if key not in self.packed:
-            answer = self.verdicts() if role == "reward" else self.generated(asked)
-            self.packed[key] = pack_messages(({"busy": 1.0, "alive": 1.0}, [answer]))[4:]
+            message = {"busy": 1.0, "alive": 1.0}, [self.example(role, asked)]
+            self.packed[key] = pack_messages(message)[4:]
         number = struct.pack("<i", asked.group_id)
         data = self.packed[key].replace(struct.pack("<i", MARK), number)
         return zlib.crc32(data).to_bytes(4, "big") + data
 
-    def generated(self, asked: Group) -> Answer:
-        """From a rollout worker."""
-        group, now = episodes(asked.start, asked.problem, self.size, self.tokens), time.monotonic()
+    def example(self, role: str, asked: Group) -> Answer:
+        """What a worker would answer; MARK is the number of the group."""
+        now = time.monotonic()
+        if role == "reward":
+            verdicts = [(sample % 2, [sample % 2], None) for sample in range(self.size)]
+            return Answer(MARK, judgement=Judgement(verdicts, now, 0.001))
+        group = episodes(asked.start, asked.problem, self.size, self.tokens)
         events = [(now, kind, MARK, asked.start, {"size": 8}) for kind in ("start", "finish")]
         return Answer(MARK, group, events=events)
-
-    def verdicts(self) -> Answer:
-        """From a reward worker."""
-        verdicts = [(sample % 2, [sample % 2], None) for sample in range(self.size)]
-        return Answer(MARK, judgement=Judgement(verdicts, time.monotonic(), 0.001))
 
 
 def play(lines: list, size: int, tokens: int) -> None:
