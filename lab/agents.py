@@ -82,8 +82,9 @@ def agent_lines(result: dict) -> list[str]:
     rows = []
     for faults in ("no", "yes"):
         (run,) = arms[f"slow, faults: {faults}"]
-        counts = sum(run.get("faults", {}).values()), run["samples"], *run["sessions"].values()
-        rows.append([*counts, f"{run['utilization']['rollout']:.0%}"])
+        sessions = run["sessions"]["opened"], run["sessions"]["closed"]
+        busy = f"{run['utilization']['rollout']:.0%}"
+        rows.append([sum(run.get("faults", {}).values()), run["samples"], *sessions, busy])
     head = ["faults in an environment of 200 ms", "episodes trained", "sessions opened", "closed"]
     return [*lines, "", *markdown([*head, "generator busy"], rows)]
 
