@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from lab.plots import draw_timeline, new_result, save_result
+from lab.plots import column, draw_timeline, new_result, save_result
 from lab.races import ROOT, run_each
 from runtime.config import SWAPS
 
@@ -78,8 +78,6 @@ def bench_faults(folder: Path, faults: int = 300) -> None:
     """A randomised campaign of faults over all roles, and kills in the middle of checkpoints."""
     from faults import campaign, checkpoint_kills
 
-    from lab.tables import fault_facts
-
     result = new_result()
     result["checkpoint_kills"] = checkpoint_kills(folder / "kills", rounds=5)
     for so_far in campaign(folder, faults):
@@ -87,3 +85,24 @@ def bench_faults(folder: Path, faults: int = 300) -> None:
         save_result(folder, "faults", result)
     for name, value in fault_facts(result).items():
         print(f"{name}: {value}")
+
+
+def fault_facts(result: dict) -> dict:
+    """What a campaign of faults has shown."""
+    dead, silent, again = result["noticed_after_s"].values()
+    kills, ends = result["checkpoint_kills"], result["ends"]
+    hangs = sum("hangs" in said for said in column(result["failures"], "said"))
+    by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
+    return {
+        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
+        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
+        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
+        "runs killed, or stopped with an error by name": f"{ends['killed']}, {by_name}",
+        "groups made again": result["requeued"],
+        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
+        "until a silent one is": f"{silent['median']:.1f}, at most {silent['max']:.1f}",
+        "until all learners are there again": f"{again['median']:.1f}, at most {again['max']:.1f}",
+        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
+        "kills in the middle of a checkpoint": kills["kills"],
+        "weights at the end as without kills": "yes" if kills["bitwise_equal"] else "NO",
+    }

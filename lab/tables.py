@@ -8,6 +8,7 @@ from collections import defaultdict
 from itertools import product
 
 from lab.agents import AGENTS, agent_lines, solved
+from lab.campaigns import fault_facts
 from lab.distil import distil_lines, judge_lines
 from lab.plots import RESULTS, between, column, grouped, load_result, markdown, spread_text
 from lab.races import JUDGED, modes_of, race_lines
@@ -140,27 +141,6 @@ def fault_lines(result: dict, replay: dict) -> list[str]:
     same = column(replay["runs"], "same")
     replayed = {"runs of 50 steps replayed to the same weights": f"{sum(same)} of {len(same)}"}
     return markdown(["faults on purpose", ""], (fault_facts(result) | replayed).items())
-
-
-def fault_facts(result: dict) -> dict:
-    """What a campaign of faults has shown."""
-    dead, silent, again = result["noticed_after_s"].values()
-    kills, ends = result["checkpoint_kills"], result["ends"]
-    hangs = sum("hangs" in said for said in column(result["failures"], "said"))
-    by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
-    return {
-        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
-        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
-        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
-        "runs killed, or stopped with an error by name": f"{ends['killed']}, {by_name}",
-        "groups made again": result["requeued"],
-        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
-        "until a silent one is": f"{silent['median']:.1f}, at most {silent['max']:.1f}",
-        "until all learners are there again": f"{again['median']:.1f}, at most {again['max']:.1f}",
-        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
-        "kills in the middle of a checkpoint": kills["kills"],
-        "weights at the end as without kills": "yes" if kills["bitwise_equal"] else "NO",
-    }
 
 
 def folder_lines(result: dict) -> list[str]:
