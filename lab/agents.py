@@ -8,22 +8,23 @@ An arm is a set of flags with several seeds. Left out: what the estimators are b
 """
 
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
-import numpy as np
-
-from lab.plots import between, column, markdown, save_result
-from lab.races import ROOT, crossing, run_each
-from runtime.devices import describe_machine
-from runtime.folder import read_lines
+from lab.campaigns import campaign_runs
+from lab.plots import between, column, grouped, load_result, markdown, median_text
+from lab.races import ROOT, crossing, exams_of, reached
 
 AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
 GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
-SUMMARY = ("samples", "failures", "eval", "tasks", "sessions", "utilization", "command_s")
+TURNS = {"credit": "turn"}
 CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as many episodes a step
 PARTS = ("guess", "reverse:6", "hops:3")
 MIXED = {"task": ",".join(PARTS), "ratio": "2,1,1"}  # as many groups of hops:3 as alone
+# {arm: flags}; an arm's name begins with its task
+FIVE_SEEDS = {"hops:3": {}, "debug": {}, "hops:3:0.05": {}}
+FIVE_SEEDS |= {"hops:3, credit by turn": TURNS, "debug, credit by turn": TURNS}
+THREE_SEEDS = {task: {} for task in PARTS} | {"mixture": MIXED}
+THREE_SEEDS |= {"guess, critic": CRITIC, "hops:3, critic": CRITIC}
 SLOW = {"steps": 6, "groups_per_step": 4, "max_failures": 1}  # most groups lose a sample
 READING = """\
 Solved: held out, greedy. The goal is a share solved of 95% (`hops`), 80% (`debug`), 90% (`guess`).
@@ -32,53 +33,29 @@ fewer than five seeds ran beside other programs: its seconds say nothing."""
 
 
 def agent_plan(folder: Path) -> dict[str, dict]:
-    """{name: flags}: seed after seed, so that slow minutes hit all arms alike; last what needs
-    fewer seeds."""
-    first, last = {}, {}
-    for task in ("hops:3", "debug"):
-        first[task] = {"task": task}
-        first[f"{task}, credit by turn"] = {"task": task, "credit": "turn"}
-    first["hops:3:0.05"] = {"task": "hops:3:0.05"}
+    """{name: flags}: seed after seed, so that slow minutes hit all arms alike."""
+    once = {}
     for faults in ("no", "yes"):
         (folder / faults).mkdir(parents=True)
         spec = f"{ROOT}/tests/slow.py:0.2,{faults},{(folder / faults).resolve()}"
-        last[f"slow, faults: {faults}"] = {"task": spec} | SLOW
-    last["mixture"] = MIXED
-    last |= {task: {"task": task} for task in PARTS if task not in first}
-    for task in ("guess", "hops:3"):
-        last[f"{task}, critic"] = {"task": task} | CRITIC
+        once[f"slow, faults: {faults}"] = {"task": spec} | SLOW
     plan = {}
-    for seed, arms in [*product(range(5), [first]), *product(range(3), [last])]:
+    for seed in range(5):
+        arms = FIVE_SEEDS | (THREE_SEEDS if seed < 3 else {}) | (once if seed == 0 else {})
         for arm, flags in arms.items():
-            if seed == 0 or not arm.startswith("slow"):
-                plan[f"{arm}, seed {seed}"] = flags | {"seed": seed}
+            plan[f"{arm}, seed {seed}"] = {"task": arm.partition(",")[0], "seed": seed} | flags
     return plan
 
 
 def bench_agents(folder: Path) -> None:
     """Every arm: solved before and after, seconds, and episodes to the goal of the task."""
-    result = {"machine": describe_machine(), "runs": []}
-    for name, run, summary in run_each(agent_plan(folder), folder):
-        arm, _, seed = name.rpartition(", seed ")
-        row = {"arm": arm, "seed": seed} | {key: summary.get(key) for key in SUMMARY}
-        row["held"] = held_out(run)
-        if goal := GOALS.get(arm.partition(",")[0]):
-            row["goal_s"], row["goal_samples"] = crossing(row["held"], goal)
-        if arm == "slow, faults: yes":
+    for label, row, run in campaign_runs(folder, "agents", agent_plan(folder)):
+        row["arm"] = label.rpartition(", seed ")[0]
+        if goal := GOALS.get(row["task"]):
+            row["goal_s"], row["goal_samples"] = crossing(exams_of(run, "solved"), goal)
+        if row["arm"] == "slow, faults: yes":
             row["faults"] = Counter((folder / "yes" / "faults").read_text().split())
-        result["runs"].append(row)
-        save_result(folder, "agents", result)
-    print(*agent_lines(result), sep="\n")
-
-
-def held_out(run: Path) -> list:
-    """Seconds, episodes and share solved of each evaluation."""
-    found, samples = [], 0
-    for row in read_lines(run / "metrics.jsonl"):
-        samples += row.get("samples", 0)
-        if "eval" in row:
-            found.append([row["t"], samples, row["eval"]["solved"]])
-    return found
+    print(*agent_lines(load_result("agents", folder)), sep="\n")
 
 
 # ---- for docs/measured.md ----
@@ -86,44 +63,32 @@ def held_out(run: Path) -> list:
 
 def agent_lines(result: dict) -> list[str]:
     """Three tables: what is learned, several tasks in one run, a slow environment."""
-    arms, rows = by_arm(result), []
+    arms, rows = grouped(result["runs"], "arm"), []
     for arm, runs in arms.items():
         if "goal_s" in runs[0]:
             cells = [f"{arm}, {len(runs)} seeds", between(solved(runs), ".0%")]
-            cells += [to_goal(runs, "goal_samples", ",.0f"), to_goal(runs, "goal_s", ".0f")]
+            cells.append(median_text(reached(runs, "goal_samples"), ",.0f"))
+            cells.append(median_text(reached(runs, "goal_s"), ".0f"))
             rows.append([*cells, between(column(runs, "command_s"), ".0f")])
     head = ["`--task`", "solved", "episodes to the goal", "seconds to it", "seconds in all"]
     lines = [READING, "", *markdown(head, rows)]
     rows = []
     for task in PARTS:
-        parts = [row["tasks"][task] for row in arms["mixture"]]
-        both = [between(solved(runs), ".1%") for runs in (parts, arms[task])]
+        together = [row["tasks"][task] for row in arms["mixture"]]
+        both = [between(solved(runs), ".1%") for runs in (together, arms[task])]
         rows.append([f"`{task}`", *both])
     head = ["`--ratio 2,1,1`", f"solved in one run, {len(arms['mixture'])} seeds", "alone"]
     lines += ["", *markdown(head, rows)]
     rows = []
     for faults in ("no", "yes"):
         (run,) = arms[f"slow, faults: {faults}"]
-        counts = sum(run.get("faults", {}).values()), run["samples"], *run["sessions"].values()
-        rows.append([*map(str, counts), f"{run['utilization']['rollout']:.0%}"])
+        sessions = run["sessions"]["opened"], run["sessions"]["closed"]
+        busy = f"{run['utilization']['rollout']:.0%}"
+        rows.append([sum(run.get("faults", {}).values()), run["samples"], *sessions, busy])
     head = ["faults in an environment of 200 ms", "episodes trained", "sessions opened", "closed"]
     return [*lines, "", *markdown([*head, "generator busy"], rows)]
 
 
-def by_arm(result: dict) -> dict[str, list]:
-    """The runs of every arm."""
-    arms: dict[str, list] = {}
-    for row in result["runs"]:
-        arms.setdefault(row["arm"], []).append(row)
-    return arms
-
-
-def solved(runs: list[dict]) -> list[float]:
-    """The share that was solved at the end."""
-    return [run["eval"]["after"]["solved"] for run in runs]
-
-
-def to_goal(runs: list[dict], key: str, form: str) -> str:
-    """Median, lowest and highest."""
-    values = [np.inf if value is None else value for value in column(runs, key)]
-    return f"{np.median(values):{form}} ({between(values, form)})"
+def solved(runs: list[dict], when: str = "after") -> list[float]:
+    """The shares that were solved before or after training."""
+    return [run["eval"][when]["solved"] for run in runs]

@@ -13,86 +13,89 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
-from lab.plots import between, markdown, save_result, spread
-from lab.races import run_each
+from lab.plots import (
+    between,
+    column,
+    grouped,
+    markdown,
+    new_result,
+    save_result,
+    spread,
+    spread_text,
+)
+from lab.races import run_command, run_each
 from reward_model import PairConfig, train
-from runtime.devices import describe_machine
 from runtime.folder import read_lines
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
-EPISODES = 256 * 120  # of the last stage, with a teacher or without
 JUDGES = {"the task itself": "", "a reward model, pairs of nearly the right length": "near"}
 JUDGES |= {"a reward model, pairs of any length": "any"}
-ONE = {"group_size": 1, "groups_per_step": 256}
 
 
 def stages(folder: Path, seed: int) -> dict:
     """{name: flags} of the runs, in order; each begins where another has ended."""
     run = {x: str((folder / f"{seed}-{x}").resolve()) for x in ("reverse", "sort", "taught")}
-    look = {"steps": 1, "lr": 0.0}  # only its evaluation counts
+    again = {"task": "reverse", "steps": 120, "init": run["sort"]}
+    one = {"group_size": 1, "groups_per_step": 256}  # as many episodes
+    taught = again | one | {"teacher": run["reverse"]}
     plan = {
         "reverse": {"task": "reverse", "steps": 150},
         "sort": {"task": "sort", "steps": 300, "init": run["reverse"]},
-        "taught": {
-            "task": "reverse",
-            "steps": EPISODES // 256,
-            "init": run["sort"],
-            "teacher": run["reverse"],
-            **ONE,
-        },
-        "fresh": {},  # as taught, on data that are never old
-        "alone": {"task": "reverse", "steps": EPISODES // 256, "init": run["sort"]},
-        "sort after": {"task": "sort", "init": run["taught"], **look},
+        "taught": taught,
+        "fresh": taught | {"max_staleness": 0},  # on data that are never old
+        "alone": again,
+        # only its evaluation counts
+        "sort after": {"task": "sort", "steps": 1, "lr": 0.0, "init": run["taught"]},
     }
-    plan["fresh"] = plan["taught"] | {"max_staleness": 0}
     return {f"{seed}-{name}": flags | {"seed": seed} for name, flags in plan.items()}
 
 
-def bench_distil(folder: Path, seeds: int = 3) -> None:
-    """The stages, several times; distil.json."""
-    rows = []
-    for seed in range(seeds):
+def bench_distil(folder: Path) -> None:
+    """The stages, three times; distil.json."""
+    result = new_result()
+    for seed in range(3):
         row = {"seed": seed}
         for name, _, summary in run_each(stages(folder, seed), folder, keep=True, **ALIKE):
             row[name.partition("-")[2]] = summary["eval"]
-        rows.append(row)
-        save_result(folder, "distil", {"machine": describe_machine(), "runs": rows})
-    print(*distil_lines({"runs": rows}), sep="\n")
+        result["runs"].append(row)
+        save_result(folder, "distil", result)
+    print(*distil_lines(result), sep="\n")
 
 
 # ---- a learned judge
 
 
-def bench_judge(folder: Path, seeds: int = 3) -> None:
+def bench_judge(folder: Path) -> None:
     """Reward models from two kinds of pairs, and what is learned from each; judge.json."""
-    rows = []
-    for seed, (judge, lengths) in product(range(seeds), JUDGES.items()):
-        flags, right = {"task": "reverse", "seed": seed, "steps": 150}, 1.0
+    result = new_result()
+    for seed, (judge, lengths) in tqdm([*product(range(3), JUDGES.items())], unit="run"):
+        row = {"seed": seed, "judge": judge, "right": 1.0}
+        flags = ALIKE | {"task": "reverse", "seed": seed, "steps": 150}
         if lengths:
             judges = folder / f"judges-{seed}-{lengths}"
-            right = train(PairConfig("reverse", str(judges), seed=seed, lengths=lengths))
-            flags["reward_model"] = str(judges.resolve())
-        for _, run, summary in run_each({f"{seed}-{lengths or 'task'}": flags}, folder, **ALIKE):
-            steps_made = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
-            believed = float(np.mean([row["reward"] for row in steps_made[-10:]]))
-            row = {"seed": seed, "judge": judge, "right": right, "believed": believed}
-            rows.append(row | {"true": summary["eval"]["after"]["reward"]})
-        save_result(folder, "judge", {"machine": describe_machine(), "runs": rows})
-    print(*judge_lines({"runs": rows}), sep="\n")
+            row["right"] = train(PairConfig("reverse", str(judges), seed=seed, lengths=lengths))
+            flags["reward_model"] = judges.resolve()
+        run = folder / f"{seed}-{lengths or 'task'}"
+        row["true"] = run_command("train_async.py", run, **flags)["eval"]["after"]["reward"]
+        steps = [step for step in read_lines(run / "metrics.jsonl") if "reward" in step]
+        row["believed"] = float(np.mean(column(steps[-10:], "reward")))
+        result["runs"].append(row)
+        save_result(folder, "judge", result)
+    print(*judge_lines(result), sep="\n")
 
 
 def judge_lines(result: dict) -> list[str]:
     """What policies believe of their answers, and what these are worth."""
     rows = []
-    for judge in dict.fromkeys(row["judge"] for row in result["runs"]):
-        own = [row for row in result["runs"] if row["judge"] == judge]
-        cells = [between([row[x] for row in own], ".2f") for x in ("right", "believed", "true")]
-        rows.append([judge, *cells])
-    text = (
-        f"`reverse`, 150 steps, {len(own)} seeds, smallest to largest. Believed: the mean reward\n"
-    )
-    text += "that the judge gave in the last 10 steps; true: what the task says, held out.\n"
+    for judge, runs in grouped(result["runs"], "judge").items():
+        names = ("right", "believed", "true")
+        rows.append([judge, *(between(column(runs, name), ".2f") for name in names)])
+    text = f"""\
+`reverse`, 150 steps, {len(runs)} seeds, smallest to largest. Believed: the mean reward
+that the judge gave in the last 10 steps; true: what the task says, held out.
+"""
     return [text, *markdown(["judge", "pairs judged rightly", "believed", "true"], rows)]
 
 
@@ -112,10 +115,7 @@ def distil_lines(result: dict) -> list[str]:
     }
     rows = []
     for name, (run, when) in stages.items():
-        cells = [name]
-        for score in ("reward", "solved"):
-            found = spread([row[run][when][score] for row in result["runs"]])
-            cells.append(f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})")
-        rows.append(cells)
+        exams = column(column(result["runs"], run), when)
+        rows.append([name, *(spread_text(spread(column(exams, x))) for x in ("reward", "solved"))])
     text = f"{len(result['runs'])} seeds, median and extremes of held-out scores.\n"
     return [text, *markdown(["", "reward", "solved"], rows)]

@@ -14,7 +14,6 @@ Axes: M generated tokens
 
 import json
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch import Tensor
 
 import losses
 from buffer import pack
-from lab.plots import column
+from lab.plots import column, grouped, score_curves
 from lab.replay import played_again, read_script, recorded
 from learner import Learner, bounds_of, samples_of, tokens_of
 from reward import part_of, task_of
@@ -57,14 +56,12 @@ def look(words: list[str]) -> str:
     UserError where the run cannot be played again. Where it comes out otherwise than its log says
     (on another processor), the page has tokens up to there, and TrainingStopped is raised.
     """
-    begin = time.monotonic()
     named = ["--run"] if words and not words[0].startswith("-") else []
     said = "bench.py look RUN writes RUN/look.html: a run, token by token"
     asked = parse(said, named + words, LookConfig)
     require(asked.run, "look: must be given a run folder, as in look runs/NAME")
     try:
-        config = Config(replay=asked.run, task=asked.task or Config.task)
-        config, summary = recorded(config)
+        config, summary = recorded(Config(replay=asked.run, task=asked.task or Config.task))
     except UserError as error:
         raise UserError(str(error).replace("--replay", "look", 1)) from error
     page = look_into(config, summary, asked.groups)
@@ -73,7 +70,7 @@ def look(words: list[str]) -> str:
     with blame(f"look {asked.run}: must be writable", OSError):
         write_file(path, text.encode())
     shown = f"{len(page['groups']):,} of {page['run']['groups']:,} groups token by token"
-    said = f"{path}: {len(text) / 1e6:.2f} MB, {shown}, {time.monotonic() - begin:.0f} s"
+    said = f"{path}: {len(text) / 1e6:.2f} MB, {shown}"
     if page["trouble"]:
         raise TrainingStopped(f"{page['trouble']}; {said}")
     return said
@@ -94,17 +91,23 @@ def look_into(config: Config, summary: dict, groups: int) -> dict:
     try:
         for learner, event, batch in played_again(config, summary, steps, scores):
             own = [group for group in batch if group.group_id in wanted]
-            known, times = facts_of(learner, batch, own, config) if own else ({}, {})
+            if own:
+                known, times = facts_of(learner, batch, own, config)
             for group in own:
-                name, episodes = part_of(task, group.group_id).name, []
+                episodes = []
                 # as logged: a replay passes through more versions than the worker had
                 swaps = scores[group.group_id]["swaps"]
                 for t, pairs in zip(group.trajectories, swaps, strict=True):
                     room -= len(t.tokens)
                     episode = episode_of(t, known.get(t.key) if room >= 0 else None)
                     episodes.append(episode | {"swaps": pairs, "times": times[t.key]})
-                facts = {"group": group.group_id, "version": event["version"], "task": name}
-                facts |= {"life": lives[group.group_id], "episodes": episodes}
+                facts = {
+                    "group": group.group_id,
+                    "version": event["version"],
+                    "task": part_of(task, group.group_id).name,
+                    "life": lives[group.group_id],
+                    "episodes": episodes,
+                }
                 shown.append(facts)
     except TrainingStopped as error:
         trouble = str(error)
@@ -127,10 +130,9 @@ def choose(steps: list[dict], scores: dict, groups: int) -> set[int]:
     """The groups whose tokens are shown: spread evenly over all that were trained; as many as asked
     for (0: a usual number), or as fit into a page, at least one."""
     every = [group_id for step in steps for group_id in step["groups"]]
-    tokens = sum(sum(scores[group_id]["lengths"]) for group_id in every)
-    size = max(1.0, tokens / max(1, len(every)))  # of a group, on average
-    count = min(groups or int(USUAL / size), int(MOST / size))
-    count = min(max(1, count), len(every))
+    tokens = max(1, sum(sum(scores[group_id]["lengths"]) for group_id in every))
+    usual, most = (len(every) * size // tokens for size in (USUAL, MOST))
+    count = min(max(1, min(groups or usual, most)), len(every))
     return {every[int((i + 0.5) * len(every) / count)] for i in range(count)}
 
 
@@ -141,9 +143,8 @@ def choose(steps: list[dict], scores: dict, groups: int) -> set[int]:
 def facts_of(learner: Learner, batch: list, own: list, config: Config) -> tuple[dict, Counter]:
     """What the learner makes of some groups of its batch before the step: of each episode, by key,
     a row [M] for each of FACTS, for `clipped` and `capped`; and how often each is trained."""
-    samples, _ = samples_of(
-        learner, batch, config
-    )  # of the whole batch: its rewards may be compared
+    # of the whole batch: its rewards may be compared
+    samples, _ = samples_of(learner, batch, config)
     times, ids = Counter(t.key for t, _ in samples), {group.group_id for group in own}
     samples = [*{t.key: (t, credit) for t, credit in samples if t.group_id in ids}.values()]
     found = {}
@@ -189,17 +190,16 @@ def lives_of(events: list[dict]) -> dict[int, dict]:
     issued again the last time counts."""
     lives = {}
     for event in events:
-        kind, at = event["kind"], event["t"]
-        end = round(at + event.get("seconds", 0.0), 6)
-        match kind:
-            case "admit" | "requeue":
-                again = {"again": kind == "requeue"}
-                lives[event["group"]] = again | {"admit": at, "worker": event["worker"]}
-            case "start" | "finish":
+        at, end = event["t"], round(event["t"] + event.get("seconds", 0.0), 6)
+        match event["kind"]:
+            case "admit" | "requeue" as kind:
+                life = {"again": kind == "requeue", "admit": at, "worker": event["worker"]}
+                lives[event["group"]] = life
+            case "start" | "finish" as kind:
                 lives[event["group"]][kind] = at
             case "score":
-                facts = {"score": at, "scored": end, "judge": event["process"]}
-                lives[event["group"]] |= facts
+                life = {"score": at, "scored": end, "judge": event["process"]}
+                lives[event["group"]] |= life
             case "train":
                 for group_id in event["groups"]:
                     lives[group_id] |= {"train": at, "trained": end}
@@ -208,18 +208,11 @@ def lives_of(events: list[dict]) -> dict[int, dict]:
 
 def curves_of(rows: list[dict]) -> list[dict]:
     """Training reward and held-out score by step, of each task."""
-    steps = thinned([row for row in rows if "reward" in row])
-    exams = thinned([row for row in rows if "eval" in row])
     found = []
-    for name in exams[0]["eval"].get("tasks", [""]) if exams else [""]:
-        for key, text, own in (
-            ("reward", "training reward", steps),
-            ("solved", "held-out, solved", exams),
-        ):
-            parts = [row.get("eval", row) if own is exams else row for row in own]
-            y = [short((part["tasks"][name] if name else part)[key]) for part in parts]
-            curve = {"name": f"{name} {text}".strip(), "exam": own is exams}
-            found.append(curve | {"x": column(own, "step"), "y": y})
+    for name, (own, values) in score_curves(rows).items():
+        y = [short(value) for value in thinned(values)]
+        curve = {"name": name, "exam": name.endswith("solved")}
+        found.append(curve | {"x": column(thinned(own), "step"), "y": y})
     return found
 
 
@@ -231,10 +224,9 @@ def steps_of(rows: list[dict], steps: list[dict], lives: dict) -> list[dict]:
         row = metrics.get(event["version"] + 1, {})
         own = [lives[group_id] for group_id in event["groups"]]
         means = [np.mean(column(own, moment)) for moment in MOMENTS]
-        facts = {name: short(row.get(name)) for name in METRICS}
-        facts |= {"step": event["version"] + 1, "t": event["t"]}
-        facts |= {"seconds": short(event["seconds"]), "waits": [short(x) for x in np.diff(means)]}
-        found.append(facts)
+        facts = {"step": event["version"] + 1, "t": event["t"], "seconds": short(event["seconds"])}
+        facts["waits"] = [short(x) for x in np.diff(means)]
+        found.append(facts | {name: short(row.get(name)) for name in METRICS})
     return found
 
 
@@ -248,14 +240,14 @@ def spans_of(events: list[dict]) -> dict[str, list]:
     together that nobody could see it apart is one span."""
     silent = ("admit", "requeue", "start", "finish")  # of one group: they are in its life
     events = [event for event in events if event["kind"] not in silent]
-    found = {process: [] for process in sorted({event["process"] for event in events})}
-    tick = max(column(events, "t"), default=0.0) * len(found) / SPANS
+    found = {process: [] for process in sorted(grouped(events, "process"))}
+    tick = max(column(events, "t")) * len(found) / SPANS
     last = {}
     for event in sorted(events, key=lambda event: event["t"]):
         begin, seconds = event["t"], event.get("seconds", 0.0)
         place = event["process"], event["kind"]
-        if place in last and begin + seconds - last[place][0] < tick:
-            span = last[place]
+        span = last.get(place)
+        if span and begin + seconds - span[0] < tick:
             span[1] = max(span[1], round(begin + seconds - span[0], 4))
             span[4] += 1
         else:

@@ -26,11 +26,16 @@ def episodes(start: int, problem: dict, size: int, tokens: int) -> Group:
     for sample in range(size):
         total = PROMPT + int(random.integers(tokens // 2, 3 * tokens // 2))
         mask = np.arange(total) >= PROMPT
-        episode = Trajectory(MARK, sample, noise_key=int(random.integers(2**62)))
-        episode.tokens = random.integers(0, 8, total, np.int32)
-        episode.loss_mask, episode.turns = mask, [(PROMPT, total)]
-        episode.logprobs = np.where(mask, -random.random(total), 0.0).astype(np.float32)
-        episode.versions = np.where(mask, start, -1).astype(np.int32)
+        episode = Trajectory(
+            MARK,
+            sample,
+            noise_key=int(random.integers(2**62)),
+            turns=[(PROMPT, total)],
+            tokens=random.integers(0, 8, total, np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -random.random(total), 0.0).astype(np.float32),
+            versions=np.where(mask, start, -1).astype(np.int32),
+        )
         group.trajectories.append(episode)
     return group
 
@@ -45,22 +50,21 @@ class Player:
         """A delivery with the answer to one group."""
         key = role, asked.start
         if key not in self.packed:
-            answer = self.verdicts() if role == "reward" else self.generated(asked)
-            self.packed[key] = pack_messages(({"busy": 1.0, "alive": 1.0}, [answer]))[4:]
+            message = {"busy": 1.0, "alive": 1.0}, [self.example(role, asked)]
+            self.packed[key] = pack_messages(message)[4:]
         number = struct.pack("<i", asked.group_id)
         data = self.packed[key].replace(struct.pack("<i", MARK), number)
         return zlib.crc32(data).to_bytes(4, "big") + data
 
-    def generated(self, asked: Group) -> Answer:
-        """From a rollout worker."""
-        group, now = episodes(asked.start, asked.problem, self.size, self.tokens), time.monotonic()
+    def example(self, role: str, asked: Group) -> Answer:
+        """What a worker would answer; MARK is the number of the group."""
+        now = time.monotonic()
+        if role == "reward":
+            verdicts = [(sample % 2, [sample % 2], None) for sample in range(self.size)]
+            return Answer(MARK, judgement=Judgement(verdicts, now, 0.001))
+        group = episodes(asked.start, asked.problem, self.size, self.tokens)
         events = [(now, kind, MARK, asked.start, {"size": 8}) for kind in ("start", "finish")]
         return Answer(MARK, group, events=events)
-
-    def verdicts(self) -> Answer:
-        """From a reward worker."""
-        verdicts = [(sample % 2, [sample % 2], None) for sample in range(self.size)]
-        return Answer(MARK, judgement=Judgement(verdicts, time.monotonic(), 0.001))
 
 
 def play(lines: list, size: int, tokens: int) -> None:

@@ -1,17 +1,19 @@
 """plots.py: every picture of runs and measurements, and the files that measurements leave behind.
 
 A measurement writes NAME.json and NAME.png into a folder: `save_result`, `draw_*(..., path)`.
-Left out: the pictures of the laboratory, the recipe and the simulator, which stand beside them.
+Left out: pictures of one measurement only, which stand beside it.
 """
 
 import io
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from runtime.config import printable
+from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_file
 
 # colour-blind safe (Okabe & Ito, 2008)
@@ -30,6 +32,11 @@ SHADES = "#00224e #213b6e #4c556c #6c6e72 #8e8978 #b1a570 #d9c55c #fee838".split
 LOGARITHMIC = {"xscale": "log", "yscale": "log"}  # settings of an axis
 
 RESULTS = Path(__file__).parent.parent / "results"
+
+
+def new_result(**alike) -> dict:
+    """A measurement that begins: the machine, what its runs have in common, and no run."""
+    return {"machine": describe_machine(), **alike, "runs": []}
 
 
 def save_result(folder: Path, name: str, result: dict) -> None:
@@ -51,17 +58,31 @@ def spread(values: list[float]) -> dict:
     return {"median": median, "min": low, "max": high}
 
 
+def spread_text(found: dict, form: str = ".2f") -> str:
+    """A spread as text."""
+    median, low, high = (format(found[key], form) for key in ("median", "min", "max"))
+    return f"{median} ({low} to {high})"
+
+
 def between(values: list[float], form: str) -> str:
     """Smallest to largest of some numbers, as text."""
     ends = [format(value, form) for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(ends))
 
 
-def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+def median_text(values: list[float], form: str) -> str:
+    """Median, lowest and highest, as text."""
+    return f"{np.median(values):{form}} ({between(values, form)})"
+
+
+def markdown(head: list[str], rows: Iterable) -> list[str]:
     """A table as lines of Markdown, its columns aligned for a screen."""
-    widths = [max(map(len, cells)) for cells in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+    columns = []
+    for cells in zip(head, *rows, strict=True):
+        texts = [str(cell) for cell in cells]
+        width = max(map(len, texts))
+        columns.append([text.ljust(width) for text in (texts[0], "-" * width, *texts[1:])])
+    return [f"| {' | '.join(line)} |" for line in zip(*columns, strict=True)]
 
 
 def column(rows: list[dict], key: str) -> list:
@@ -69,11 +90,19 @@ def column(rows: list[dict], key: str) -> list:
     return [row[key] for row in rows]
 
 
+def grouped(rows: list[dict], key: str) -> dict:
+    """The rows of each value of a key, in the order in which they come."""
+    found = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
 def print_table(rows: list[dict]) -> None:
     """Print rows with the same keys as a table."""
     cells = []
     for row in rows:
-        cells.append([f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()])
+        cells.append([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()])
     print(*markdown(list(rows[0]), cells), sep="\n")
 
 
@@ -86,7 +115,6 @@ def new_figure(size: tuple):
 
 def save_figure(figure, path: Path) -> None:
     """Write a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
     figure.savefig(picture, format=path.suffix[1:])
     write_file(path, picture.getvalue())
@@ -97,7 +125,7 @@ def save_figure(figure, path: Path) -> None:
 
 def draw_run(run: Path) -> None:
     """reward.png and timeline.png of one run folder, from its metrics and events."""
-    draw_reward(run, run / "reward.png")
+    draw_reward(run)
     draw_timeline([run], run / "timeline.png")
 
 
@@ -107,66 +135,68 @@ def name_of(run: Path) -> str:
     return printable(f"{config['task']}, {config['mode']}")
 
 
-def draw_reward(run: Path, path: Path) -> None:
-    """Reward and evaluation, and below them staleness, against wall-clock time."""
+def score_curves(rows: list[dict]) -> dict[str, tuple]:
+    """{label: (rows of metrics.jsonl, values)}: training reward and held-out score of each task."""
+    steps = [row for row in rows if "reward" in row]
+    exams = [row for row in rows if "eval" in row]
+    curves = {}
+    for task in exams[0]["eval"].get("tasks", [""]):
+        rewards = [(row["tasks"][task] if task else row)["reward"] for row in steps]
+        solved = [(row["tasks"][task] if task else row)["solved"] for row in column(exams, "eval")]
+        curves[f"{task} training reward".strip()] = (steps, rewards)
+        curves[f"{task} held-out, solved".strip()] = (exams, solved)
+    return curves
+
+
+def draw_reward(run: Path) -> None:
+    """reward.png: reward and evaluation, and below them staleness, against wall-clock time."""
     rows = read_lines(run / "metrics.jsonl")
     steps = [row for row in rows if "reward" in row]
-    evaluated = [row for row in rows if "eval" in row]
     if not steps:
         return
-    t, times = column(steps, "t"), column(evaluated, "t")
-    exams, oldest = column(evaluated, "eval"), column(steps, "staleness_max")
-    score = {}
-    for name, style in zip(exams[0].get("tasks", ()), STYLES, strict=False):
-        rewards = [row["tasks"][name]["reward"] for row in steps]
-        solved = [exam["tasks"][name]["solved"] for exam in exams]
-        score[f"{name}: reward"] = (style[:7] + ":", t, rewards)
-        score[f"{name}: solved"] = (style[:7] + "o-", times, solved)
-    if not score:  # one task
-        judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
-        score[f"training reward (mean{judge})"] = (BLUE, t, column(steps, "reward"))
-        score["evaluation: solved"] = (ORANGE + "o-", times, column(exams, "solved"))
-    staleness = {"mean": (GREEN, t, column(steps, "staleness_mean"))}
-    staleness["oldest token"] = (PURPLE, t, oldest)
-    time = (0, 1.02 * max(*t, *times))
+    scores = {}
+    for label, (own, values) in score_curves(rows).items():
+        scores[label] = (None, column(own, "t"), values)
+    t, oldest = column(steps, "t"), column(steps, "staleness_max")
+    ages = {
+        "mean": (GREEN, t, column(steps, "staleness_mean")),
+        "oldest token": (PURPLE, t, oldest),
+    }
+    time = (0, 1.02 * max(column(rows, "t")))
     above = {"ylabel": "score (1 = best)", "ylim": (-0.02, 1.05), "xlim": time}
     below = {"xlabel": "wall-clock time (s)", "ylabel": "staleness (versions)", "xlim": time}
     below["ylim"] = (-0.1, 1.5 * max(1, *oldest))
-    panels = [(score, above), (staleness, below)]
-    draw_panels(path, name_of(run), panels, (7, 5), columns=1)
+    judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
+    panels = [(scores, above), (ages, below)]
+    draw_panels(run / "reward.png", name_of(run) + judge, panels, (7, 5), columns=1)
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    rows = []
-    bars = []  # (row, seconds from the left, seconds, colour, version)
-    width = 0.0
+    rows, bars, width = [], [], 0.0  # bars: row, seconds from the left, seconds, version
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
         trained = [event for event in spans if event["kind"] == "train"]
         middle = trained[max(0, (len(trained) - steps) // 2) :][:steps]
         if not middle:
             continue
-        left = middle[0]["t"]
-        last = middle[-1]
+        left, last = middle[0]["t"], middle[-1]
         width = max(width, last["t"] + last["seconds"] - left)
-        processes = sorted(set(column(spans, "process")))
+        processes = sorted(grouped(spans, "process"))
         for event in spans:
-            row, begin = len(rows) + processes.index(event["process"]), event["t"] - left
-            version = event.get("version", "")
-            colour = PURPLE if version == "" else SHADES[version % 8]
-            bars.append((row, begin, event["seconds"], colour, version))
+            row = len(rows) + processes.index(event["process"])
+            bars.append((row, event["t"] - left, event["seconds"], event.get("version", "")))
         rows += [printable(f"{name_of(run)}: {process}") for process in processes]
     if not rows:
         return
     figure = new_figure((9, 0.9 + 0.36 * len(rows)))
     axis = figure.subplots()
-    shown = [bar for bar in bars if bar[1] < width and bar[1] + bar[2] > 0]
-    places, begins, seconds, colours, _ = zip(*shown, strict=True)
-    axis.barh(places, seconds, left=begins, color=colours, height=0.7)
-    for row, begin, length, colour, version in shown:
-        left, right = max(0.0, begin), min(width, begin + length)
+    for row, begin, seconds, version in bars:
+        left, right = max(0.0, begin), min(width, begin + seconds)
+        if left < right:
+            colour = PURPLE if version == "" else SHADES[version % 8]
+            axis.barh(row, right - left, left=left, color=colour, height=0.7)
         if right - left > 0.03 * width:  # there is room for its number
             ink = "white" if colour in SHADES[:4] else "black"
             axis.text((left + right) / 2, row, version, ha="center", va="center", color=ink)
@@ -174,29 +204,6 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     axis.set_xlabel("time (s); number and colour: policy version; pink: verifying; blank: idle")
     axis.set_yticks(range(len(rows)), rows, parse_math=False)
     save_figure(figure, path)
-
-
-# ------------------------------------------------------------------------------------- several runs
-
-
-def draw_race(runs: list[dict], modes: list[str], targets: dict, path: Path) -> None:
-    """Held-out score of each task against seconds (median at each evaluation), and episodes."""
-    tasks = list(dict.fromkeys(column(runs, "task")))
-    panels = []
-    for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
-        for task in tasks:
-            metric, goal = targets[task]
-            curves = {}
-            for mode, colour in zip(modes, (GREY, PURPLE, ORANGE, GREEN, BLUE), strict=False):
-                own = [r["held"] for r in runs if (r["task"], r["mode"]) == (task, mode)]
-                if own:
-                    held = np.array(own)  # [seeds, evaluations, 3]
-                    curves[mode] = (colour, np.median(held[:, :, i], 0), held[:, :, 2])
-            longest = max(x[-1] for _, x, _ in curves.values())
-            curves["to be reached"] = ("#000000:", [0, longest], [goal] * 2)
-            axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
-            panels.append((curves, axis))
-    draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
 
 
 def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:

@@ -23,9 +23,19 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import RESULTS, between, column, draw_race, draw_timeline, markdown, save_result
-from runtime.config import UserError, flag, one_of
-from runtime.devices import describe_machine
+from lab.plots import (
+    RESULTS,
+    between,
+    column,
+    draw_panels,
+    draw_timeline,
+    grouped,
+    markdown,
+    median_text,
+    new_result,
+    save_result,
+)
+from runtime.config import flag, one_of, require
 from runtime.folder import read_json, read_lines
 
 ROOT = RESULTS.parent
@@ -41,7 +51,6 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
 GPU_MODES = ("sync, one GPU", "async, η = 2")
 BASELINE = "sync, two threads"  # one core is raced, too, once: the better one is compared with
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}  # chosen before the runs, from others
-SHOWN = ["sync, one core", BASELINE, "sync, one GPU", *JUDGED.values()]  # in the picture
 # Scores to reach on held-out problems. `sum` climbs so slowly from 0.35 on that the seed decides
 # when it is at 0.4.
 TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
@@ -83,12 +92,7 @@ def run_command(trainer: str, run: Path, **flags) -> dict:
     return read_json(run / "summary.json") | {"command_s": seconds}
 
 
-def run_each(
-    plan: dict,
-    folder: Path,
-    keep: bool = False,
-    **alike,
-) -> Iterator[tuple[str, Path, dict]]:
+def run_each(plan: dict, folder: Path, keep: bool = False, **alike) -> Iterator[tuple]:
     """Run {name: flags} one after the other under a bar that says what runs now; yields name, run
     folder and summary. `alike`: flags of all; among the flags, `trainer` is the script. keep: the
     checkpoints stay."""
@@ -96,8 +100,7 @@ def run_each(
     for name, flags in bar:
         bar.set_description(name)
         run = folder / "-".join(re.findall("[a-z0-9.]+", name))
-        flags = {"trainer": "train_async.py"} | alike | flags
-        summary = run_command(flags.pop("trainer"), run, **flags)
+        summary = run_command(run=run, **{"trainer": "train_async.py"} | alike | flags)
         try:
             yield name, run, summary
         finally:  # checkpoints are the larger part of a run, and nobody resumes it
@@ -105,44 +108,69 @@ def run_each(
                 shutil.rmtree(run / "checkpoints")
 
 
-def race_plan(seed: int, modes: str) -> dict[str, tuple]:
-    """{name: (task, mode)} of the runs with one seed."""
+def race_plan(seed: int, gpu: bool) -> dict[str, dict]:
+    """{task, mode, seed: flags} of the runs with one seed."""
     plan = {}
     for task in TARGETS:
         best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
-        for mode in best if modes == "best" else GPU_MODES:
-            plan[f"{task}, {mode}, seed {seed}"] = (task, mode)
+        for mode in GPU_MODES if gpu else best:
+            flags = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
+            plan[f"{task}, {mode}, seed {seed}"] = flags | (GPU_FLAGS if gpu else {})
     return plan
 
 
 def bench_race(folder: Path, config: RaceConfig) -> None:
     """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`; seed after seed,
     so that slow minutes hit all modes alike."""
-    machine, gpu = describe_machine(), config.modes == "gpu"
-    if gpu and not machine["gpus"]:
-        raise UserError("--modes gpu: must be run on a machine with a CUDA device")
+    result, gpu = new_result(), config.modes == "gpu"
+    said = "--modes gpu: must be run on a machine with a CUDA device"
+    require(result["machine"]["gpus"] or not gpu, said)
     file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
-    rows = []
     first = []  # the two runs of a task that the timeline shows
     for seed in range(config.seeds):
         if config == RaceConfig() and time.monotonic() - begin >= SECONDS:
             break
-        plan, flags = race_plan(seed, config.modes), {}
-        for name, (task, mode) in plan.items():
-            flags[name] = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
-            flags[name] |= GPU_FLAGS if gpu else {}
-        for name, run, summary in run_each(flags, folder):
-            task, mode = plan[name]
-            rows.append({"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task))
-            save_result(folder, file, {"machine": machine, "runs": rows})
+        for name, run, summary in run_each(race_plan(seed, gpu), folder):
+            task, _, mode = name.rpartition(", seed")[0].partition(", ")
+            row = {"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task)
+            result["runs"].append(row)
+            save_result(folder, file, result)
             if seed == 0 and mode in (BASELINE, JUDGED[task]):
                 first.append(run)
-    draw_race(rows, SHOWN, TARGETS, folder / f"{file}.png")
-    print(*race_table(rows), "", READING, sep="\n")
+    draw_race(result["runs"], folder / f"{file}.png")
+    print(*race_lines(result), sep="\n")
     if not gpu:
         draw_timeline(first, folder / "timeline.png")
         print("Few seeds give a first look: `--seeds 5` is what was recorded.")
+
+
+def draw_race(runs: list[dict], path: Path) -> None:
+    """Held-out score of each task against seconds (median at each evaluation), and episodes."""
+    tasks, panels = grouped(runs, "task"), []
+    for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
+        for task, own in tasks.items():
+            metric, goal = TARGETS[task]
+            curves = {}
+            for mode, same in grouped(own, "mode").items():
+                held = np.array(column(same, "held"))  # [seeds, evaluations, 3]
+                curves[mode] = (None, np.median(held[:, :, i], 0), held[:, :, 2])
+            longest = max(x[-1] for _, x, _ in curves.values())
+            curves["to be reached"] = ("#000000:", [0, longest], [goal] * 2)
+            axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
+            panels.append((curves, axis))
+    draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
+
+
+def exams_of(run: Path, metric: str) -> list:
+    """[seconds, episodes, score] of each evaluation of a run, also of those that came late."""
+    trained, found = {0: 0}, []
+    for row in read_lines(run / "metrics.jsonl"):
+        if "samples" in row:
+            trained[row["step"]] = trained[row["step"] - 1] + row["samples"]
+        if "eval" in row:
+            found.append([row["t"], trained[row["step"]], row["eval"][metric]])
+    return found
 
 
 def speed_of(run: Path, summary: dict, task: str) -> dict:
@@ -151,22 +179,17 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     The clock starts when the first episode does, and the target is reached on a straight line
     between two evaluations.
     """
-    rows = read_lines(run / "metrics.jsonl")
     events = read_lines(run / "events.jsonl")
     zero = next(event["t"] for event in events if event["kind"] == "generate")
-    steps = [row for row in rows if "seconds" in row]
+    steps = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
     metric, goal = TARGETS[task]
-    size = steps[0]["samples"]
-    held = []  # seconds, episodes, score
-    for row in rows:
-        if "eval" in row:
-            held.append([max(0.0, row["t"] - zero), row["step"] * size, row["eval"][metric]])
+    held = [[max(0.0, t - zero), *others] for t, *others in exams_of(run, metric)]
     target_s, target_samples = crossing(held, goal)
     return {
         "target_s": target_s,
         "target_samples": target_samples,
         "final": held[-1][2],
-        "samples_per_s": (len(steps) - 1) * size / (steps[-1]["t"] - steps[0]["t"]),
+        "samples_per_s": sum(column(steps[1:], "samples")) / (steps[-1]["t"] - steps[0]["t"]),
         "staleness": summary["staleness"]["mean"],
         "held": held,
     }
@@ -181,28 +204,26 @@ def crossing(held: list, goal: float) -> tuple:
     return None, None
 
 
-def medians(runs: list[dict], task: str) -> tuple[str, dict[str, dict]]:
-    """(the best synchronous mode of those with all seeds, {mode: medians over its seeds}); inf: the
-    score was not reached.
+def reached(runs: list[dict], key: str) -> list[float]:
+    """When each run has reached its score; inf where it has not."""
+    return [math.inf if value is None else value for value in column(runs, key)]
 
-    Beside the medians: `seconds` to the score and `finals` of all seeds; `gain`, median time to the
-    score of the best synchronous mode over that of this one, and `gains`, between which it lies.
+
+def modes_of(runs: list[dict]) -> tuple[str, dict[str, dict]]:
+    """Of the runs of a task (the best synchronous mode of those with all seeds, {mode: facts}).
+
+    The facts: MEASURED of all seeds; `median`, of the seconds to the score; `gain`, that of the
+    best synchronous mode over that of this one, and `gains`, between which it lies.
     """
-    modes: dict[str, list] = {}
-    for row in runs:
-        if row["task"] == task:
-            known = {key: math.inf if row[key] is None else row[key] for key in MEASURED}
-            modes.setdefault(row["mode"], []).append(known)
     found = {}
-    for mode, each in modes.items():
-        found[mode] = {key: float(np.median(column(each, key))) for key in MEASURED}
-        found[mode]["seconds"] = column(each, "target_s")
-        found[mode]["finals"] = column(each, "final")
-    most = max(len(row["seconds"]) for row in found.values())  # one lucky run is no baseline
-    synchronous = [m for m in found if m.startswith("sync") and len(found[m]["seconds"]) == most]
-    best = min(synchronous, key=lambda mode: found[mode]["target_s"])
+    for mode, own in grouped(runs, "mode").items():
+        found[mode] = {key: reached(own, key) for key in MEASURED}
+        found[mode]["median"] = np.median(found[mode]["target_s"])
+    most = max(len(row["target_s"]) for row in found.values())  # one lucky run is no baseline
+    synchronous = [m for m in found if m.startswith("sync") and len(found[m]["target_s"]) == most]
+    best = min(synchronous, key=lambda mode: found[mode]["median"])
     for row in found.values():
-        row["gain"], *row["gains"] = ratio_of_medians(found[best]["seconds"], row["seconds"])
+        row["gain"], *row["gains"] = ratio_of_medians(found[best]["target_s"], row["target_s"])
     return best, found
 
 
@@ -219,24 +240,24 @@ def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000)
     return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
 
 
-def race_table(runs: list[dict]) -> list[str]:
+def race_lines(result: dict) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
-    lines = []
-    for task in dict.fromkeys(column(runs, "task")):
-        best, found = medians(runs, task)
+    lines = [READING]
+    for task, own in grouped(result["runs"], "task").items():
+        best, found = modes_of(own)
         metric, goal = TARGETS[task]
         head = [f"`{task}`: to a held-out {metric} of {goal}", "seconds", "× best sync (90%)"]
         head += ["episodes", "episodes/s", "staleness", "final"]
         rows = []
         for mode, row in found.items():
             cells = [
-                f"{mode}{' (best sync)' * (mode == best)}, {len(row['seconds'])} seeds",
-                f"{row['target_s']:.1f} ({between(row['seconds'], '.1f')})",
+                f"{mode}{' (best sync)' * (mode == best)}, {len(row['target_s'])} seeds",
+                median_text(row["target_s"], ".1f"),
                 f"{row['gain']:.2f} ({between(row['gains'], '.2f')})",
-                f"{row['target_samples']:,.0f}",
-                f"{row['samples_per_s']:,.0f}",
-                f"{row['staleness']:.2f}",
-                f"{row['final']:.2f} ({between(row['finals'], '.2f')})",
+                f"{np.median(row['target_samples']):,.0f}",
+                f"{np.median(row['samples_per_s']):,.0f}",
+                f"{np.median(row['staleness']):.2f}",
+                median_text(row["final"], ".2f"),
             ]
             rows.append(cells)
         lines += ["", *markdown(head, rows)]

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from lab.plots import between, column, markdown, save_result
+from lab.stale import judged
 from learner import learner_step, make_learner, new_groups
 from model import GPT
 from pretrain import (
@@ -33,11 +34,10 @@ from pretrain import (
     recall_batches,
     train_stage,
 )
-from reward import make_task, verify_group
-from rollout import generate, make_generator
-from runtime.config import Config, UserError
+from reward import make_task
+from rollout import make_generator
+from runtime.config import Config, require
 from runtime.devices import cores, describe_machine
-from runtime.messages import apply_verdicts
 
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
@@ -45,17 +45,15 @@ STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than t
 def run_seed(config: RecipeConfig, seed: int) -> dict:
     """The whole recipe: every stage, what it takes, and how well each variant answers."""
     torch.set_num_threads(1)
-    begin, model = time.monotonic(), make_recipe_model(config, seed)
+    model = make_recipe_model(config, seed)
     result = {"seed": seed, "stages": {}, "accuracy": {}}
     # as many tokens of each length: on short prompts all variants are good, and close together
     total = config.problems * config.lengths[-1]
     exams = {length: exam(length, total // length) for length in config.lengths}
 
     def examine(variant: str, kind: str = "dsa") -> None:
-        rows = {}
-        for length in tqdm(exams, f"seed {seed} {variant}", leave=False):
-            rows[length] = round(accuracy(model, *exams[length], kind), 4)
-        result["accuracy"][variant] = rows
+        found = {n: round(accuracy(model, *own, kind), 4) for n, own in exams.items()}
+        result["accuracy"][variant] = found
 
     def stage(name: str, steps: int, used: int) -> None:
         batches = recall_batches(config, seed, used)
@@ -73,7 +71,7 @@ def run_seed(config: RecipeConfig, seed: int) -> dict:
     if config.rl_steps:
         result["stages"]["RL"] = rl_stage(model, config, seed)
         examine("after RL")
-    return result | {"seconds": round(time.monotonic() - begin, 1)}
+    return result
 
 
 def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
@@ -87,9 +85,7 @@ def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
     before = [p.clone() for p in parts_of(model)["indexer"]]
     for _ in tqdm(range(how.steps), f"seed {seed} RL"):
         generator.set_weights(learner.version, model.flat)
-        groups = generate(generator, new_groups(learner, task, how.groups_per_step))
-        for group in groups:
-            apply_verdicts(group, verify_group(group, task, how))
+        groups = judged(generator, new_groups(learner, task, how.groups_per_step), task, how)
         learner_step(learner, groups, how)
         episodes = [t.reward for group in groups for t in group.trajectories]
         rewards.append(round(float(np.mean(episodes)), 4))
@@ -125,12 +121,10 @@ def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
 
 def bench_recipe(folder: Path, config: RecipeConfig) -> None:
     """Run the seeds, as many at a time as there are cores; save and print."""
-    if config.attended < 8:
-        raise UserError(f"--top-k {config.top_k}: must attend to at least 8 keys")
+    require(config.attended >= 8, f"--top-k {config.top_k}: must attend to at least 8 keys")
     begin = time.monotonic()
     seeds = range(config.seed, config.seed + config.seeds)
-    workers = min(len(seeds), cores())
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
         runs = list(pool.map(run_seed, [config] * len(seeds), seeds))
     result = {
         "machine": describe_machine(),

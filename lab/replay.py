@@ -31,7 +31,7 @@ from reward_model import read_reward_model
 from rollout import Generator, make_generator
 from runtime.advice import advice_of, judge
 from runtime.checkpoint import set_state, sha256_of, state_of, whole_moments
-from runtime.config import Config, TrainingStopped, UserError
+from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
@@ -94,15 +94,10 @@ def recorded(config: Config) -> tuple[Config, dict]:
     """Configuration and summary of the run to replay; raises UserError when that cannot be."""
     run, name = Path(config.replay), f"--replay {config.replay}"
     config, record = resumed(config, "replay")
-    if record["mode"] != "async":
-        raise UserError(f"{name}: must be a run of train_async.py")
-    try:
+    require(record["mode"] == "async", f"{name}: must be a run of train_async.py")
+    with blame(f"{name}: must be finished and have a whole log"):
         summary = read_json(run / "summary.json")
-        ledger = audit(run)
-        if summary["steps"] != ledger.steps:
-            raise ValueError("its log goes on after its summary")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name}: must be finished and have a whole log ({error})") from error
+        audit(run)
     return config, summary
 
 
@@ -121,7 +116,7 @@ def read_script(run: Path) -> tuple[list[dict], dict[int, dict]]:
             case "train":
                 steps.append(event)
     trained = {group_id for step in steps for group_id in step["groups"]}
-    return steps, {group_id: scores[group_id] for group_id in scores if group_id in trained}
+    return steps, {group_id: event for group_id, event in scores.items() if group_id in trained}
 
 
 # ------------------------------------------------------------------------------ playing it again
@@ -136,11 +131,10 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
             generators[worker] = make_generator(config, task, copy.deepcopy(learner.model))
         group = Group(group_id, swaps[0][1], problem_of(task, group_id, "train"))
         generators[worker].groups[group_id] = group
-        failed = {int(i): reason for i, reason in event.get("failed", {}).items()}
         for i, pairs in enumerate(swaps):
-            if i in failed:
+            if reason := event.get("failed", {}).get(str(i)):
                 none = {name: np.empty(0, kind) for name, kind in ARRAYS.items()}
-                group.trajectories.append(Trajectory(group_id, i, 0, finish=failed[i], **none))
+                group.trajectories.append(Trajectory(group_id, i, 0, finish=reason, **none))
             else:
                 begin[worker, pairs[1]].append((group, i))
     return generators, begin

@@ -4,12 +4,14 @@ Run: `python bench.py tables`; a test compares the page with `measured_page`.
 Left out: measuring, and pictures (plots.py).
 """
 
+from collections import defaultdict
 from itertools import product
 
-from lab.agents import AGENTS, agent_lines, by_arm, solved
+from lab.agents import AGENTS, agent_lines, solved
+from lab.campaigns import fault_facts
 from lab.distil import distil_lines, judge_lines
-from lab.plots import RESULTS, between, column, load_result, markdown
-from lab.races import JUDGED, READING, medians, race_table
+from lab.plots import RESULTS, between, column, grouped, load_result, markdown, spread_text
+from lab.races import JUDGED, modes_of, race_lines
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
@@ -62,20 +64,20 @@ def write_tables() -> str:
 
 def claims() -> str:
     """Those that matter, as a table; README.md has the same."""
-    runs = load_result("race")["runs"]
+    runs = grouped(load_result("race")["runs"], "task")
     gains = []
     for task, mode in JUDGED.items():
-        best, found = medians(runs, task)
+        best, found = modes_of(runs[task])
         row = found[mode]
-        interval = f"{between(row['gains'], '.2f')}; {len(row['seconds'])} seeds"
-        seconds = f"{row['target_s']:.1f} s, not {found[best]['target_s']:.1f} s"
+        interval = f"{between(row['gains'], '.2f')}; {len(row['target_s'])} seeds"
+        seconds = f"{row['median']:.1f} s, not {found[best]['median']:.1f} s"
         gains.append(f"`{task}` {row['gain']:.2f}× ({interval}, {seconds})")
     bounded = load_result("staleness")["runs"]
     ages = column(bounded, "staleness")
     over = max(age["max"] - age["bound"] for age in ages)
     books = column(bounded, "ledger")
     missing = sum(book["admitted"] - book["trained"] for book in books)
-    arms = by_arm(load_result("agents"))
+    arms = grouped(load_result("agents")["runs"], "arm")
     learned = [f"`{task}` {between(solved(arms[task]), '.0%')}" for task in AGENTS]
     slowest = max(column(sum((arms[task] for task in AGENTS), []), "command_s"))
     faults = load_result("faults")
@@ -109,28 +111,22 @@ against cuDNN: {at_8k} at 8k, {at_128k} at 128k tokens | short contexts are slow
 
 def task_lines(result: dict) -> list[str]:
     rows = []
-    for task in dict.fromkeys(column(result["runs"], "task")):
-        runs = [run for run in result["runs"] if run["task"] == task]
-        exams = column(runs, "eval")
-        cells = [f"`--task {task}`, {len(runs)} seeds, {runs[0]['steps']} steps"]
-        cells.append(between(column(column(exams, "before"), "solved"), ".0%"))
-        cells.append(between(column(column(exams, "after"), "solved"), ".1%"))
-        cells.append(between(column(runs, "command_s"), ".0f"))
+    for task, runs in grouped(result["runs"], "task").items():
+        cells = [
+            f"`--task {task}`, {len(runs)} seeds, {runs[0]['steps']} steps",
+            between(solved(runs, "before"), ".0%"),
+            between(solved(runs), ".1%"),
+            between(column(runs, "command_s"), ".0f"),
+        ]
         rows.append(cells)
     head = ["`train_async.py`", "solved before", "solved after", "seconds"]
     text = "Solved: the number was found within 6 guesses, or an answer has no mistake (greedy).\n"
     return [text, *markdown(head, rows)]
 
 
-def race_lines(result: dict) -> list[str]:
-    return [READING, *race_table(result["runs"])]
-
-
 def staleness_lines(result: dict) -> list[str]:
-    oldest = {}
-    for age in column(result["runs"], "staleness"):
-        oldest.setdefault(str(age["bound"]), []).append(age["max"])
-    rows = [[bound, str(max(ages))] for bound, ages in oldest.items()]
+    ages = grouped(column(result["runs"], "staleness"), "bound")
+    rows = [[bound, max(column(own, "max"))] for bound, own in ages.items()]
     text = f"`sum`, over all three swap modes, {len(result['runs'])} runs, in versions.\n"
     return [text, *markdown(["bound", "oldest token ever trained"], rows)]
 
@@ -143,32 +139,8 @@ def nested_table(corner: str, cells: dict[str, dict[str, str]]) -> list[str]:
 
 def fault_lines(result: dict, replay: dict) -> list[str]:
     same = column(replay["runs"], "same")
-    row = ["runs of 50 steps replayed to the same weights", f"{sum(same)} of {len(same)}"]
-    return markdown(["faults on purpose", ""], [*fault_rows(result), row])
-
-
-def fault_rows(result: dict) -> list[list[str]]:
-    """What a campaign of faults has shown so far."""
-    dead, silent = (result["noticed_after_s"][kind] for kind in ("dead", "stopped"))
-    kills, ends = result["checkpoint_kills"], result["ends"]
-    again = result["noticed_after_s"].get("learners again")
-    again = again and f"{again['median']:.1f}, at most {again['max']:.1f}"
-    hangs = sum("hangs" in said for said in column(result["failures"], "said"))
-    by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
-    cells = {
-        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
-        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
-        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
-        "runs killed, or stopped with an error by name": f"{ends['killed']}, {by_name}",
-        "groups made again": result["requeued"],
-        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
-        "until a silent one is": f"{silent['median']:.1f}, at most {silent['max']:.1f}",
-        **({"until all learners are there again": again} if again else {}),
-        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
-        "kills in the middle of a checkpoint": kills["kills"],
-        "weights at the end as without kills": "yes" if kills["bitwise_equal"] else "NO",
-    }
-    return [[name, str(value)] for name, value in cells.items()]
+    replayed = {"runs of 50 steps replayed to the same weights": f"{sum(same)} of {len(same)}"}
+    return markdown(["faults on purpose", ""], (fault_facts(result) | replayed).items())
 
 
 def folder_lines(result: dict) -> list[str]:
@@ -186,15 +158,16 @@ def recipe_lines(result: dict) -> list[str]:
 
 
 def decode_lines(result: dict) -> list[str]:
-    cells = {}
+    cells = defaultdict(dict)
     for row in result["rows"]:
+        length = f"{row['length']:,}"
         for name, rate in row["tokens_per_s"].items():
             ratio = row["over_dense"][name]["median"]
             text = f"{rate['median']:,.0f} ({ratio:.1f}×)"
-            cells.setdefault(name, {})[f"{row['length']:,}"] = text
+            cells[name][length] = text
         if "memory_bound" in row:
-            share = cells.setdefault("dense, graph: of what memory allows", {})
-            share[f"{row['length']:,}"] = f"{row['memory_bound']['median']:.0%}"
+            share = f"{row['memory_bound']['median']:.0%}"
+            cells["dense, graph: of what memory allows"][length] = share
     text = f"Model `{result['model']}`, {result['slots']} slots with full caches.\n"
     return [text, *nested_table("tokens/s (over dense) at", cells)]
 
@@ -207,15 +180,14 @@ def speed_up(costs: dict, way: str, backend: str) -> float:
 
 
 def kernel_lines(result: dict) -> list[str]:
-    cells = {}
-    own_terms = []
+    cells, own_terms = defaultdict(dict), []
     for row in result["rows"]:
         length = f"{row['length']:,}"
         shown = [way for way in row["forward"] if way.startswith((ALONE, TOGETHER, "2,048"))]
         for kind, way in product(("forward", "forward+backward"), shown):
             milliseconds = row[kind][way]["ms"]["median"]
             text = f"{milliseconds:.1f} ({speed_up(row[kind], way, 'CUDNN'):.1f}×)"
-            cells.setdefault(f"{kind}, {way.removeprefix('sparse, ')}", {})[length] = text
+            cells[f"{kind}, {way.removeprefix('sparse, ')}"][length] = text
         own_terms.append(f"{speed_up(row['forward+backward'], ALONE, 'FLASH'):.2f}× at {length}")
     query_heads, key_heads, width = result["heads"]
     text = f"""\
@@ -227,13 +199,13 @@ def kernel_lines(result: dict) -> list[str]:
 
 def memory_lines(result: dict) -> list[str]:
     """Bytes of one long sequence; see lab/memory.py."""
-    rows, cells = result["rows"], {}
+    rows, cells = result["rows"], defaultdict(dict)
     plain = [row for row in rows if (row["kind"], row["precision"]) == ("dense", "bfloat16")]
-    whole = {row["shape"]: row["bytes"] for row in plain}
+    dense = {row["shape"]: row["bytes"] for row in plain}
     for row in rows:
-        share = row["bytes"] / whole[row["shape"]]
+        share = row["bytes"] / dense[row["shape"]]
         text = f"{row['bytes'] / 1e6:,.0f} ({share:.3f})"
-        cells.setdefault(f"{row['shape']}, {row['kind']}", {})[row["precision"]] = text
+        cells[f"{row['shape']}, {row['kind']}"][row["precision"]] = text
     for shape, own in result["weights"].items():
         cells[f"{shape}, all weights"] = {name: f"{n / 1e6:,.0f}" for name, n in own.items()}
     pairs = [(row[kind], row["computed"]) for row in rows for kind in ("tensors", "resident")]
@@ -242,8 +214,7 @@ def memory_lines(result: dict) -> list[str]:
     text = FORTY.format(1 - both / sparse, 1 - narrow / wide, 1 - both / wide, sparse / wide - 1)
     latent = []
     for name, n in result["latent"].items():
-        whole = 61 * result["tokens"] * n / 1e9
-        latent.append([name, str(n), f"{n / wide:.3f}", f"{whole:.2f}"])
+        latent.append([name, n, f"{n / wide:.3f}", f"{61 * result['tokens'] * n / 1e9:.2f}"])
     return [
         LONG.format(result["tokens"], worst),
         *nested_table("MB", cells),
@@ -267,7 +238,7 @@ def disk_lines(result: dict) -> list[str]:
     """How the commands on each kind of run folder ended."""
     rows = []
     for kind in ("damaged", "killed", "hostile"):
-        rows.append([kind, result[kind]["said"], str(len(result[kind]["wrong"]))])
+        rows.append([kind, result[kind]["said"], len(result[kind]["wrong"])])
     return markdown(["run folders", "how it ended", "otherwise"], rows)
 
 
@@ -275,12 +246,9 @@ def learner_lines(result: dict) -> list[str]:
     """A step of several learners; see lab/team.py."""
     rows = []
     for row in result["rows"]:
-        cells = [f"{row['step_s'][name]:.2f}" for name in ("median", "min", "max")]
-        meetings = f"{row['in_meetings']['median']:.1%}"
-        seconds = "{} ({} to {})".format(*cells)
-        rows.append(
-            [row["model"], str(row["learners"]), seconds, f"{row['speed_up']:.2f}×", meetings]
-        )
+        cells = [row["model"], row["learners"], spread_text(row["step_s"])]
+        cells += [f"{row['speed_up']:.2f}×", f"{row['in_meetings']['median']:.1%}"]
+        rows.append(cells)
     return markdown(["model", "learners", "seconds a step", "speed-up", "of it in meetings"], rows)
 
 
@@ -303,14 +271,14 @@ Three nodes, 4 rollout and 2 reward actors: {losses["losses"]} losses on purpose
 
 def machine_lines() -> list[str]:
     """Which figures come from which machine."""
-    found: dict[str, list[str]] = {}
+    found = defaultdict(list)
     for path in sorted(RESULTS.glob("*.json")):
         machine = load_result(path.stem).get("machine")
         if machine:
             gpus = "".join(f"one {name} and " for name in machine["gpus"])
             where = f"{gpus}{machine['cores']} cores of {machine['cpu']}, "
             where += f"Python {machine['python']}, torch {machine['torch']}"
-            found.setdefault(where, []).append(path.stem)
+            found[where].append(path.stem)
     return [f"- {', '.join(names)}: {where}" for where, names in found.items()]
 
 

@@ -178,15 +178,16 @@ def test_a_run_that_never_trained_draws_nothing(tmp_path):
 
 
 def test_who_races_and_how_often():
-    first, later = (races.race_plan(seed, "best") for seed in (0, 1))
+    first, later = (races.race_plan(seed, gpu=False) for seed in (0, 1))
     assert len(first) == 6 and list(first)[:3] == [
         "guess, sync, two threads, seed 0",
         "guess, async, η = 2, seed 0",
         "guess, sync, one core, seed 0",
     ]
     assert len(later) == 4 and all(name.endswith("seed 1") for name in later)
-    assert {mode for _, mode in first.values()} | set(races.GPU_MODES) == set(races.MODES)
-    assert len(races.race_plan(7, "gpu")) == 2 * 2
+    modes = {name.partition(", ")[2].rpartition(", seed")[0] for name in first}
+    assert modes | set(races.GPU_MODES) == set(races.MODES)
+    assert len(races.race_plan(7, gpu=True)) == 2 * 2
 
 
 @pytest.mark.parametrize("seconds, runs", [(15.0, 14), (20.0, 10), (30.0, 6)])
@@ -224,7 +225,7 @@ def raced(mode: str, seed: int, seconds: float, rate: float, task: str = "guess"
 
 def test_without_a_gpu_its_race_says_so(monkeypatch, capsys):
     machine = describe_machine() | {"gpus": []}
-    monkeypatch.setattr(races, "describe_machine", lambda: machine)
+    monkeypatch.setattr(plots, "describe_machine", lambda: machine)
     assert "with a CUDA device" in refused(["race", "--modes", "gpu"], capsys)
 
 
@@ -264,7 +265,7 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     runs = [raced(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
     runs[-1]["target_s"] = None  # never got there
     runs.append(raced("sync, lucky", 0, 5, 20))  # one run is no baseline for three
-    lines = races.race_table(runs)
+    lines = races.race_lines({"runs": runs})
     rows = [[cell.strip() for cell in line.split("|")] for line in lines]
     found = {row[1]: row[2:4] for row in rows if len(row) > 3}
     best = ["21.0 (20.0 to 22.0)", "1.00 (0.91 to 1.10)"]
