@@ -11,6 +11,7 @@ Left out: time (races.py). The rows of a plan are fixed before its first run: `p
 
 import copy
 import dataclasses
+import time
 from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product, repeat
@@ -31,6 +32,8 @@ from lab.plots import (
     new_result,
     save_figure,
     save_result,
+    spread,
+    spread_text,
 )
 from learner import Learner, learner_step, make_learner, new_groups
 from reward import Task, problem_of, task_of, verify_group
@@ -259,8 +262,35 @@ def bench_attempts(folder: Path) -> None:
     for lr, damper, seed in product(RATES, DAMPERS[::-1], range(TRIES)):
         flags = {"lr": lr, "damper": damper} | FIXES.get(damper, {})
         plan.append({"task": EDGE["task"], "seed": seed, "damper": damper, "flags": flags})
-    result = run_all(plan, folder, "attempts", ALIKE | EDGE)
+    result = run_all(plan, folder, "attempts", ALIKE | EDGE) | {"overhead": window_overhead()}
+    save_result(folder, "attempts", result)
     print(*attempt_lines(result), sep="\n")
+
+
+def window_overhead(rounds: int = 12) -> dict:
+    """Seconds of a learner's step with the KL to a reference, measured every 5 steps as by default,
+    over those of a step without; the two in turn, the same batch."""
+    torch.set_num_threads(1)
+    config = Config(task="guess")
+    task = task_of(config)
+    pair = []
+    for every in (config.reference_every, 0):
+        own = dataclasses.replace(config, reference_every=every)
+        pair.append((own, make_learner(own, task, make_model(own, task))))
+    learner = pair[0][1]
+    generator = make_generator(config, task, copy.deepcopy(learner.model))
+    prompts = new_groups(learner, task, config.groups_per_step)
+    groups = judged(generator, prompts, task, config)
+    ratios = []
+    for _ in range(rounds):
+        seconds = []
+        for own, learner in pair:
+            begin = time.perf_counter()
+            for _ in range(config.reference_every):
+                learner_step(learner, groups, own)
+            seconds.append(time.perf_counter() - begin)
+        ratios.append(seconds[0] / seconds[1])
+    return spread(ratios)
 
 
 def finals_of(result: dict) -> dict[tuple, list]:
@@ -288,7 +318,8 @@ def attempt_lines(result: dict) -> list[str]:
     text = f"""\
 `reverse:4`, data {EDGE["lag"]} versions old, {TRIES} seeds: how often one must try
 until a run converges (held-out reward at least {CONVERGED}); in brackets quartiles of
-the reward.
+the reward. A step of the learner takes {spread_text(result["overhead"])} times as long with the KL
+that the window needs.
 """
     rows = defaultdict(list)
     for (lr, _), finals in finals_of(result).items():

@@ -303,7 +303,9 @@ def test_attempts_are_counted():
     for lr, finals in {0.01: [0.9, 0.8, 0.1, 0.2], 0.02: [0.1] * 4}.items():
         for damper, better in {"none": 0.0, "kl": 0.7}.items():
             rows += [{"flags": {"lr": lr}, "damper": damper, "final": x + better} for x in finals]
-    lines = stale.attempt_lines({"runs": rows})
+    cost = {"median": 1.05, "min": 1.0, "max": 1.1}
+    lines = stale.attempt_lines({"runs": rows, "overhead": cost})
+    assert any("1.05 (1.00 to 1.10) times" in line for line in lines)
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-2:]]
     assert cells == [
         ["0.01", "2.0 (0.18 to 0.83)", "1.0 (0.87 to 1.52)"],
