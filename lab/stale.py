@@ -236,19 +236,29 @@ def method_claim(result: dict) -> str:
 
 
 def draw_methods(runs: list[dict], path: Path) -> None:
-    """What each objective gains on data that are 4 and 16 versions old."""
-    names, _ = split_arms(runs)
+    """Above, what each objective gains on data that are 4 and 16 versions old; below, what each
+    remedy beside it gains."""
+    names, beside = split_arms(runs)
     names.sort(key=lambda arm: compared(runs, arm)[1])
-    figure = new_figure((11, 5))
+    figure = new_figure((11, 9))
+    above, below = figure.subplots(2, len(TASKS), sharey="row")
     colours = {"helps": BLUE, "hurts": ORANGE, "cannot be told": GREY}
-    axes = figure.subplots(1, len(TASKS), sharey=True)
-    for axis, (task, own) in zip(axes, grouped(runs, "task").items(), strict=True):
+    for (task, own), bars, grid in zip(grouped(runs, "task").items(), above, below, strict=True):
         for y, arm in enumerate(names):
             word, mean, low, high = compared(own, arm)
-            axis.plot([low, mean, high], [y] * 3, "o-", color=colours[word], lw=3, markevery=[1])
-        axis.axvline(0, color="black", linewidth=0.8)
-        axis.set_title(f"{task}: an objective, against reinforce")
-        axis.set_yticks(range(len(names)), names)
+            bars.plot([low, mean, high], [y] * 3, "o-", color=colours[word], lw=3, markevery=[1])
+        bars.axvline(0, color="black", linewidth=0.8)
+        bars.set_title(f"{task}: an objective, against reinforce")
+        bars.set_yticks(range(len(names)), names)
+        for (y, name), (x, fix) in product(enumerate(OBJECTIVES), enumerate(FIXES)):
+            if f"{name} + {fix}" in beside:
+                word, mean, *_ = compared(own, f"{name} + {fix}")
+                box = {"facecolor": colours[word], "alpha": 0.5, "edgecolor": "none"}
+                grid.text(x, y, f"{mean:+.2f}", ha="center", va="center", bbox=box)
+        grid.set_title("what goes beside it, against it alone")
+        grid.set(xlim=(-0.5, len(FIXES) - 0.5), ylim=(len(OBJECTIVES) - 0.5, -0.5))
+        grid.set_xticks(range(len(FIXES)), FIXES)
+        grid.set_yticks(range(len(OBJECTIVES)), OBJECTIVES)
     figure.suptitle("Data 4 and 16 versions old: blue helps, orange hurts, grey cannot be told")
     save_figure(figure, path)
 
