@@ -21,10 +21,10 @@ CEILINGS = {
     "tasks": (695, 6400, None),
     # Hugging Face folders and tokenizers have taken 3,200, several learners 2,700, Ray 2,600,
     # 8 bits 900, a teacher and a reward model 1,000
-    "runtime": (3115, 30280, 9.8),
+    "runtime": (3055, 29500, 9.8),
     # what a parent, several learners and a cluster do has taken 4,900, bytes at 128k tokens 1,300,
     # a look into a run 2,400, methods on stale data, distillation and judges 4,900
-    "lab": (3190, 35400, None),
+    "lab": (3120, 34300, None),
 }
 FILE, README = 300, 200  # lines of any file but dsa_triton.py; lines of the README
 LEAVES = "config devices eightbit folder ledger mailbox messages pipes processes runlog"
