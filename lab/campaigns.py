@@ -4,6 +4,7 @@
 Left out: synchronous against asynchronous (races.py).
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,7 +90,9 @@ def bench_faults(folder: Path, faults: int = 300) -> None:
 
 def fault_facts(result: dict) -> dict:
     """What a campaign of faults has shown."""
-    dead, silent, again = result["noticed_after_s"].values()
+    waits, kinds = result["noticed_after_s"], ("dead", "stopped", "learners again")
+    none = {"median": math.nan, "max": math.nan}  # there was no such fault
+    dead, silent, again = (waits.get(kind, none) for kind in kinds)
     kills, ends = result["checkpoint_kills"], result["ends"]
     hangs = sum("hangs" in said for said in column(result["failures"], "said"))
     by_name = sum(ends.values()) - ends["finished"] - ends["killed"]

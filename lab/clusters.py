@@ -91,6 +91,7 @@ def bench_cluster(folder: Path, losses: int = 30) -> None:
     for (name, size), ray in tqdm(list(product(SIZES.items(), (False, True))), "costs"):
         row = {"size": name, "by": "Ray" if ray else "pipe"} | cost(size, ray)
         result["costs"].append(row)
+        save_result(folder, "cluster", result)
     for so_far in losses_of_a_cluster(folder / "losses", losses):
         save_result(folder, "cluster", result | {"losses": so_far})
     print(*cluster_lines(result | {"losses": so_far}), sep="\n")

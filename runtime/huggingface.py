@@ -119,7 +119,7 @@ def load_weights(model: GPT, folder: Path) -> None:
     """Read every weight of a folder into its place, one tensor at a time; UserError."""
     refuse_links(folder)
     files, whole = {}, "must be a whole safetensors file"
-    for place in folder.glob("*.safetensors"):
+    for place in folder.glob("model*.safetensors"):
         with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
             names = file.keys()
             require(not files.keys() & names, "it has weights that another file has, too")

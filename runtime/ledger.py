@@ -56,8 +56,8 @@ class Ledger:
 
     def note(self, event: dict) -> None:
         """Take one event; ValueError, naming the group, when it cannot follow the others."""
-        kind = event["kind"]
         self.events += 1
+        kind = event["kind"]
         if kind not in MOVES:
             return
         allowed, after = MOVES[kind]

@@ -278,7 +278,8 @@ def flaw(answer, work: dict, *allowed) -> str | None:
     if found := stray(answer, work):
         return found
     if isinstance(answer, Result):
-        return reward_flaw([answer.reward])
+        text = isinstance(answer.failure, str)
+        return reward_flaw([answer.reward]) if text else f"failure {answer.failure!r:.80}"
     if answer.group:
         found = group_flaw(answer.group, *allowed)
         if found or answer.judgement is None:
@@ -363,7 +364,7 @@ def set_flaw(generated: np.ndarray, sizes: np.ndarray, kept: np.ndarray) -> str 
 
 def outside(name: str, values: np.ndarray, low: float, high: float) -> str | None:
     """The first of some values that is not in a range, in words; NaN is in none."""
-    if low <= values.min(initial=high) and values.max(initial=low) <= high:
+    if not len(values) or low <= values.min() and values.max() <= high:
         return None
     wrong = values[~((low <= values) & (values <= high))]
     return f"{name} {wrong[0]}, must be {low} to {high}"

@@ -305,8 +305,9 @@ def processes_of(leader: int) -> set[int]:
     """All processes of a session (in the sense of POSIX) but zombies."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
-            if int(session) == leader and state != "Z":
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            # bytes: names of processes, which stand before this, may be anything
+            state, _, _, session, *_ = path.read_bytes().rpartition(b")")[2].split()
+            if int(session) == leader and state != b"Z":
                 found.add(int(path.parent.name))
     return found

@@ -72,9 +72,9 @@ def open_training(config: Config, mode: str) -> Run:
         state = load_checkpoint(folder)
         if mode == "async":
             ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
-    for name in ("model", "teacher", "reward_model"):  # a run may go on from another place
-        place = getattr(config, name)
-        if place not in ("", *PRESETS):
+    places = ("teacher", "reward_model") + ("model",) * (config.model not in PRESETS)
+    for name in places:  # a run may go on from another place
+        if place := getattr(config, name):
             config = replace(config, **{name: os.path.abspath(place)})
     config = config if state else pinned(config)
     if config.cluster:

@@ -74,11 +74,11 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
                 judgement = judge(group, task, config, advice, line.beat)
             events = events_of(generator, group.group_id)
             answers.append(Answer(group.group_id, group, judgement, events))
-        if answers and (not active or time.monotonic() - line.last > TOGETHER_SECONDS):
-            line.send(*answers)
+        calls = generator.take_calls()
+        late = not active or time.monotonic() - line.last > TOGETHER_SECONDS
+        if calls or answers and late:
+            line.send(*calls, *answers)
             answers = []
-        if calls := generator.take_calls():
-            line.send(*calls)
         line.beat()
 
 

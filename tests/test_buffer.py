@@ -23,8 +23,10 @@ from buffer import Buffer, may_admit, may_leave_behind, pack, staleness
 from runtime.messages import (
     ARRAYS,
     Answer,
+    Call,
     Group,
     Judgement,
+    Result,
     Trajectory,
     apply_verdicts,
     flaw,
@@ -927,6 +929,9 @@ def test_messages_of_every_kind_are_looked_at():
     assert flaw(Answer(5, judgement=sound), ASKED, *SOUND) == "2 verdicts on 0 samples"
     asked = {6: Group(6, 3, {})}
     assert flaw(Answer(6, group, sound), asked, *SOUND) == "group 5, start 3: must be 6, 3"
+    for failure, found in (("", None), ("env_error: x", None), (None, "failure None")):
+        result = Result((1, 5, 0), 1, None, 0.5, True, failure)
+        assert flaw(result, {(1, 5, 0): Call((1, 5, 0), {}, ("a",))}, *SOUND) == found
     for answer in ([group], {"kind": "group"}, None):  # no worker says this
         assert flaw(answer, ASKED, *SOUND) == f"an answer of kind {type(answer).__name__}"
     for answer in (Answer(5), Answer(5, judgement=([1], 0, 0)), Answer(5, [1])):

@@ -336,6 +336,13 @@ def test_what_an_index_says_is_not_followed(small, tmp_path, file):
     assert torch.equal(loaded(tmp_path).flat, loaded(small).flat)
 
 
+def test_what_lies_beside_the_weights_is_not_read(small, tmp_path):
+    folder = copy_folder(small, tmp_path / "model")
+    safetensors.save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
+    (folder / "._model.safetensors").write_bytes(b"of macOS")
+    assert torch.equal(loaded(folder).flat, loaded(small).flat)
+
+
 def test_flags_that_do_not_fit_a_folder_are_refused(small, tmp_path, capsys, monkeypatch):
     assert "--context 513: must be at most 512" in refusal(small, context=513)
     with pytest.raises(UserError, match="--lora 2: must be 0 with --init"):

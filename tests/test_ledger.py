@@ -196,6 +196,8 @@ def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_p
     lost = run(log[:at] + [{**log[at], "in_flight": count - 1}] + log[at + 1 :])
     text = f"line {at + 1}: {count} groups are in flight by the log, {count - 1} by the trainer"
     assert lost.returncode == 1 and text in lost.stderr, lost.stderr
+    kindless = run(log[:2] + [{"t": 0.0}] + log[2:])
+    assert "line 3: 'kind'" in kindless.stderr, kindless.stderr
     short = run(log[: len(log) // 2])
     assert short.returncode == 1 and "summary.json" in short.stderr
     assert run(log, steps=5).returncode == 1  # a run that goes on has no summary

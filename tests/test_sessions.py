@@ -193,6 +193,17 @@ def test_what_a_killed_worker_leaves_is_cleaned_up(host_of, tmp_path):
     os.kill(host.process.pid, signal.SIGKILL)  # the rest is checked by the fixture
 
 
+def test_a_process_of_any_name_is_seen():
+    """Names are bytes: one that is no text must not end the caretaker."""
+    code = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff', 0, 0, 0); print(); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes) as odd:
+        odd.stdout.readline()
+        assert b"(\xff)" in Path(f"/proc/{odd.pid}/stat").read_bytes()
+        assert sessions.processes_of(odd.pid) == {odd.pid}
+        odd.kill()
+
+
 def test_staleness_zero_with_sessions_is_bitwise_synchronous(tmp_path):
     found = []
     trainers = [(train_sync, f"{SLOW}:0,no"), (train_async, f"{SLOW}:0,no"), (train_sync, "guess")]

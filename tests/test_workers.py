@@ -1,6 +1,7 @@
 """What runs in a worker's process, here without one: what it says, and of its own time."""
 
 import dataclasses
+from collections import Counter
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -74,6 +75,35 @@ def test_a_rollout_worker_that_waits_has_told_all_of_its_generation_and_no_more(
         name: generator.counts[name] for name in workers.COUNTED
     }
     assert span[4]["decode"] < span[4]["seconds"]
+
+
+def test_answers_do_not_wait_for_the_end_of_calls(monkeypatch):
+    """Where every step has a call to an environment outside, answers leave with the calls."""
+
+    class Calling:
+        counts, version, newest, busy, events, steps = Counter(), 0, 0, True, [], 0
+
+        def set_weights(self, *_): ...
+
+        def step(self):
+            self.steps += 1
+            return True
+
+        def take_finished(self):
+            return [Group(3, 0, {})] if self.steps == 1 else []
+
+        def take_calls(self):
+            if self.steps > 50:
+                raise SystemExit
+            return [f"call {self.steps}"]
+
+    line = Script()
+    line.receive = lambda seconds: []
+    monkeypatch.setattr(workers, "make_generator", lambda *_: Calling())
+    monkeypatch.setattr(workers, "Mailbox", lambda *_: SimpleNamespace(version=-1, close=None))
+    with pytest.raises(SystemExit):
+        workers.rollout_worker(line, CONFIG, make_model(CONFIG, task_of(CONFIG)).config, "")
+    assert [message for message in line.sent[:2] if isinstance(message, Answer)]
 
 
 def test_who_generates_verifies_where_there_is_nobody_else(monkeypatch):
