@@ -2,6 +2,8 @@
 
 import ast
 import io
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
@@ -134,6 +136,12 @@ def test_the_synchronous_trainer_knows_nothing_of_processes():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README
+
+
+def test_the_process_of_an_evaluation_starts_without_torch():
+    """It would take 2 s longer, in every run."""
+    code = "import sys, tasks.exam; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 if __name__ == "__main__":  # the meter
