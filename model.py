@@ -119,6 +119,12 @@ def rotate(x, cos, sin) -> Tensor:
     return torch.addcmul(x * cos, torch.cat([-b, a], dim=-1), sin)
 
 
+def embedding(tokens: int, width: int) -> nn.Embedding:
+    """A table without values yet; `nn.Embedding` would draw some, which on the device "meta" takes
+    1.4 s, as torch imports its compiler for that."""
+    return nn.Embedding.from_pretrained(torch.empty(tokens, width), freeze=False)
+
+
 def parameter(*shape: int) -> nn.Parameter:
     """A place without values: `GPT.initialise` or a file gives them."""
     return nn.Parameter(torch.empty(shape))
@@ -193,14 +199,14 @@ class GPT(nn.Module):
         assert config.heads % config.kv_heads == 0, (config.heads, config.kv_heads)
         self.config = config
         with torch.device("meta"):  # no memory yet
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.width)
+            self.embed_tokens = embedding(config.vocab_size, config.width)
             if config.positions == "learned":
-                self.embed_positions = nn.Embedding(config.context, config.width)
+                self.embed_positions = embedding(config.context, config.width)
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
             self.output = self.embed_tokens
             if not config.tied:
-                self.output = nn.Embedding(config.vocab_size, config.width)
+                self.output = embedding(config.vocab_size, config.width)
         self.rope = rope_table(config)
         self.flatten("cpu", dtype)
         if seed is not None:

@@ -7,8 +7,11 @@ of a fused matrix shows up as a wrong number. Bitwise claims hold on CPU with on
 import copy
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -445,6 +448,17 @@ def test_initialisation_has_the_stated_spread():
         wanted = 0.05 / math.sqrt(2 * config.layers) if residual else 0.05
         assert float(view.std()) == pytest.approx(wanted, rel=0.06), name
         assert abs(float(view.mean())) < 0.1 * wanted, name
+
+
+def test_a_worker_does_not_wait_for_torchs_compiler():
+    """Every process of a run builds a model; importing the compiler takes longer than torch."""
+    root = str(Path(__file__).parent.parent)
+    code = (
+        "import sys; from model import *; c = PRESETS['tiny'] | {'vocab_size': 9, 'context': 8}; "
+    )
+    code += "GPT(ModelConfig(**c)); print('torch._dynamo' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert said.stdout == "False\n", said.stderr
 
 
 def test_configurations_can_be_written_down_and_heads_must_fit():
