@@ -23,7 +23,7 @@ from learner import Learner, round_weights
 from runtime.config import Config, TrainingStopped, UserError, blame, printable, require
 from runtime.folder import check_log, open_plain, write_file
 from runtime.ledger import Ledger
-from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts, pack_messages
+from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
 from runtime.runlog import LOGS, RunLog
 from runtime.team import CALL, ORDER, gather_moments, share_state
 
@@ -146,8 +146,8 @@ def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
     elif team.apart:
         if CALL not in ORDER.get(team.last, ()):
             raise TrainingStopped(f"the learners are apart since {team.last or 'the beginning'}")
-        for outbox in team.others:
-            outbox.put(pack_messages([CALL]))
+        for send in team.others:
+            send([CALL])
         whole = gather_moments(team, learner.version, whole, len(learner.weights))
     if whole is not None:
         return {"step": states[0]["step"], **dict(zip(names, whole.cpu(), strict=True))}

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import warnings
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -32,7 +33,7 @@ from runtime.config import Config, require
 from runtime.devices import cores
 from runtime.eightbit import Form, pack
 from runtime.mailbox import Mailbox
-from runtime.pipes import next_delivery, start_here
+from runtime.pipes import END, next_delivery, start_here
 
 try:
     import ray
@@ -287,8 +288,9 @@ class Mailboxes:
         gpu = self.kind == "GPU" and not name.startswith("reward")
         needs = {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
         seat = ray.remote(max_concurrency=4, scheduling_strategy="SPREAD", **needs)(Seat)
-        self.workers.append(Remote(seat.remote(), self, log, (name, function, number, arguments)))
-        return self.workers[-1], self.workers[-1]
+        worker = Remote(seat.remote(), self, log, (name, function, number, arguments))
+        self.workers.append(worker)
+        return worker, worker.connection
 
     def meeting_address(self) -> str:
         """Where learners of several nodes find each other: a free port of this one."""
@@ -311,50 +313,52 @@ class Mailboxes:
 
 
 class Remote:
-    """A worker on some node: to the pool both its process and the connection to it."""
+    """A worker on some node; to the pool it is a process. Two threads carry its deliveries."""
 
     def __init__(self, actor, mailboxes: Mailboxes, log: str, what: tuple):
         self.actor, self.mailboxes, self.log, self.what = actor, mailboxes, log, what
-        self.name, self.node, self.pid, self.exitcode, self.heard = what[0], "", 0, None, []
+        self.name, self.node, self.pid, self.exitcode = what[0], "", 0, None
         self.begun, self.ended = threading.Event(), threading.Event()
+        self.connection, self.pipe = Pipe()  # the pool's end, and this one
+        for function in (self._hear, self._tell):
+            threading.Thread(target=function, daemon=True).start()
 
     def kill(self) -> None:
-        ray.kill(self.actor)
+        with contextlib.suppress(Exception):  # it may be gone, and Ray, too
+            ray.kill(self.actor)
 
     def join(self, timeout: float | None = None) -> None:
         self.ended.wait(timeout)
 
-    def recv_bytes(self) -> bytes:
-        """The next delivery; EOFError when the worker, its seat or its node is gone."""
+    def _hear(self) -> None:
+        """A thread: what the worker says, until it, its seat or its node is gone."""
         try:
-            if not self.begun.is_set():
-                self.node = ray.get(self.actor.node.remote())
-                *what, arguments = self.what
-                place = self.mailboxes.on(self.node)
-                arguments = [place if argument == KEPT else argument for argument in arguments]
-                self.pid = ray.get(self.actor.begin.remote(*what, arguments))
-                self.begun.set()
-            while not self.heard:
-                self.heard = ray.get(self.actor.take.remote())
+            self.node = ray.get(self.actor.node.remote())
+            *what, arguments = self.what
+            place = self.mailboxes.on(self.node)
+            arguments = [place if argument == KEPT else argument for argument in arguments]
+            self.pid = ray.get(self.actor.begin.remote(*what, arguments))
+            self.begun.set()
+            while self.exitcode is None:
+                for said in ray.get(self.actor.take.remote()):
+                    if isinstance(said, tuple):
+                        self.exitcode, text = said
+                    else:
+                        self.pipe.send_bytes(said)
         except Exception as error:
-            self.heard = [(-signal.SIGKILL, f"{type(error).__name__}: {error}".encode())]
-        said = self.heard.pop(0)
-        if not isinstance(said, tuple):
-            return said
-        self.exitcode, text = said
+            self.exitcode, text = -signal.SIGKILL, f"{type(error).__name__}: {error}".encode()
         Path(self.log).write_bytes(text)
-        self.begun.set()
-        raise EOFError
-
-    def send_bytes(self, delivery: bytes) -> None:
-        """Blocks while the worker does not read, as a pipe does."""
-        self.begun.wait()
-        try:
-            ray.get(self.actor.put.remote(delivery))
-        except Exception as error:
-            raise OSError(str(error)) from error
-
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # it may be gone, and Ray, too
-            self.kill()
+        self.kill()
         self.ended.set()
+        self.begun.set()
+        self.pipe.close()
+
+    def _tell(self) -> None:
+        """A thread: what is said to the worker; it waits while that does not read."""
+        self.begun.wait()
+        going = True
+        with contextlib.suppress(Exception):  # the thread above notices
+            while going and not self.ended.is_set():
+                delivery = next_delivery(self.pipe)
+                going = delivery != END
+                ray.get(self.actor.put.remote(delivery))

@@ -9,6 +9,7 @@ Left out: what the learners do together (team.py), who notices a death (processe
 """
 
 import time
+from functools import partial
 
 from learner import learner_step
 from runtime.checkpoint import (
@@ -43,7 +44,7 @@ def team_of(run: AsyncRun, state: dict) -> None:
         for worker in workers:
             if worker.gone:
                 raise Parted(f"{worker.name} {worker.gone}")
-    team.others = [worker.outbox for worker in workers]
+    team.others = [partial(run.pool.send, worker) for worker in workers]
     begin = Begin(run.meeting_place(), own_gpus(run.config))
     for worker in workers:
         run.pool.send(worker, [begin])

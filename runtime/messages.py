@@ -94,6 +94,9 @@ class Group:
     start: int
     problem: dict
     trajectories: list[Trajectory] = field(default_factory=list)
+    # (lengths, arrays, checksum): the episodes' arrays as they came, end to end; None where they
+    # were made, or have changed since
+    laid: tuple | None = field(default=None, repr=False, compare=False)
 
     @property
     def oldest(self) -> int:
@@ -104,11 +107,9 @@ class Group:
     def digest(self) -> int:
         """A checksum of all that training reads; failed episodes are not read."""
         read = [t for t in self.trajectories if not t.failed]
-        crc = zlib.crc32(repr([t.reward for t in read]).encode())
-        for name in ARRAYS:
-            for t in read:
-                crc = zlib.crc32(getattr(t, name), crc)
-        return crc
+        whole = self.laid and len(read) == len(self.trajectories)
+        arrays = self.laid[2] if whole else checksum(lay_out(read)[1])
+        return zlib.crc32(repr([t.reward for t in read]).encode(), arrays)
 
     @property
     def evidence(self) -> dict:
@@ -150,7 +151,7 @@ def apply_judgement(group: Group, judgement) -> None:
     """Write verdicts, and what a teacher said, into a group's trajectories."""
     apply_verdicts(group, judgement.verdicts)
     for trajectory, logprobs in zip(group.trajectories, judgement.teacher, strict=False):
-        trajectory.teacher = logprobs
+        trajectory.teacher, group.laid = logprobs, None
 
 
 PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]  # the other fields
@@ -163,21 +164,34 @@ def pack_group(group: Group, arrays: int = len(ARRAYS)) -> tuple:
     """A group as it is pickled: plain data by position, which takes two thirds of the time that it
     takes by name, and the first few arrays of its episodes laid end to end."""
     rows = [plain_of(t) for t in group.trajectories]
-    lengths, laid = lay_out(group.trajectories, arrays)
-    return group.group_id, group.start, group.problem, rows, lengths, laid
+    lengths, laid, *_ = group.laid or lay_out(group.trajectories)
+    return group.group_id, group.start, group.problem, rows, lengths[:arrays], laid[:arrays]
 
 
-def lay_out(episodes: list[Trajectory], arrays: int = len(ARRAYS)) -> tuple[list, list]:
-    """The first few arrays of some episodes: how long each one's are, and all laid end to end."""
-    own = [*zip(*map(arrays_of, episodes), strict=True)][:arrays]
+def lay_out(episodes: list[Trajectory]) -> tuple[list, list]:
+    """The arrays of some episodes: how long each one's are, and all laid end to end."""
+    own = [*zip(*map(arrays_of, episodes), strict=True)]
     return [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
 
 
+def checksum(arrays: list[np.ndarray]) -> int:
+    """Of some arrays as if they were one."""
+    crc = 0
+    for array in arrays:
+        crc = zlib.crc32(array, crc)
+    return crc
+
+
 def unpack_group(group_id: int, start: int, problem: dict, rows, lengths, laid) -> Group:
-    """The inverse of `pack_group`."""
+    """The inverse of `pack_group`; ValueError when arrays are not as long as their episodes."""
+    if [*map(sum, lengths)] != [*map(len, laid)] or any(n < 0 for own in lengths for n in own):
+        raise ValueError(f"arrays of {[*map(len, laid)]} numbers, must be {lengths}")
     pieces = [pieces_of(array, own) for array, own in zip(laid, lengths, strict=True)]
-    episodes = zip(rows, *pieces, strict=True)
-    return Group(group_id, start, problem, [Trajectory(*row, *own) for row, *own in episodes])
+    episodes = [Trajectory(*row, *own) for row, *own in zip(rows, *pieces, strict=True)]
+    group = Group(group_id, start, problem, episodes)
+    if len(laid) == len(ARRAYS):  # now, while they are in the processor's cache
+        group.laid = lengths, laid, checksum(laid)
+    return group
 
 
 def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
@@ -255,7 +269,7 @@ def pack_messages(messages: Sequence) -> bytes:
     return zlib.crc32(data).to_bytes(4, "big") + data
 
 
-def unpack_messages(delivery: bytes) -> Sequence:
+def unpack_messages(delivery: bytes | memoryview) -> Sequence:
     """What a delivery says; ValueError when it is torn or damaged."""
     data = memoryview(delivery)[4:]
     if not data or zlib.crc32(data) != int.from_bytes(delivery[:4], "big"):
@@ -321,7 +335,7 @@ def group_flaw(
     samples = [t.sample_index for t in episodes]
     if samples != list(range(size)):
         return f"samples {samples}, must be 0 to {size - 1} in order"
-    lengths, laid = lay_out(episodes)
+    lengths, laid, *_ = group.laid or lay_out(episodes)
     generated, none = [t.generated for t in episodes], [0] * size
     kept = [int(t.kept_sizes.sum()) for t in episodes] if cut else none
     taught = generated if any(lengths[-1]) else none
@@ -347,8 +361,8 @@ def group_flaw(
         or outside("token id", kept, 0, vocabulary - 1)
         or outside("log-prob", logprobs, *LOGPROBS)
         or outside("log-prob of the teacher", teacher, *LOGPROBS)
-        or outside("version", versions[mask], group.start, newest)
-        or outside("version where nothing was generated", versions[~mask], -1, -1)
+        or outside("version", np.where(mask, versions, newest), group.start, newest)
+        or outside("version where nothing was generated", np.where(mask, -1, versions), -1, -1)
         or reward_flaw([reward for t in episodes for reward in t.turn_rewards])
         or (set_flaw(tokens[mask], kept_sizes, kept) if cut else None)
     )
@@ -385,8 +399,10 @@ def verdict_flaw(verdicts: list, size: int) -> str | None:
 
 def teacher_flaw(said: Sequence, episodes: list[Trajectory]) -> str | None:
     """What is wrong with a teacher's log-probs of a group; None if they are sound, or not there."""
+    if not said:
+        return None
     kinds = [(own.dtype, len(own)) for own in said]
     right = [(np.dtype(np.float32), t.generated) for t in episodes]
-    if said and kinds != right:
+    if kinds != right:
         return f"a teacher's log-probs of {kinds} tokens, must be {right}"
-    return outside("log-prob of the teacher", np.concatenate([SILENT, *said]), *LOGPROBS)
+    return outside("log-prob of the teacher", np.concatenate(said), *LOGPROBS)

@@ -1,7 +1,8 @@
 """pipes.py: a worker's process, and the two ends of the pipe between it and the parent.
 
-`Line` is the worker's end, a plain `Connection` the parent's; what passes is one delivery after
-another, packed by messages.py. A worker dies with the thread of the parent that has started it.
+`Line` is the worker's end, which may wait, `Port` the parent's, which never does: one thread of the
+parent looks after all of them. What passes is one delivery after another, packed by messages.py. A
+worker dies with the thread of the parent that has started it.
 Left out: who has which work, and what follows when a worker is gone (processes.py).
 """
 
@@ -9,9 +10,14 @@ import contextlib
 import ctypes
 import os
 import signal
+import struct
+import threading
 import time
+from collections import deque
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+
+import numpy as np
 
 from runtime.messages import pack_messages, unpack_messages
 
@@ -44,7 +50,7 @@ class Line:
         self.status = {}  # what it tells of itself with every delivery
 
     def send(self, *answers) -> None:
-        """Send answers as one delivery: it wakes two threads of the parent."""
+        """Send answers as one delivery."""
         self.last = time.monotonic()
         try:
             status = {**self.status, "clock": self.last}
@@ -78,6 +84,79 @@ def child_main(function, connection: Connection, worker: int, log: str, parent: 
 
 
 # ------------------------------------------------------------------------------ the parent's side
+
+LENGTH, LONG, BODY = "!i", "!Q", ""  # a length before each delivery, as a `Connection` has it
+
+
+class Port:
+    """The parent's end of a pipe. Nothing here waits: what has come in part is kept until the rest
+    comes, what was not taken until it is. Any thread may send, one may read."""
+
+    def __init__(self, connection: Connection):
+        self.connection, self.lock = connection, threading.Lock()
+        self.unsent = deque()  # what the worker has not taken yet
+        os.set_blocking(connection.fileno(), False)
+        self._expect(LENGTH, 4)
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def send(self, delivery: bytes) -> bool:
+        """Put a delivery behind those before it, and `flush`."""
+        size = len(delivery)
+        head = struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)
+        with self.lock:
+            self.unsent.append(memoryview(head + delivery))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Write as much as the worker takes now; False: it will take the rest when it has read."""
+        with self.lock:
+            try:
+                while self.unsent:
+                    rest = self.unsent[0][os.write(self.fileno(), self.unsent[0]) :]
+                    self.unsent[0] = rest
+                    if not rest:
+                        self.unsent.popleft()
+            except BlockingIOError:
+                return False
+            except OSError:  # the worker is gone: whoever reads notices
+                self.unsent.clear()
+            return True
+
+    def read(self) -> memoryview | None:
+        """The next delivery; None: it is not whole yet. EOFError: the worker is gone; ValueError:
+        it sends no deliveries."""
+        while True:
+            while self.missing:
+                try:
+                    count = os.readv(self.fileno(), [self.missing])
+                except BlockingIOError:
+                    return None
+                except OSError:
+                    count = 0
+                if not count:
+                    raise EOFError
+                self.missing = self.missing[count:]
+            kind, whole = self.kind, self.whole
+            if kind == BODY:
+                self._expect(LENGTH, 4)
+                return whole
+            (size,) = struct.unpack(kind, whole)
+            self._expect(*((LONG, 8) if (kind, size) == (LENGTH, -1) else (BODY, size)))
+
+    def _expect(self, kind: str, size: int) -> None:
+        """What comes next, and how many bytes it has."""
+        self.kind, self.whole = kind, memoryview(np.empty(size, np.uint8))
+        self.missing = self.whole  # the part that is not here yet
+
+    @property
+    def closed(self) -> bool:
+        return self.connection.closed
+
+    def close(self) -> None:
+        with self.lock:
+            self.connection.close()
 
 
 def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:

@@ -6,25 +6,26 @@ answers (it lands) or is gone (it is lost, and comes back in `Lost`).
 Left out: what the answers mean, and what to do with a lost group (train_async.py).
 
 No lock and no queue is shared between processes, so `kill -9` of a worker can neither block nor
-corrupt the others: its pipe closes, the rest goes on. Each pipe has two threads of the parent, one
-that reads and one that writes: no worker ever waits for a busy learner, and one that stops in the
-middle of a message holds up nobody else. One more thread replaces those that are gone.
+corrupt the others: its pipe closes, the rest goes on. One thread of the parent carries all
+messages, whenever a pipe has or takes some bytes: no worker ever waits for a busy learner, and one
+that stops in the middle of a message holds up nobody else. Another replaces those that are gone.
 """
 
 import contextlib
 import itertools
 import math
+import os
+import selectors
 import threading
 import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.config import TrainingStopped
 from runtime.messages import Answer, Call, Group, Result, ToVerify, pack_messages, unpack_messages
-from runtime.pipes import END, next_delivery, start_here
+from runtime.pipes import END, Port, start_here
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 TEAM, TEAM_SILENCE = "learner", 8.0  # the role whose workers `renew` replaces, all at once
@@ -39,13 +40,12 @@ class Worker:
     role: str
     number: int
     process: object
-    connection: Connection
+    port: Port
     log: str
     serial: int  # no other worker of the pool has had it
     heard: float  # time of its last delivery, or of its start
     said: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
-    outbox: SimpleQueue = field(default_factory=SimpleQueue)
     work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
     calls: dict[tuple, Call] = field(default_factory=dict)  # of environments, by key
     behind: float = math.inf  # what its clock lacks to this one's, on another machine
@@ -71,14 +71,6 @@ class Silent(NamedTuple):
     reason: str
 
 
-def post(worker: Worker) -> None:
-    """A thread for each worker: only it ever blocks when that worker does not read its pipe."""
-    while (delivery := worker.outbox.get()) is not None:
-        with contextlib.suppress(OSError):  # the worker died: `_listen` reports it
-            worker.connection.send_bytes(delivery)
-    worker.connection.close()  # `_listen` has ended
-
-
 def last_words(worker: Worker) -> str:
     """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
     said, log = f"exit code {worker.process.exitcode}", Path(worker.log)
@@ -97,7 +89,7 @@ class Pool:
     flaw(answer, work): what is wrong with an answer of a worker that has this work, or None; a
     worker that sends nonsense is replaced.
     start(name, function, number, log, arguments): a new process (name, pid, exitcode, kill, join)
-    and a connection to it (send_bytes, recv_bytes, close).
+    and a `Connection` to it.
     """
 
     def __init__(
@@ -112,11 +104,16 @@ class Pool:
         self.closing = self.closed = False
         self.restarted, self.serials = {}, itertools.count()  # name -> times
         self.workers = {}  # name -> Worker
+        self.changed, self.bell = SimpleQueue(), os.pipe()  # see `_ring`
         for role, (_, count, *_) in roles.items():
             for number in range(count):
                 self._spawn(role, number)
-        self.thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-        self.thread.start()
+        self.threads = [
+            threading.Thread(target=self._guard, args=(loop,), daemon=True)
+            for loop in (self._carry, self._watch)
+        ]
+        for thread in self.threads:
+            thread.start()
 
     # ----------------------------------------------------------------------------- for the trainer
 
@@ -126,7 +123,8 @@ class Pool:
 
     def send(self, worker: Worker, messages: list) -> None:
         """Queue groups, calls or results for a worker; it never blocks."""
-        worker.outbox.put(pack_messages(messages))
+        if not worker.port.send(pack_messages(messages)):
+            self._ring(worker)
 
     def issue(self, role: str, groups: list[Group]) -> list[str]:
         """Give each group to the least busy worker of a role, in one delivery a worker; returns the
@@ -187,14 +185,15 @@ class Pool:
         with self.books:  # not in the middle of a replacement
             self.closing = True  # from here on nobody is replaced
         for worker in self.workers.values():
-            worker.outbox.put(END)
+            worker.port.send(END)
         deadline = time.monotonic() + 2.0
         for worker in self.workers.values():
             worker.process.join(max(0.0, deadline - time.monotonic()))
             worker.process.kill()
             worker.process.join()
         self.closed = True  # not before: workers die with the thread that has started them
-        self.thread.join(2.0)
+        for thread in self.threads:
+            thread.join(2.0)
 
     # -------------------------------------------------------------------------- inside, by threads
 
@@ -205,10 +204,9 @@ class Pool:
         log = str(self.logs / f"{name}.log")
         process, connection = self.start(name, function, number, log, arguments)
         serial, now = next(self.serials), time.monotonic()
-        worker = Worker(role, number, process, connection, log, serial, now)
+        worker = Worker(role, number, process, Port(connection), log, serial, now)
         self.workers[name] = worker
-        for function in (post, self._listen):
-            threading.Thread(target=function, args=(worker,), daemon=True).start()
+        self._ring(worker)
 
     def _put(self, worker: Worker | None, message) -> None:
         """Give out a message; `receive` raises an error, so nobody waits for what cannot come."""
@@ -216,18 +214,62 @@ class Pool:
             self.news.append((worker, message))
             self.books.notify()
 
-    def _listen(self, worker: Worker) -> None:
-        """A thread for each worker: take what it sends, until its pipe ends or it sends nonsense.
-        It starts no successor: that would die with this thread."""
-        reason = None
+    def _guard(self, loop) -> None:
+        """A thread of the pool: when it fails, `receive` says so."""
         try:
-            while delivery := next_delivery(worker.connection):
+            loop()
+        except Exception as error:
+            failed = RuntimeError(f"a thread of the pool has failed, in {loop.__name__}")
+            failed.__cause__ = error
+            self._put(None, failed)
+
+    def _ring(self, worker: Worker) -> None:
+        """Have `_carry` look at a worker's pipe: it is new, or has not taken all that was sent."""
+        self.changed.put(worker)
+        os.write(self.bell[1], b"!")
+
+    def _carry(self) -> None:
+        """The thread that carries messages: take what workers send, and send what they had no room
+        for. It starts no successor: that would die with this thread."""
+        both = selectors.EVENT_READ | selectors.EVENT_WRITE
+        pipes = selectors.DefaultSelector()
+        pipes.register(self.bell[0], selectors.EVENT_READ)
+        while not self.closed:
+            for key, ready in pipes.select(0.2):
+                if worker := key.data:
+                    if ready & selectors.EVENT_WRITE and worker.port.flush():
+                        pipes.modify(worker.port, selectors.EVENT_READ, worker)
+                    if ready & selectors.EVENT_READ and not self._hear(worker):
+                        pipes.unregister(worker.port)
+                        worker.port.close()
+                    continue
+                os.read(key.fd, 1)
+                worker = self.changed.get()
+                if worker.port in pipes.get_map():
+                    pipes.modify(worker.port, both, worker)
+                elif not worker.port.closed:
+                    pipes.register(worker.port, both, worker)
+        for key in [*pipes.get_map().values()]:
+            if key.data:
+                key.data.port.close()
+        pipes.close()
+        for end in self.bell:
+            os.close(end)
+
+    def _hear(self, worker: Worker) -> bool:
+        """Take a delivery, if it is whole; False: there will be no more, the worker is gone, or has
+        sent nonsense."""
+        try:
+            if delivery := worker.port.read():
                 worker.heard = time.monotonic()
                 self._take(worker, *unpack_messages(delivery))
+            return True
+        except EOFError:
+            reason = None
         except Exception as error:  # bytes that are no messages raise almost anything
             reason = f"sent a damaged message ({type(error).__name__}: {error})"
-        worker.outbox.put(None)
         self.losses.put((worker, reason))
+        return False
 
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
@@ -274,29 +316,24 @@ class Pool:
                 self.send(worker, [result])
 
     def _watch(self) -> None:
-        """The thread: notice every silence, replace whoever is lost, until `close`."""
-        try:
-            looked = time.monotonic()
-            while not self.closed:
-                with contextlib.suppress(Empty):
-                    self._replace(*self.losses.get(timeout=0.2))
-                now = time.monotonic()
-                stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
-                for worker in self.workers.values():
-                    if stopped:
-                        worker.heard = now
-                    silent, new = now - worker.heard, worker.said == "spawn"
-                    if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
-                        worker.noticed = worker.heard
-                        said = "is still starting, after" if new else "is silent for"
-                        self._put(worker, Silent(f"{said} {silent:.0f} s"))
-                    limit = min(self.silence, TEAM_SILENCE) if worker.role == TEAM else self.silence
-                    if silent > (START_SECONDS if new else limit):
-                        self._replace(worker, f"was silent for {silent:.0f} s")
-        except Exception as error:
-            failed = RuntimeError("the thread that watches the workers has failed")
-            failed.__cause__ = error
-            self._put(None, failed)
+        """The thread that notices every silence, and replaces whoever is lost, until `close`."""
+        looked = time.monotonic()
+        while not self.closed:
+            with contextlib.suppress(Empty):
+                self._replace(*self.losses.get(timeout=0.2))
+            now = time.monotonic()
+            stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
+            for worker in self.workers.values():
+                if stopped:
+                    worker.heard = now
+                silent, new = now - worker.heard, worker.said == "spawn"
+                if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
+                    worker.noticed = worker.heard
+                    said = "is still starting, after" if new else "is silent for"
+                    self._put(worker, Silent(f"{said} {silent:.0f} s"))
+                limit = min(self.silence, TEAM_SILENCE) if worker.role == TEAM else self.silence
+                if silent > (START_SECONDS if new else limit):
+                    self._replace(worker, f"was silent for {silent:.0f} s")
 
     def _replace(self, worker: Worker, reason: str | None) -> None:
         """Report a loss once, and start a successor while the budget lasts; no reason: it died."""

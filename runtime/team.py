@@ -66,7 +66,7 @@ class Team:
     size: int = 1
     last: str | None = None  # meeting; None: they have not met at all
     wire: str | None = "cpu"  # where tensors must be that travel; None: where they are
-    others: list = field(default_factory=list)  # rank 0: where messages to them are put
+    others: list = field(default_factory=list)  # rank 0: what sends messages to each
     seconds: float = 0.0  # in meetings so far, waiting included
 
     @property

@@ -29,7 +29,7 @@ from runtime.messages import Answer, Group
 from runtime.pipes import Line
 from runtime.team import CALL, Begin, Parted, join_team
 
-TOGETHER_SECONDS = 0.005  # answers alone wait so long after a delivery: each one wakes two threads
+TOGETHER_SECONDS = 0.005  # answers alone wait so long after a delivery: each one wakes the parent
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):

@@ -22,6 +22,7 @@ import buffer as buffer_room
 from buffer import Buffer, may_admit, may_leave_behind, pack, staleness
 from runtime.messages import (
     ARRAYS,
+    NEVER,
     Answer,
     Call,
     Group,
@@ -660,7 +661,8 @@ def random_group(chance: random.Random) -> Group:
             for name, kind in ARRAYS.items()
             if kind is not np.bool_
         }
-        arrays["loss_mask"] = numbers.random(length) < 0.5
+        arrays["loss_mask"] = own = (numbers.random(length) < 0.5) & (np.arange(length) > 0)
+        arrays["versions"] = np.where(own, arrays["versions"] & NEVER, -1)
         group.trajectories.append(
             Trajectory(
                 group.group_id,
@@ -860,10 +862,12 @@ def other(name: str, change):
 def test_a_poisoned_group_is_named(change, words):
     group = travelled(sound_group())
     assert group_flaw(group, 2, 6, 512) is None
+    group.laid = None
     change(group)
-    for message in (Answer(5, group), Answer(5, group, Judgement([], 0.0, 0.0))):
-        assert words in flaw(message, ASKED, *SOUND)
-    assert words in group_flaw(group, 2, 6, 512)
+    for each in (group, travelled(group)):
+        for message in (Answer(5, each), Answer(5, each, Judgement([], 0.0, 0.0))):
+            assert words in flaw(message, ASKED, *SOUND)
+        assert words in group_flaw(each, 2, 6, 512)
 
 
 @pytest.mark.parametrize(

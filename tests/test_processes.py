@@ -45,7 +45,7 @@ def shared(tmp_path_factory):
     pool = pool_of(roles, folder, restarts=100)
     yield pool
     pool.close()
-    assert not pool.thread.is_alive()
+    assert not any(thread.is_alive() for thread in pool.threads)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def make_pool(tmp_path):
     yield make
     for pool in pools:
         pool.close()
-        assert not pool.thread.is_alive()
+        assert not any(thread.is_alive() for thread in pool.threads)
 
 
 def group(number: int, do: str = "answer", **problem) -> Group:
@@ -422,7 +422,7 @@ def test_failure_of_the_watching_thread_is_not_silent(make_pool, monkeypatch):
     monkeypatch.setattr(Pool, "_replace", lambda pool, worker, reason: {}["group"])
     pool = make_pool({})
     pool.losses.put((None, "died"))
-    with pytest.raises(RuntimeError, match="thread that watches") as failure:
+    with pytest.raises(RuntimeError, match="a thread of the pool has failed, in _watch") as failure:
         gather(pool, lambda got: False)
     assert isinstance(failure.value.__cause__, KeyError)
 
