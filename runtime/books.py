@@ -58,6 +58,7 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     run.verified += groups
     if len(run.verified) >= 4 * config.groups_per_step:  # there may never be another step
         check_failures(run, run.verified)
+        run.verified.clear()
     return kept
 
 

@@ -201,9 +201,9 @@ def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data with names, for a checkpoint, and the arrays laid end to end."""
-    *own, rows, lengths, laid = pack_group(group)
-    header = dict(zip(("group_id", "start", "problem"), own, strict=True))
-    header["fields"] = [dict(zip(PLAIN, row, strict=True)) for row in rows]
+    lengths, laid = lay_out(group.trajectories)  # not as they came: empty arrays may be one there
+    header = {name: getattr(group, name) for name in ("group_id", "start", "problem")}
+    header["fields"] = [dict(zip(PLAIN, plain_of(t), strict=True)) for t in group.trajectories]
     header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
     return header, dict(zip(ARRAYS, laid, strict=False))
 

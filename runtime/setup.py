@@ -53,7 +53,7 @@ class Run:
     advice: Advice
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
-    verified: list[Group]  # since the last step
+    verified: list[Group]  # since failures were counted last
     discarded: list[tuple[Group, str]]  # those that were not to be trained, and why
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 
 import numpy as np
 import pytest
@@ -101,7 +102,8 @@ def test_completed_groups_come_back_as_they_were(folder):
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
     generator = make_generator(config, task, learner.model)
-    groups = generate(generator, new_groups(learner, task, 3))
+    made = generate(generator, new_groups(learner, task, 3))
+    groups = pickle.loads(pickle.dumps(made))  # as they come from a worker
     for group in groups:
         apply_verdicts(group, verify_group(group, task, config))
     stored = checkpoint.state_of(learner, whole_moments(learner), [7, 0, 1, 2], groups)

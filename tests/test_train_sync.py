@@ -428,7 +428,7 @@ def make(argument, seed, tokenizer):
     "base, argument, when, finish",
     [
         ("digits", ":sort:3", "problem['answer'][0] in '02'", "verifier_error"),  # only judged
-        ("guess", "", "len(answers) == 2", "env_error"),
+        ("guess", "", "len(answers) == 2 and problem['secret'] % 4 == 0", "env_error"),
     ],
 )
 def test_the_first_failing_call_is_shown_with_its_place(
