@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from runtime.checkpoint import (
 )
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
-from runtime.messages import Group, Trajectory, apply_verdicts
+from runtime.messages import Group, Trajectory, apply_verdicts, pack_messages, unpack_messages
 from runtime.models import make_model
 from runtime.runlog import LOGS, RunLog
 
@@ -103,7 +102,7 @@ def test_completed_groups_come_back_as_they_were(folder):
     learner = make_learner(config, task, make_model(config, task))
     generator = make_generator(config, task, learner.model)
     made = generate(generator, new_groups(learner, task, 3))
-    groups = pickle.loads(pickle.dumps(made))  # as they come from a worker
+    groups = unpack_messages(pack_messages(made))  # as they come from a worker
     for group in groups:
         apply_verdicts(group, verify_group(group, task, config))
     stored = checkpoint.state_of(learner, whole_moments(learner), [7, 0, 1, 2], groups)
