@@ -14,11 +14,11 @@ that stops in the middle of a message holds up nobody else. Another replaces tho
 import contextlib
 import itertools
 import math
-import os
 import selectors
 import threading
 import time
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -104,7 +104,7 @@ class Pool:
         self.closing = self.closed = False
         self.restarted, self.serials = {}, itertools.count()  # name -> times
         self.workers = {}  # name -> Worker
-        self.changed, self.bell = SimpleQueue(), os.pipe()  # see `_ring`
+        self.changed, (self.ear, self.bell) = SimpleQueue(), Pipe(duplex=False)  # see `_ring`
         for role, (_, count, *_) in roles.items():
             for number in range(count):
                 self._spawn(role, number)
@@ -194,6 +194,8 @@ class Pool:
         self.closed = True  # not before: workers die with the thread that has started them
         for thread in self.threads:
             thread.join(2.0)
+        for worker in self.workers.values():
+            worker.port.close()
 
     # -------------------------------------------------------------------------- inside, by threads
 
@@ -226,35 +228,30 @@ class Pool:
     def _ring(self, worker: Worker) -> None:
         """Have `_carry` look at a worker's pipe: it is new, or has not taken all that was sent."""
         self.changed.put(worker)
-        os.write(self.bell[1], b"!")
+        self.bell.send_bytes(b"!")
 
     def _carry(self) -> None:
         """The thread that carries messages: take what workers send, and send what they had no room
         for. It starts no successor: that would die with this thread."""
-        both = selectors.EVENT_READ | selectors.EVENT_WRITE
-        pipes = selectors.DefaultSelector()
-        pipes.register(self.bell[0], selectors.EVENT_READ)
-        while not self.closed:
-            for key, ready in pipes.select(0.2):
-                if worker := key.data:
-                    if ready & selectors.EVENT_WRITE and worker.port.flush():
-                        pipes.modify(worker.port, selectors.EVENT_READ, worker)
-                    if ready & selectors.EVENT_READ and not self._hear(worker):
+        read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
+        with selectors.DefaultSelector() as pipes:
+            pipes.register(self.ear, read)
+            while not self.closed:
+                for key, ready in pipes.select(0.2):
+                    if key.fileobj is self.ear:
+                        self.ear.recv_bytes()
+                        worker = self.changed.get()
+                        if not worker.port.closed:
+                            known = worker.port in pipes.get_map()
+                            change = pipes.modify if known else pipes.register
+                            change(worker.port, read | write, worker)
+                        continue
+                    worker = key.data
+                    if ready & write and worker.port.flush():
+                        pipes.modify(worker.port, read, worker)
+                    if ready & read and not self._hear(worker):
                         pipes.unregister(worker.port)
                         worker.port.close()
-                    continue
-                os.read(key.fd, 1)
-                worker = self.changed.get()
-                if worker.port in pipes.get_map():
-                    pipes.modify(worker.port, both, worker)
-                elif not worker.port.closed:
-                    pipes.register(worker.port, both, worker)
-        for key in [*pipes.get_map().values()]:
-            if key.data:
-                key.data.port.close()
-        pipes.close()
-        for end in self.bell:
-            os.close(end)
 
     def _hear(self, worker: Worker) -> bool:
         """Take a delivery, if it is whole; False: there will be no more, the worker is gone, or has

@@ -58,7 +58,7 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONG)}
-    # A process that has used Ray cannot fork any more, as tests of run folders do: its own come last.
+    # A process that has used Ray cannot fork any more, as tests of run folders do: its own are last
     clusters = len(LONG) + 1
     rank |= {item.originalname: clusters for item in items if item.path.stem == "test_cluster"}
     items.sort(key=lambda item: rank.get(item.originalname, len(LONG)))
