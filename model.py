@@ -204,9 +204,8 @@ class GPT(nn.Module):
                 self.embed_positions = embedding(config.context, config.width)
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-            self.output = self.embed_tokens
-            if not config.tied:
-                self.output = embedding(config.vocab_size, config.width)
+            words = self.embed_tokens
+            self.output = words if config.tied else embedding(*words.weight.shape)
         self.rope = rope_table(config)
         self.flatten("cpu", dtype)
         if seed is not None:

@@ -75,8 +75,7 @@ def learn(run: AsyncRun, batch: list) -> dict:
     version, run.training = learner.version, [group.group_id for group in batch]
     while run.training:
         try:
-            facts = {"version": version, "groups": run.training}
-            with run.log.timed("learner", "train", **facts) as event:
+            with run.log.timed("learner", "train", version=version, groups=run.training) as event:
                 send_batch(run, batch)
                 metrics = learner_step(learner, batch, config)
                 run.training = []
@@ -99,7 +98,7 @@ def check_progress(run: AsyncRun) -> None:
     elif now - since > run.config.stall:
         raise TrainingStopped(
             f"no step, no verdict and no token for {run.config.stall:.0f} s (--stall); "
-            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
+            f"{len(out)} groups are on their way, the first {list(out.items())[:5]}"
         )
 
 

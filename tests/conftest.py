@@ -58,10 +58,10 @@ def pytest_ignore_collect(collection_path):
 
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONG)}
-    # A process that has used Ray cannot fork any more, as tests of run folders do: its own are last
-    clusters = len(LONG) + 1
-    rank |= {item.originalname: clusters for item in items if item.path.stem == "test_cluster"}
-    items.sort(key=lambda item: rank.get(item.originalname, len(LONG)))
+    # A process that has used Ray cannot become a run, as in tests of folders: these come before it.
+    for place, stem in enumerate(("test_folder", "test_cluster"), len(LONG)):
+        rank |= {item.originalname: place for item in items if item.path.stem == stem}
+    items.sort(key=lambda item: rank.get(item.originalname, len(LONG) + 2))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -261,6 +261,7 @@ def test_an_untied_matrix_gets_its_own_gradient():
 PEAK = """
 import sys
 import torch
+import torch._dynamo  # which the first piece would import
 import logprobs
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
