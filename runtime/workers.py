@@ -29,8 +29,6 @@ from runtime.messages import Answer, Group
 from runtime.pipes import Line
 from runtime.team import CALL, Begin, Parted, join_team
 
-TOGETHER_SECONDS = 0.005  # answers alone wait so long after a delivery: each one wakes the parent
-
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
@@ -43,13 +41,12 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_training (setup.py)
-    born, answers, active = time.monotonic(), [], False
+    born, active = time.monotonic(), False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
     while True:
-        busy = active or answers
-        for work in line.receive(0.0 if busy else 0.0005 if generator.busy else 0.02):
+        for work in line.receive(0.0 if active else 0.0005 if generator.busy else 0.02):
             if isinstance(work, Group):
                 generator.submit(work)
             else:
@@ -67,6 +64,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         if active:
             span = span or (begin, generator.version, before)
         line.status = {**generator.counts, "alive": time.monotonic() - born}
+        answers = []
         for group in generator.take_finished():
             judgement = None
             if advice:
@@ -74,11 +72,8 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
                 judgement = judge(group, task, config, advice, line.beat)
             events = events_of(generator, group.group_id)
             answers.append(Answer(group.group_id, group, judgement, events))
-        calls = generator.take_calls()
-        late = not active or time.monotonic() - line.last > TOGETHER_SECONDS
-        if calls or answers and late:
-            line.send(*calls, *answers)
-            answers = []
+        if said := [*generator.take_calls(), *answers]:
+            line.send(*said)
         line.beat()
 
 
