@@ -22,7 +22,7 @@ CONFIG = dataclasses.replace(Config(), task="reverse", slots=4, group_size=4)
 class Script:
     """A line that hands out groups one by one, and ends the worker when it waits for more."""
 
-    worker = 0
+    worker, over = 0, False
 
     def __init__(self, *groups: Group):
         self.groups, self.sent = list(groups), []
@@ -30,8 +30,9 @@ class Script:
     def receive(self, seconds: float = 0.0):
         if self.groups:
             return [self.groups.pop(0)]
-        if self.sent and seconds:
+        if self.sent and self.over:
             raise SystemExit
+        self.over = bool(self.sent)  # once more: it may end what it has begun
         return []
 
     def send(self, *messages):
