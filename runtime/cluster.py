@@ -347,11 +347,14 @@ class Remote:
                         self.pipe.send_bytes(said)
         except Exception as error:
             self.exitcode, text = -signal.SIGKILL, f"{type(error).__name__}: {error}".encode()
-        Path(self.log).write_bytes(text)
+        with contextlib.suppress(OSError):  # a full disk
+            Path(self.log).write_bytes(text)
         self.kill()
         self.ended.set()
         self.begun.set()
-        self.pipe.close()
+        # The other thread reads this pipe: to close it here would end neither it nor the pipe.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     def _tell(self) -> None:
         """A thread: what is said to the worker; it waits while that does not read."""
@@ -362,3 +365,5 @@ class Remote:
                 delivery = next_delivery(self.pipe)
                 going = delivery != END
                 ray.get(self.actor.put.remote(delivery))
+        self.ended.wait()
+        self.pipe.close()

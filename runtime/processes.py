@@ -177,6 +177,7 @@ class Pool:
                 raise TrainingStopped(text)
             for worker in self.of(role):
                 worker.process.kill()
+            for worker in self.of(role):
                 worker.process.join(1.0)
                 self._spawn(role, worker.number)
 
@@ -185,12 +186,13 @@ class Pool:
         with self.books:  # not in the middle of a replacement
             self.closing = True  # from here on nobody is replaced
         for worker in self.workers.values():
-            worker.port.send(END)
+            if not worker.port.send(END):
+                self._ring(worker)
         deadline = time.monotonic() + 2.0
         for worker in self.workers.values():
             worker.process.join(max(0.0, deadline - time.monotonic()))
             worker.process.kill()
-            worker.process.join()
+            worker.process.join(2.0)
         self.closed = True  # not before: workers die with the thread that has started them
         for thread in self.threads:
             thread.join(2.0)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,39 @@ class Deaf:
 
     def get(self, *_, **__):
         raise ray.exceptions.RayTaskError("facts_of_code", "", ValueError())
+
+
+class Actor:
+    """A worker on a node, for a `ray` whose `get` calls what it is given."""
+
+    def __init__(self):
+        self.heard = []
+
+    def __getattr__(self, name: str):
+        return SimpleNamespace(remote=lambda *what: lambda: self.answer(name, *what))
+
+    def answer(self, name: str, *what):
+        if name == "take":
+            return [b"hello", (3, b"ValueError: seven")]
+        return self.heard.append(what) or {"node": "n", "begin": 17}.get(name)
+
+
+def test_a_worker_that_dies_on_a_node_ends_its_pipe_at_once(tmp_path, monkeypatch):
+    """Although a thread waits at the same end of it for what the worker shall be told."""
+    alike = SimpleNamespace(get=lambda call: call(), kill=lambda actor: None)
+    monkeypatch.setattr(cluster, "ray", alike)
+    before = threading.active_count()
+    mailboxes = SimpleNamespace(on=lambda node: "there")
+    worker = cluster.Remote(Actor(), mailboxes, str(tmp_path / "log"), ("toy-0", None, 0, []))
+    assert worker.connection.recv_bytes() == b"hello"
+    assert worker.connection.poll(10.0)  # something has happened to it:
+    with pytest.raises(EOFError):
+        worker.connection.recv_bytes()
+    assert worker.exitcode == 3 and (tmp_path / "log").read_text() == "ValueError: seven"
+    deadline = time.monotonic() + 10.0
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, "a thread is left"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("leaves", [True, False])
