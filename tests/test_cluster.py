@@ -72,14 +72,15 @@ class Actor:
     """A worker on a node, for a `ray` whose `get` calls what it is given."""
 
     def __init__(self):
-        self.heard = []
+        self.heard, self.said = [], [[b"hello"], [(3, b"ValueError: seven")]]
 
     def __getattr__(self, name: str):
         return SimpleNamespace(remote=lambda *what: lambda: self.answer(name, *what))
 
     def answer(self, name: str, *what):
         if name == "take":
-            return [b"hello", (3, b"ValueError: seven")]
+            time.sleep(0.3)
+            return self.said.pop(0)
         return self.heard.append(what) or {"node": "n", "begin": 17}.get(name)
 
 
