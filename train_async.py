@@ -98,7 +98,7 @@ def check_progress(run: AsyncRun) -> None:
     elif now - since > run.config.stall:
         raise TrainingStopped(
             f"no step, no verdict and no token for {run.config.stall:.0f} s (--stall); "
-            f"{len(out)} groups are on their way, the first {list(out.items())[:5]}"
+            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
         )
 
 
