@@ -94,8 +94,8 @@ class Group:
     start: int
     problem: dict
     trajectories: list[Trajectory] = field(default_factory=list)
-    # (lengths, arrays, checksum): the episodes' arrays as they came, end to end; None where they
-    # were made, or have changed since
+    # (lengths, arrays, checksum): the arrays of all episodes end to end, as another process sent
+    # them; None where they were made here, or have changed since
     laid: tuple | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -102,14 +102,14 @@ class Port:
         return self.connection.fileno()
 
     def send(self, delivery: bytes) -> bool:
-        """Put a delivery behind those before it, and `flush` if it is the first; False: somebody
-        must flush again. Whoever has put the first one knows that already."""
+        """Put a delivery behind those that wait; returns what `flush` does. True, too, where some
+        wait already: whoever sent the first of them was told to flush again."""
         size = len(delivery)
         head = struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)
         with self.lock:
             first = not self.unsent
             self.unsent.append(memoryview(head + delivery))
-        return self.flush() if first else True
+        return not first or self.flush()
 
     def flush(self) -> bool:
         """Write as much as the worker takes now; False: it will take the rest when it has read."""
