@@ -131,7 +131,7 @@ def finish(run: Run, facts: dict) -> None:
         "wall_s": round(log.close(), 2),
         "weights_sha256": sha256_of(learner.weights),
         # two moments of AdamW, in each learner
-        "optimizer_bytes": 2 * sum(part.nbytes for part in learner.slices),
+        "optimizer_bytes": 2 * sum(part.nbytes for part, _ in learner.slices),
     }
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)

@@ -2,7 +2,7 @@
 
 `naive_step` is the idea: one GRPO step on one group of answers, on padded tensors. `learner_step`
 is the same for many groups at once, packed without padding, with any objective of losses.py; both
-trainers call it. `Learner` is plain data: policy, optimizer, reference, damper, counters.
+trainers call it. `Learner` is plain data: policy, AdamW's moments, reference, damper, counters.
 Left out: set-up (runtime/setup.py), what is saved (runtime/checkpoint.py), evaluation
 (tasks/exam.py), processes.
 
@@ -13,11 +13,12 @@ Axes: G groups · n answers of a group · N samples of a step · M generated tok
 import copy
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 import dampers
 import losses
@@ -72,57 +73,46 @@ class Learner:
 
     model: GPT
     weights: nn.Parameter
-    slices: list  # of the weights, with their gradients: those that this learner steps
-    optimizer: torch.optim.Optimizer
+    slices: list  # what this learner steps: (slice with its gradient, AdamW's step and moments)
+    moments: tuple  # the names of what is remembered of every weight
+    team: Team
     damper: dampers.Damper
     alphabet: Tensor  # int64 [V], token ids the policy may emit
-    allowed: Tensor | None = None  # what each of several tasks may emit: see `allowed_of`
+    allowed: Tensor | None  # what each of several tasks may emit: see `allowed_of`
+    cursors: list  # the next prompt of each task
+    begun: list  # where they were when this version began
     critic: Critic | None = None
     reference: GPT | None = None  # an older copy of the policy
     version: int = 0  # optimizer steps so far = version of the weights
-    cursors: list = field(default_factory=lambda: [0])  # the next prompt of each task
-    begun: list = field(default_factory=lambda: [0])  # where they were when this version began
     skipped: int = 0  # steps left out because loss or gradient was not finite
     skipped_in_row: int = 0
-    team: Team = field(default_factory=Team)
-    moments: tuple = MOMENTS  # what the optimizer remembers of every weight
 
 
 def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) -> Learner:
-    """Optimizer, reference and damper of a model, at version 0. ranks: which of several learners
+    """Moments, reference and damper of a model, at version 0. ranks: which of several learners
     this is (runtime/team.py)."""
     flat = nn.Parameter(model.flat.float())  # one tensor is all parameters: one vector operation
     model.on(flat.device, getattr(torch, config.dtype))
     flat.grad = model.flat_grad.float()  # the same memory in float32, as `flat`
-    slices = [slice_of(flat, rank, config.team_size) for rank in ranks]
-    # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
-    # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    optimizer = torch.optim.AdamW(
-        slices,
-        config.lr,
-        betas=(0.7, 0.99),
-        weight_decay=0.0,
-        fused=True,
-    )
-    names = MOMENTS + ("previous",) * (config.damper == "gac")
-    for own in slices:  # there from the beginning
+    names, slices = MOMENTS + ("previous",) * (config.damper == "gac"), []
+    for rank in ranks:
+        own = slice_of(flat, rank, config.team_size)
         moments = {name: torch.zeros_like(own) for name in names}
-        optimizer.state[own] = {"step": own.new_zeros(()), **moments}
+        slices.append((own, {"step": own.new_zeros(()), **moments}))
     alphabet, allowed = words_of(task, flat.device)
     return Learner(
         model,
         flat,
         slices,
-        optimizer,
+        names,
+        team=Team(ranks, config.team_size),
         damper=dampers.Damper(config.kl_threshold if config.damper == "kl" else math.inf),
         alphabet=alphabet,
         allowed=allowed,
-        critic=make_critic(config, model) if config.advantage == "gae" else None,
         cursors=[0] * len(task.shares),
         begun=[0] * len(task.shares),
+        critic=make_critic(config, model) if config.advantage == "gae" else None,
         reference=copy.deepcopy(model) if config.reference_every else None,
-        team=Team(ranks, config.team_size),
-        moments=names,
     )
 
 
@@ -173,9 +163,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     gradient.copy_(total)
     if team.apart:
         add_gradients(team, learner.version, gradient)
-    remembered = [learner.optimizer.state[own] for own in learner.slices]
-    pairs = zip(learner.slices, remembered, strict=True)
-    looks = [dampers.look(config.damper, own.grad, beside) for own, beside in pairs]
+    looks = [dampers.look(config.damper, own.grad, beside) for own, beside in learner.slices]
     if team.apart:
         facts, looks = share_facts(team, learner.version, facts, looks)
     parts = [part for _, part, _ in facts]
@@ -324,6 +312,18 @@ def round_weights(learner: Learner):
     learner.model.flat.copy_(learner.weights.detach())
 
 
+def adamw_step(own: nn.Parameter, beside: dict, lr: float):
+    """A step of a slice of the weights [P] by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
+
+    This is what torch's class calls; the class would first import torch's compiler, for a second.
+    """
+    # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
+    # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
+    memory = [own], [own.grad], [beside["exp_avg"]], [beside["exp_avg_sq"]], [], [beside["step"]]
+    switches = {"fused": True, "amsgrad": False, "maximize": False}
+    adamw(*memory, lr=lr, beta1=0.7, beta2=0.99, weight_decay=0.0, eps=1e-8, **switches)
+
+
 @torch.no_grad()
 def update_weights(
     learner: Learner,
@@ -341,12 +341,11 @@ def update_weights(
         lr = config.lr * (1 - progress * (1 - config.lr_end))
         lr *= dampers.step_scale(config.damper, learner.damper, metrics)
         a, b, cosine, norm = dampers.bend(config.damper, whole)
-        for own in learner.slices:
-            dampers.apply_bend(config.damper, own.grad, learner.optimizer.state[own], a, b)
+        for own, beside in learner.slices:
+            dampers.apply_bend(config.damper, own.grad, beside, a, b)
             if norm > config.grad_clip > 0:
                 own.grad.mul_(config.grad_clip / norm)
-        learner.optimizer.param_groups[0]["lr"] = lr
-        learner.optimizer.step()
+            adamw_step(own, beside, lr)
         if learner.team.apart:
             share_weights(learner.team, learner.version, learner.weights.detach())
         round_weights(learner)

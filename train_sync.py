@@ -12,9 +12,8 @@ import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints 
 from bench import exit_code, finish
 from buffer import by_task
 from learner import learner_step, new_groups
-from reward_model import serve_newest
 from rollout import COUNTED, generate, make_generator
-from runtime.advice import judge
+from runtime.advice import judge, renew
 from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, flag_name, require, run_main
@@ -43,7 +42,7 @@ def train(config: Config) -> None:
                     groups = generate(generator, sum(prompts, []), run.host)
                     span |= {name: generator.counts[name] - before[name] for name in COUNTED}
                 with log.timed("reward-0", "score") as span:
-                    run.advice.served = serve_newest(config, task, run.advice.served)
+                    renew(run.advice, config, task)
                     if run.advice.served:
                         span["reward_model"] = run.advice.served.version
                     for group in groups:

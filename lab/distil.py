@@ -6,7 +6,7 @@ reward (cross-stage distillation, as in GLM-5). The same number of episodes with
 a teacher is the baseline. Asynchronous runs; held-out problems.
 `python bench.py judge`: `reverse` with a reward model in place of the task. Policies learn what
 their judge believes, also of answers that no pair has shown it; the task says what is true.
-Left out: what is trained (learner.py), who asks the teacher (runtime/advice.py).
+Left out: what is trained (learner.py), who asks the teacher (runtime/teacher.py).
 """
 
 from itertools import product

@@ -1,54 +1,46 @@
 """advice.py: who judges a group: the task, or a reward model; and a teacher, who is asked, too.
 
 A reward model (`--reward-model`, reward_model.py) gives the reward in place of the task. A teacher
-(`--teacher`) is another policy, which says how likely each generated token was: on-policy
-distillation. The student generates, and a token is worth log(pi_teacher / pi) (`distilled` in
-losses.py). Both are read-only, so every reward worker has its own, in float32.
-Left out: what the learner makes of it (learner.py), teachers of several tasks.
+(`--teacher`, teacher.py) says how likely each generated token was. Both are read-only, so every
+reward worker has its own, in float32. They are imported where they are made: a worker without them
+needs no torch, and starts two seconds sooner.
+Left out: what the learner makes of it (learner.py).
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import numpy as np
-from torch import Tensor
-
-from logprobs import seen_by, words_of
-from model import GPT
 from reward import Task, verify_group
-from reward_model import RewardModel, serve_newest, verdicts_by
-from runtime.checkpoint import checkpoint_path, newest_weights
-from runtime.config import Config, blame, require
+from runtime.config import Config
 from runtime.messages import Group, Judgement
-from runtime.models import make_model, model_of
-from runtime.runlog import stored_config
-from runtime.tokenizer import same_words, tokenizer_of
-from tasks import limits
-
-
-class Teacher(NamedTuple):
-    """A model, and what a student may emit."""
-
-    model: GPT
-    alphabet: Tensor
-    allowed: Tensor | None
-    config: Config
 
 
 @dataclass
 class Advice:
     """What a reward worker has besides the task; None where it is not configured."""
 
-    teacher: Teacher | None
-    served: RewardModel | None
+    teacher: object = None
+    served: object = None  # a reward model
 
 
 def advice_of(config: Config, task: Task) -> Advice:
     """The configured teacher and reward model; UserError for what does not fit."""
-    return Advice(teacher_of(config, task), serve_newest(config, task, None))
+    advice = Advice()
+    if config.teacher:
+        from runtime.teacher import teacher_of
+
+        advice.teacher = teacher_of(config, task)
+    renew(advice, config, task)
+    return advice
+
+
+def renew(advice: Advice, config: Config, task: Task) -> None:
+    """Serve the newest reward model of the configured folder."""
+    if config.reward_model:
+        from reward_model import serve_newest
+
+        advice.served = serve_newest(config, task, advice.served)
 
 
 def judge(
@@ -59,65 +51,15 @@ def judge(
     alive: Callable = lambda: None,
 ) -> Judgement:
     """Verify a group, or score it, and ask the teacher; and say how long that took."""
-    began, teacher, served = time.monotonic(), advice.teacher, advice.served
-    if served:
-        verdicts = verdicts_by(served, group)
+    began, said, version = time.monotonic(), (), 0
+    if advice.served:
+        from reward_model import verdicts_by
+
+        verdicts, version = verdicts_by(advice.served, group), advice.served.version
     else:
         verdicts = verify_group(group, task, config, alive)
-    said = ask_teacher(teacher, group.trajectories, verdicts) if teacher else ()
-    version = served.version if served else 0
+    if advice.teacher:
+        from runtime.teacher import ask_teacher
+
+        said = ask_teacher(advice.teacher, group.trajectories, verdicts)
     return Judgement(verdicts, began, time.monotonic() - began, said, version)
-
-
-# ---- a teacher ----
-
-
-def teacher_of(config: Config, task: Task) -> Teacher | None:
-    """The configured teacher, on the CPU; None without one. UserError when it does not fit."""
-    if not config.teacher:
-        return None
-    place = Path(config.teacher)
-    needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
-    with blame(f"--teacher {place}: {needed}", (Exception, limits.OutOfTime)):
-        run = place.parents[1] if place.parent.name == "checkpoints" else place
-        require(run.is_dir(), "there is no such folder")
-        if (run / "checkpoints").is_dir():
-            other, _ = stored_config(run, "--teacher")
-            known, asked = ({x.split(":")[0] for x in c.task.split(",")} for c in (other, config))
-            require(asked <= known, f"it has learned {other.task}, and not {config.task}")
-            model = model_of(newest_weights(place), config, task)
-        else:
-            other = replace(
-                config, model=str(place), init="", lora=0, attention="dense", scoring="mean"
-            )
-            model = make_model(other, task)
-        require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
-    model.flat.requires_grad_(False)
-    return Teacher(model, *words_of(task), config)
-
-
-def pinned(config: Config) -> Config:
-    """With a run as teacher: the checkpoint that is its newest now. So it teaches the same for as
-    long as the student learns, also when the teacher learns on."""
-    place = Path(config.teacher)
-    if not config.teacher or not (place / "checkpoints").is_dir():
-        return config
-    with blame(f"--teacher {place}: must be a run folder with a checkpoint"):
-        path = checkpoint_path(place, newest_weights(place)["version"])
-    return replace(config, teacher=str(path))
-
-
-def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.ndarray]:
-    """The teacher's log-probs of what was generated in each episode of a group, float32 [M]; 0 in
-    those that failed. A replay does not have these, and sums depend on what is packed together."""
-    for t in episodes:
-        if t.loss_mask is None:  # only tokens travel to a reward worker
-            t.loss_mask = np.zeros(len(t.tokens), np.bool_)
-            for start, stop in t.turns:
-                t.loss_mask[start:stop] = True
-    judged = zip(episodes, verdicts, strict=True)
-    sound = [t for t, (*_, error) in judged if not t.failed and error is None]
-    seen = seen_by(teacher.model, sound, teacher, teacher.config)
-    said = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
-    said |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
-    return [*said.values()]

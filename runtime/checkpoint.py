@@ -136,7 +136,7 @@ def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> d
 def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
     """What AdamW remembers of all weights [P]. Of several learners each has a slice: the parent
     calls the others, and gets theirs; these return None."""
-    team, states = learner.team, [learner.optimizer.state[own] for own in learner.slices]
+    team, states = learner.team, [beside for _, beside in learner.slices]
     if team.size == 1:
         return states[0]
     names = learner.moments
@@ -192,8 +192,7 @@ def set_state(learner: Learner, state: dict) -> None:
 def set_facts(learner: Learner, state: dict, step: Tensor, own: list) -> None:
     """Everything but weights and reference; own: the moments of each of its slices."""
     round_weights(learner)
-    for part, found in zip(learner.slices, own, strict=True):
-        remembered = learner.optimizer.state[part]
+    for (_, remembered), found in zip(learner.slices, own, strict=True):
         remembered["step"].copy_(step)
         for name, moment in zip(learner.moments, found, strict=True):
             remembered[name].copy_(moment)
@@ -212,9 +211,10 @@ def share(learner: Learner, state: dict | None = None) -> None:
     team, tensors = learner.team, [learner.weights.detach()]
     if learner.reference:
         tensors.append(learner.reference.flat)
-    step = learner.optimizer.state[learner.slices[0]]["step"]
+    part, remembered = learner.slices[0]
+    step = remembered["step"]
     facts = [state and {name: state[name] for name in ("window", "critic", *COUNTERS)}]
-    own = learner.weights.new_empty(len(learner.moments), len(learner.slices[0]))
+    own = learner.weights.new_empty(len(learner.moments), len(part))
     whole = state and torch.stack([state["optimizer"][name] for name in learner.moments])
     facts, own = share_state(team, learner.version, facts, [*tensors, step], own, whole)
     set_facts(learner, facts, step, [own])

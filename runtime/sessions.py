@@ -27,11 +27,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from reward import Task, advance, ask, forget, part_of, task_of
-from reward_model import serve_newest
-from runtime.advice import advice_of, judge
+from runtime.advice import advice_of, judge, renew
 from runtime.config import Config
 from runtime.messages import Answer, Call, Result
 from runtime.pipes import Line, die_with
@@ -41,9 +39,12 @@ GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but 
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other, and keep the sessions of environments meanwhile."""
-    torch.set_num_threads(config.threads or 1)  # of a reward model, a teacher
     task = task_of(config)
     advice = advice_of(config, task)
+    if advice.teacher or advice.served:
+        import torch
+
+        torch.set_num_threads(config.threads or 1)
     gc.freeze()
     sessions = Sessions(task, config, line.connection)
     try:
@@ -56,7 +57,7 @@ def reward_worker(line: Line, config: Config):
                 if isinstance(work, Call):
                     sessions.take(work)
                 else:
-                    advice.served = serve_newest(config, task, advice.served)
+                    renew(advice, config, task)
                     judgement = judge(work, task, config, advice, line.beat)
                     line.send(Answer(work.group_id, judgement=judgement))
     finally:

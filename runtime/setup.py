@@ -17,7 +17,7 @@ from cache import kept_in
 from learner import Learner, make_learner
 from model import GPT, PRESETS, padded, sparse_kernels
 from reward import Task, capacity_of, own_files, task_of
-from runtime.advice import Advice, advice_of, pinned
+from runtime.advice import Advice, advice_of
 from runtime.checkpoint import (
     checkpoint,
     drop_what_follows,
@@ -32,6 +32,7 @@ from runtime.ledger import Ledger, read_books
 from runtime.messages import Group
 from runtime.models import make_model
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
+from runtime.teacher import pinned
 from tasks.exam import Host, evaluate
 
 # flags that a run may have anew when it goes on

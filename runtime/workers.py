@@ -16,9 +16,8 @@ import time
 from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
-from reward_model import serve_newest
 from rollout import COUNTED, Generator, make_generator
-from runtime.advice import advice_of, judge
+from runtime.advice import advice_of, judge, renew
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
@@ -68,7 +67,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         for group in generator.take_finished():
             judgement = None
             if advice:
-                advice.served = serve_newest(config, task, advice.served)
+                renew(advice, config, task)
                 judgement = judge(group, task, config, advice, line.beat)
             events = events_of(generator, group.group_id)
             answers.append(Answer(group.group_id, group, judgement, events))

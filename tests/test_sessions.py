@@ -17,6 +17,7 @@ import train_async
 import train_sync
 from lab.plots import load_result
 from runtime import sessions
+from runtime.advice import Advice
 from runtime.config import Config, UserError
 from runtime.messages import Call
 from tasks.exam import Host
@@ -43,7 +44,7 @@ def left_by(tag: str) -> list[int]:
 
 
 @pytest.mark.parametrize("threads,expected", [(1, 1), (0, 1), (3, 3)])
-def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected):
+def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected, monkeypatch):
     """A reward model on all cores takes them from everybody else."""
 
     class Begun(Exception):
@@ -52,6 +53,7 @@ def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected):
     def beat():
         raise Begun
 
+    monkeypatch.setattr(sessions, "advice_of", lambda *_: Advice(served="a reward model"))
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     line = SimpleNamespace(connection=None, status={}, beat=beat)

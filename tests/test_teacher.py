@@ -20,8 +20,7 @@ from logprobs import seen_by
 from model import pack_tokens
 from reward import task_of, verify_group
 from rollout import generate, make_generator
-from runtime import advice
-from runtime.advice import ask_teacher, teacher_of
+from runtime import teacher as room
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
@@ -37,6 +36,7 @@ from runtime.messages import (
     group_to_parts,
 )
 from runtime.models import make_model
+from runtime.teacher import ask_teacher, teacher_of
 
 ROOT = Path(__file__).parent.parent
 FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 8, "eval_every": 1000}
@@ -204,7 +204,7 @@ def test_a_failed_episode_is_nothing_to_a_teacher(taught):
     verdicts = [(0.0, (), "raised" if i == 1 else None) for i in range(len(episodes))]
     episodes[2].finish = "env_error"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advice, "seen_by", lambda *args: packs.append(args[1]) or seen_by(*args))
+        patch.setattr(room, "seen_by", lambda *args: packs.append(args[1]) or seen_by(*args))
         found = ask_teacher(teacher, episodes, verdicts)
     assert packs == [[episodes[0], episodes[3]]]
     assert not found[1].any() and not found[2].any() and found[0].any()

@@ -80,7 +80,7 @@ def test_optimizer_memory_is_divided():
     config = config_of(4)
     task = task_of(config)
     model = make_model(config, task)
-    sizes = [len(make_learner(config, task, model, (rank,)).slices[0]) for rank in range(4)]
+    sizes = [len(make_learner(config, task, model, (rank,)).slices[0][0]) for rank in range(4)]
     assert sum(sizes) == len(model.flat) and max(sizes) - min(sizes) <= 1
 
 

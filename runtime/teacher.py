@@ -1,0 +1,81 @@
+"""teacher.py: another policy, which says how likely each generated token was.
+
+On-policy distillation: the student generates, and a token is worth log(pi_teacher / pi)
+(`distilled` in losses.py).
+Left out: what the learner makes of it (learner.py), teachers of several tasks.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from logprobs import seen_by, words_of
+from model import GPT
+from reward import Task
+from runtime.checkpoint import checkpoint_path, newest_weights
+from runtime.config import Config, blame, require
+from runtime.models import make_model, model_of
+from runtime.runlog import stored_config
+from runtime.tokenizer import same_words, tokenizer_of
+from tasks import limits
+
+
+class Teacher(NamedTuple):
+    """A model, and what a student may emit."""
+
+    model: GPT
+    alphabet: Tensor
+    allowed: Tensor | None
+    config: Config
+
+
+def teacher_of(config: Config, task: Task) -> Teacher:
+    """The configured teacher, on the CPU; UserError when it does not fit."""
+    place = Path(config.teacher)
+    needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
+    with blame(f"--teacher {place}: {needed}", (Exception, limits.OutOfTime)):
+        run = place.parents[1] if place.parent.name == "checkpoints" else place
+        require(run.is_dir(), "there is no such folder")
+        if (run / "checkpoints").is_dir():
+            other, _ = stored_config(run, "--teacher")
+            known, asked = ({x.split(":")[0] for x in c.task.split(",")} for c in (other, config))
+            require(asked <= known, f"it has learned {other.task}, and not {config.task}")
+            model = model_of(newest_weights(place), config, task)
+        else:
+            other = replace(
+                config, model=str(place), init="", lora=0, attention="dense", scoring="mean"
+            )
+            model = make_model(other, task)
+        require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
+    model.flat.requires_grad_(False)
+    return Teacher(model, *words_of(task), config)
+
+
+def pinned(config: Config) -> Config:
+    """With a run as teacher: the checkpoint that is its newest now. So it teaches the same for as
+    long as the student learns, also when the teacher learns on."""
+    place = Path(config.teacher)
+    if not config.teacher or not (place / "checkpoints").is_dir():
+        return config
+    with blame(f"--teacher {place}: must be a run folder with a checkpoint"):
+        path = checkpoint_path(place, newest_weights(place)["version"])
+    return replace(config, teacher=str(path))
+
+
+def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.ndarray]:
+    """The teacher's log-probs of what was generated in each episode of a group, float32 [M]; 0 in
+    those that failed. A replay does not have these, and sums depend on what is packed together."""
+    for t in episodes:
+        if t.loss_mask is None:  # only tokens travel to a reward worker
+            t.loss_mask = np.zeros(len(t.tokens), np.bool_)
+            for start, stop in t.turns:
+                t.loss_mask[start:stop] = True
+    judged = zip(episodes, verdicts, strict=True)
+    sound = [t for t, (*_, error) in judged if not t.failed and error is None]
+    seen = seen_by(teacher.model, sound, teacher, teacher.config)
+    said = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
+    said |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
+    return [*said.values()]
