@@ -56,7 +56,6 @@ class Seat:
 
     def __init__(self):
         self.said = SimpleQueue()
-        sys.modules["__main__"].__file__ = None  # the process shall not begin with Ray's program
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: --threads decides
 
     def node(self) -> str:

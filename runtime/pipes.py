@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+import __main__
 from runtime.messages import pack_messages, unpack_messages
 
 END = b""  # a delivery: the last one
@@ -162,7 +163,10 @@ class Port:
 
 
 def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
-    """A process of this machine, and this end of its pipe; it dies with the thread that calls."""
+    """A process of this machine, and this end of its pipe; it dies with the thread that calls. The
+    function must be one of a module, which the process imports."""
+    # The process shall not begin with the program of this one: who only verifies needs no torch.
+    __main__.__file__ = __main__.__spec__ = None
     here, there = Pipe()
     given = (function, there, number, log, os.getpid(), arguments)
     process = get_context("spawn").Process(None, child_main, name, given, daemon=True)

@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -41,9 +42,7 @@ def reward_worker(line: Line, config: Config):
     """Verify one group after the other, and keep the sessions of environments meanwhile."""
     task = task_of(config)
     advice = advice_of(config, task)
-    if advice.teacher or advice.served:
-        import torch
-
+    if torch := sys.modules.get("torch"):  # a model judges, or the task needs it
         torch.set_num_threads(config.threads or 1)
     gc.freeze()
     sessions = Sessions(task, config, line.connection)

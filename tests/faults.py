@@ -587,4 +587,6 @@ def main(folder: str, *flags: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    import faults  # a worker imports what it runs from a module
+
+    faults.main(*sys.argv[1:])

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from toys import answer_with, light_children, mute, pool_of, short_lived, started, toy, wait_for
+from toys import answer_with, mute, pool_of, short_lived, started, toy, wait_for
 
 from runtime import processes
 from runtime.config import TrainingStopped
@@ -30,12 +30,6 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
 
 
 # ---------------------------------------------------------------------------------------- helpers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_start_quickly():
-    with light_children():
-        yield
 
 
 @pytest.fixture(scope="module")

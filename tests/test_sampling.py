@@ -12,7 +12,6 @@ import pytest
 import torch
 from test_replay import replay, wander
 from test_rollout import LETTERS, VOCAB, assert_same, environment, group_of, learners, make, play
-from toys import light_children
 
 import logprobs as logprobs_room
 import train_async
@@ -406,8 +405,7 @@ def summary_of(folder) -> dict:
 def test_staleness_zero_with_a_cut_is_bitwise_synchronous(tmp_path, few_held_out_problems):
     flags = {"max_staleness": 0, "eval_samples": 3}
     train_sync.train(config_of(tmp_path / "sync", **flags))
-    with light_children():
-        train_async.train(config_of(tmp_path / "async", **flags))
+    train_async.train(config_of(tmp_path / "async", **flags))
     one, other = (summary_of(tmp_path / name) for name in ("async", "sync"))
     assert one["weights_sha256"] == other["weights_sha256"]
     assert one["eval"] == other["eval"]

@@ -20,7 +20,6 @@ from types import SimpleNamespace
 
 import pytest
 from faults import group_is_gone
-from toys import light_children
 
 import train_async
 import train_sync
@@ -40,12 +39,6 @@ TRACKER = "multiprocessing.resource_tracker"
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 12, "eval_every": 1000}
 posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def workers_start_quickly():
-    with light_children():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +208,8 @@ def test_every_child_may_be_killed(tmp_path):
     children = children_of(process.pid)
     assert len(children) == 4, children  # a process for each role, the examiner's, the tracker
     assert sum(TRACKER in line for line in children.values()) == 1
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in children]
+    assert sum("libtorch" in text for text in maps) == 1  # who only verifies starts without torch
     for pid in children:
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=120)

@@ -3,13 +3,11 @@
 As a script this file is a parent with workers: `toys.py FOLDER`.
 """
 
-import contextlib
 import os
 import signal
 import struct
 import sys
 import time
-from multiprocessing import spawn
 from pathlib import Path
 
 from runtime import pipes
@@ -89,21 +87,6 @@ def mute(line: Line) -> None:
     time.sleep(600)
 
 
-@contextlib.contextmanager
-def light_children():
-    """A spawned process imports the main module of its parent, here pytest: these need not."""
-    real = spawn.get_preparation_data
-
-    def without_main(name: str) -> dict:
-        return {key: value for key, value in real(name).items() if "init_main" not in key}
-
-    spawn.get_preparation_data = without_main
-    try:
-        yield
-    finally:
-        spawn.get_preparation_data = real
-
-
 def pool_of(roles: dict, logs: Path, restarts: int = 2, silence: float = 60.0) -> Pool:
     """A pool to whose workers a group is sound unless its problem has a flaw."""
 
@@ -131,7 +114,9 @@ def started(pool: Pool) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    parent = pool_of({"toy": (toy, 3)}, Path(sys.argv[1]), restarts=1)
+    import toys  # a worker imports what it runs from a module
+
+    parent = pool_of({"toy": (toys.toy, 3)}, Path(sys.argv[1]), restarts=1)
     os.kill(started(parent)["toy-2"], signal.SIGKILL)  # a worker that was restarted dies, too
     wait_for(lambda: parent.receive(0.1))
     print(*started(parent).values(), flush=True)
