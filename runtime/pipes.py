@@ -166,7 +166,7 @@ def start_here(name: str, function, number: int, log: str, arguments: list) -> t
     """A process of this machine, and this end of its pipe; it dies with the thread that calls. The
     function must be one of a module, which the process imports."""
     # The process shall not begin with the program of this one: who only verifies needs no torch.
-    __main__.__file__ = __main__.__spec__ = None
+    vars(__main__).pop("__file__", None)
     here, there = Pipe()
     given = (function, there, number, log, os.getpid(), arguments)
     process = get_context("spawn").Process(None, child_main, name, given, daemon=True)

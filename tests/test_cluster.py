@@ -11,12 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 from cluster_faults import actors, everybody, gone, start, steps_of, wait_for_step
+from toys import short_lived
 
 import train_async
 from runtime import cluster
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.ledger import audit
+from runtime.pipes import start_here
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,6 +150,9 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
 
 
 def test_bad_input_is_one_line(nodes, tmp_path, monkeypatch):
+    """Said by a process that has had workers of its own before."""
+    process, _ = start_here("toy-0", short_lived, 0, str(tmp_path / "log"), [])
+    process.join()
     alive = cluster.alive
 
     def said(**flags) -> str:
