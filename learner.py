@@ -315,7 +315,7 @@ def round_weights(learner: Learner):
 def adamw_step(own: nn.Parameter, beside: dict, lr: float):
     """A step of a slice of the weights [P] by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
-    This is what torch's class calls; the class would first import torch's compiler, for a second.
+    torch's class calls the same; it would first import torch's compiler, which takes seconds.
     """
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.

@@ -20,8 +20,8 @@ from runtime.messages import Group, Judgement
 class Advice:
     """What a reward worker has besides the task; None where it is not configured."""
 
-    teacher: object = None
-    served: object = None  # a reward model
+    teacher: object = None  # a Teacher
+    served: object = None  # a RewardModel
 
 
 def advice_of(config: Config, task: Task) -> Advice:

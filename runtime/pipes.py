@@ -165,16 +165,18 @@ class Port:
 def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
     """A process of this machine, and this end of its pipe; it dies with the thread that calls. The
     function must be one of a module, which the process imports."""
-    # The process shall not begin with the program of this one: who only verifies needs no torch.
-    vars(__main__).pop("__file__", None)
     here, there = Pipe()
     given = (function, there, number, log, os.getpid(), arguments)
     process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
     # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    # Without this it would first import the program that runs here, and torch with that.
+    program = vars(__main__).pop("__file__", None)
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        if program:
+            __main__.__file__ = program
     there.close()
     return process, here

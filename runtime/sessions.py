@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from reward import Task, advance, ask, forget, part_of, task_of
+from reward import Task, advance, ask, forget, own_files, part_of, task_of
 from runtime.advice import advice_of, judge, renew
 from runtime.config import Config
 from runtime.messages import Answer, Call, Result
@@ -40,10 +39,12 @@ GRACE_SECONDS = 1.0  # beyond the task's own limits, which stop Python code but 
 
 def reward_worker(line: Line, config: Config):
     """Verify one group after the other, and keep the sessions of environments meanwhile."""
+    if config.teacher or config.reward_model or own_files(config.task):  # it may need torch
+        import torch
+
+        torch.set_num_threads(config.threads or 1)
     task = task_of(config)
     advice = advice_of(config, task)
-    if torch := sys.modules.get("torch"):  # a model judges, or the task needs it
-        torch.set_num_threads(config.threads or 1)
     gc.freeze()
     sessions = Sessions(task, config, line.connection)
     try:

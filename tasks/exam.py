@@ -22,6 +22,7 @@ import numpy as np
 
 from buffer import by_task
 from reward import Task, Verdict, capacity_of, problem_of
+from rollout import Generator, generate
 from runtime.config import Config, TrainingStopped
 from runtime.messages import (
     Answer,
@@ -143,8 +144,6 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
     reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
     Of several tasks it is the mean of what `tasks` has of each.
     """
-    from rollout import Generator, generate  # here: a child needs no torch, and starts 2 s sooner
-
     host.deaths = 0  # a budget for each evaluation
     several, parts = config.eval_samples, task.parts or (task,)
     K = len(parts)

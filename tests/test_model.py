@@ -450,13 +450,14 @@ def test_initialisation_has_the_stated_spread():
         assert abs(float(view.mean())) < 0.1 * wanted, name
 
 
-def test_a_worker_does_not_wait_for_torchs_compiler():
-    """Every process of a run builds a model; importing the compiler takes longer than torch."""
+def test_nobody_waits_for_torchs_compiler():
+    """Every process of a run builds a model, learners step it; importing the compiler takes longer
+    than torch."""
     root = str(Path(__file__).parent.parent)
-    code = (
-        "import sys; from model import *; c = PRESETS['tiny'] | {'vocab_size': 9, 'context': 8}; "
-    )
-    code += "GPT(ModelConfig(**c)); print('torch._dynamo' in sys.modules)"
+    code = "import sys; from learner import *; from reward import task_of; c = Config(task='guess')"
+    code += "; from runtime.models import make_model as make; t = task_of(c)"
+    code += "; own = make_learner(c, t, make(c, t)); adamw_step(*own.slices[0], 0.1)"
+    code += "; print('torch._dynamo' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert said.stdout == "False\n", said.stderr
 

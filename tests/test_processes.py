@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from toys import answer_with, mute, pool_of, short_lived, started, toy, wait_for
 
+import __main__
 from runtime import processes
 from runtime.config import TrainingStopped
 from runtime.messages import Answer, Group, unpack_messages
-from runtime.pipes import Line
+from runtime.pipes import Line, start_here
 from runtime.processes import Lost, Pool, Silent, last_words
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -388,8 +389,16 @@ def test_returning_is_dying_and_never_speaking_is_too(make_pool, monkeypatch):
         gather(pool, lambda got: False)
 
 
+def test_a_process_does_not_begin_with_the_program_of_its_parent(tmp_path, monkeypatch):
+    """Which stays what it was."""
+    monkeypatch.setattr(__main__, "__file__", "nowhere.py", raising=False)
+    process, _ = start_here("toy-0", short_lived, 0, str(tmp_path / "log"), [])
+    process.join()
+    assert process.exitcode == 3 and __main__.__file__ == "nowhere.py"
+
+
 def test_a_worker_that_dies_before_it_has_a_log_is_reported_too(tmp_path):
-    """In an import of its main module, say: the thread that reports it must not fail, too."""
+    """While it imports, say: the thread that reports it must not fail, too."""
     process = SimpleNamespace(exitcode=1)
     worker = SimpleNamespace(process=process, log=str(tmp_path / "toy-0.log"))
     assert last_words(worker) == "exit code 1"

@@ -17,7 +17,6 @@ import train_async
 import train_sync
 from lab.plots import load_result
 from runtime import sessions
-from runtime.advice import Advice
 from runtime.config import Config, UserError
 from runtime.messages import Call
 from tasks.exam import Host
@@ -44,7 +43,7 @@ def left_by(tag: str) -> list[int]:
 
 
 @pytest.mark.parametrize("threads,expected", [(1, 1), (0, 1), (3, 3)])
-def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected, monkeypatch):
+def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected):
     """A reward model on all cores takes them from everybody else."""
 
     class Begun(Exception):
@@ -53,13 +52,13 @@ def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected, mo
     def beat():
         raise Begun
 
-    monkeypatch.setattr(sessions, "advice_of", lambda *_: Advice(served="a reward model"))
+    own = Path(__file__).parent / "slow.py"  # it may need torch
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     line = SimpleNamespace(connection=None, status={}, beat=beat)
     try:
         with pytest.raises(Begun):
-            sessions.reward_worker(line, config_of("guess", threads=threads))
+            sessions.reward_worker(line, config_of(f"{own}:0,no", threads=threads))
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
