@@ -53,8 +53,8 @@ def staleness(record: Trajectory | Group, version: int) -> int:
 
 
 class Starts(dict):
-    """Group id -> start version, in order of admission; and for each of so many tasks the starts in
-    order. They are kept in order, not sorted for every question: a parent of 64 workers spends 0.02
+    """Group id -> start version, in order of admission; and for each of `tasks` tasks the starts,
+    ascending. They are kept so, not sorted for every question: a parent of 64 workers spends 0.02
     ms on the admission of a group, not 0.2."""
 
     def __init__(self, tasks: int):
@@ -105,9 +105,9 @@ class Buffer:
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def own(self, kind: int, groups) -> list:
-        """Those of some groups that are of one task."""
-        return [group for group in groups if group % len(self.shares) == kind]
+    def own(self, kind: int, ids) -> list:
+        """Those of some group ids that are of one task."""
+        return [i for i in ids if i % len(self.shares) == kind]
 
     def count(self, kind: int) -> int:
         """Outstanding groups of a task."""

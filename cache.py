@@ -1,8 +1,8 @@
 """cache.py: generation with the GPT: a cache of keys and values, prefill, one token per step.
 
-A cache has a static batch of slots, one running sequence each. Sequences lie in racks: every slot
-has a row of 32 positions, and a sequence that outgrows its row moves to a rack with longer rows
-(64, 128, ..., the capacity), of which there are as many as were ever needed at once; racks never
+A cache has a static batch of slots, one running sequence each. A rack has rows of one length: the
+first (32 positions) has one for every slot; a sequence that outgrows its row moves to a rack with
+longer ones (64, 128, ..., the capacity), about as many as were ever needed at once; racks never
 shrink. So memory is about what sequences use, and not slots times capacity.
 `prefill` writes whole sequences into their rows, `decode` feeds every slot one token.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
@@ -42,7 +42,7 @@ SHORT = 32  # positions of the shortest rows
 
 @dataclass(eq=False)
 class Rack:
-    """Rows of one length, of which the first are in use; `slots` tells whose sequence lies in each
+    """Rows of one length, the first `used` in use; `slots` tells whose sequence lies in each
     (-1 where nobody's does)."""
 
     kv: Tensor  # [2, L, n, T, Hkv, D] keys and values
@@ -261,7 +261,7 @@ def decode(
             at = positions[slots].clamp(max=length - 1)  # [n]
             place = (torch.arange(n, device=at.device), at)
             if reads:
-                at = at.masked_fill(rack.slots[:n] < 0, -1)  # nobody's: nothing is attended to
+                at = at.masked_fill(rack.slots[:n] < 0, -1)  # nobody's row
             plan = None if sparse else plan_dense(at, length, c.kv_heads)
             reads.append((rack, n, slots, place, plan))
 
@@ -302,7 +302,7 @@ def dense_kernels(config: ModelConfig, kv: Tensor) -> tuple[Callable, Callable]:
 
 
 def hide_future(positions: Tensor, length: int, *_) -> Tensor:
-    """What is added to logits [n, length]: -inf behind the positions [n]; -1 is taken for 0."""
+    """What is added to logits [n, length]: -inf after the positions [n]; -1 is taken for 0."""
     keys = torch.arange(length, device=positions.device)
     future = keys > positions.clamp(min=0)[:, None]
     return torch.zeros(future.shape, device=future.device).masked_fill_(future, -torch.inf)
@@ -316,7 +316,7 @@ def attend_rows(
 ):
     """One query a row on its cached keys -> [n, Hq, D].
 
-    SDPA gets the G query heads of a group where it expects queries: so they share their keys.
+    SDPA gets the G query heads of a key head where it expects queries: so they share its keys.
     """
     grouped = q.unflatten(1, (k.shape[2], -1))  # [n, Hkv, G, D]
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1).to(q.dtype)
@@ -335,7 +335,7 @@ def captures(config: ModelConfig) -> bool:
 
 def captured(
     step: Callable,  # inputs -> results
-    inputs,  # tokens, positions and uniform numbers, [B] each
+    inputs,  # tokens, positions, uniform numbers and tasks, [B] each
     graphs,  # the graph, its inputs and results; empty: none was captured yet
 ) -> tuple:
     """step(inputs), run as a CUDA graph.

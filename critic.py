@@ -26,7 +26,7 @@ class Critic:
 
 
 def make_critic(config: Config, model: GPT) -> Critic:
-    """A value head; it says 0 at first."""
+    """A value head; at first it says the same, near 0, of every token."""
     d, device = model.config.width, model.flat.device
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)

@@ -54,7 +54,7 @@ class Look(NamedTuple):
 
 
 def look(kind: str, gradient: Tensor, remembered: dict) -> Look:
-    """At a slice [P] of the gradient, and at what AdamW (or GAC) remembers beside it."""
+    """Look at a slice [P] of the gradient, and at what AdamW (or GAC) remembers beside it."""
     if kind not in BESIDE:
         return Look(float(gradient.norm()))
     other = remembered[BESIDE[kind]]
@@ -62,7 +62,7 @@ def look(kind: str, gradient: Tensor, remembered: dict) -> Look:
 
 
 def together(looks: list) -> Look:
-    """At the whole gradient, from the looks at its slices."""
+    """The look at the whole gradient, from the looks at its slices."""
     norms, products, others = zip(*looks, strict=True)
     return Look(math.hypot(*norms), math.fsum(products), math.hypot(*others))
 
@@ -112,15 +112,15 @@ def step_scale(kind: str, damper, metrics: dict) -> float:
 
 # ---- the KL window ----
 # "Divergence-Suppressed Alignment": keep the last 1000 KL values (one is measured every
-# `--reference-every` steps); while their mean is above 0.15,
-# learn more slowly and hold on to the reference more. Window, threshold and 0.6 come from
+# `--reference-every` steps); while their mean is above `--kl-threshold` (default 1.0),
+# learn more slowly and hold on to the reference more. Window, 0.15 and 0.6 come from
 # secondary articles, no primary source is known, and none says by how much the reference term is
 # raised: doubling is this project's choice.
 
 
 @dataclass(frozen=True)
 class Damper:
-    """State of the damper: plain numbers, the newest KL value last in `window`."""
+    """State of the KL window alone: plain numbers, the newest KL value last in `window`."""
 
     threshold: float = 0.15  # compared with the mean of the window, strictly
     lr_factor: float = 0.6

@@ -1,10 +1,10 @@
 """dsa.py: sparse attention in plain PyTorch, the readable specification of nanoGLM's "DSA".
 
-Three things are called DSA. Two of them are this file, with one code path and one knob:
+Three things are called DSA. Two of them are this file, with one code path; `chunk_size` decides:
   * DeepSeek Sparse Attention (DeepSeek-V3.2-Exp, GLM-5: arXiv 2602.15763): a learned "lightning
     indexer" scores single tokens, and every query attends to the best 2048: `chunk_size=1`.
   * Dual-Stage Attention: stage 1 scores chunks of 512 keys and keeps 8, stage 2 is ordinary
-    attention inside the kept chunks: `chunk_size=512, top_k=8`. On GPUs 64 is the fast middle.
+    attention inside the kept chunks: `chunk_size=512, top_k=8`. On GPUs 64 is a fast compromise.
   * Divergence-Suppressed Alignment is no attention at all: see the KL window in dampers.py.
 
 Two rules hold for every chunk size. Only chunks ENTIRELY in the past compete, so no future token
@@ -78,8 +78,8 @@ def naive_attention(
 class Tables(NamedTuple):
     """Where chunks and queries lie; tensors are int64, positions count inside a sequence.
 
-    The chunks of one sequence have consecutive ids, `first` + local id, and lie one behind the
-    other. Keys behind a query's `q_pos` are never read: they may hold anything, even NaN.
+    The chunks of one sequence have consecutive ids, `first` + local id, and lie one after the
+    other. Keys after a query's `q_pos` are never read: they may hold anything, even NaN.
     """
 
     chunk_size: int  # C
@@ -321,7 +321,7 @@ def select_chunks(
     Scores are those of `index_scores` if there is an index, else of `mean_scores`. Returns what
     `top_chunks` does. Selection has no gradient.
     """
-    weights = q  # stand-in: means of the keys are scored without
+    weights = q  # only for the check below: `mean_scores` takes none
     if index is not None:
         q, k, weights = index
         k = k[:, None]  # one key head

@@ -6,8 +6,8 @@ trainers call it. `Learner` is plain data: policy, AdamW's moments, reference, d
 Left out: set-up (runtime/setup.py), what is saved (runtime/checkpoint.py), evaluation
 (tasks/exam.py), processes.
 
-Axes: G groups · n answers of a group · N samples of a step · M generated tokens of a micro-batch
-      T tokens · V tokens of the task's alphabet
+Axes: G groups · n answers of a group · M generated tokens of a micro-batch (N in losses.py)
+      T tokens, or turns · P parameters · V tokens of the task's alphabet (V' in model.py)
 """
 
 import copy
@@ -31,7 +31,7 @@ from runtime.config import Config
 from runtime.messages import Group
 from runtime.team import MOMENTS, Team, add_gradients, share_facts, share_weights, slice_of
 
-SMALLEST_SPREAD = 0.1  # of rewards, beside a critic: advantages are no larger where all are alike
+SMALLEST_SPREAD = 0.1  # a critic's advantages are divided by the std of rewards, or this if larger
 
 
 def naive_step(
@@ -145,7 +145,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
     gradient = learner.weights.grad
-    # one learner's gradient is the whole memory; a replay plays several, and adds theirs up
+    # a replay plays several learners, and adds up theirs; else `gradient` itself is the total
     total = torch.zeros_like(gradient) if len(team.ranks) > 1 else gradient
     facts = []  # of every micro-batch: its loss, diagnostics, a lesson for the critic
 
@@ -180,8 +180,8 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
 
 def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     """What a step learns from, (trajectory, the advantage of each of its turns), and which groups
-    teach nothing [G]. With a critic: what its advantages are multiplied with, 1 over the spread of
-    all rewards."""
+    are dead [G]. With a critic, in place of an advantage the factor on the critic's: 1 over the
+    spread of all rewards."""
     if config.objective == "dpo":
         return preferred(learner, groups, config)
     trajectories = [t for group in groups for t in repaired(group)]
@@ -237,8 +237,8 @@ def preferred(learner: Learner, groups: list, config: Config) -> tuple:
     sums = []  # log-probs of whole answers, by the policy and by the reference
     for model in (learner.model, learner.reference):
         sums.append(torch.tensor([float(x.sum()) for x in seen_by(model, pairs, learner, config)]))
-    margins = (sums[0] - sums[1]).view(-1, 2) @ torch.tensor([1.0, -1.0])  # [P]
-    push = losses.preference_advantages(margins, config.dpo_beta).T.flatten()  # [2 P]
+    margins = (sums[0] - sums[1]).view(-1, 2) @ torch.tensor([1.0, -1.0])  # [pairs]
+    push = losses.preference_advantages(margins, config.dpo_beta).T.flatten()  # [2 pairs]
     scale = sum(t.generated for t in pairs) / max(1, len(margins))
     credit = [[a * scale] * len(t.turns) for a, t in zip(push.tolist(), pairs, strict=True)]
     return list(zip(pairs, credit, strict=True)), torch.tensor(dead)
@@ -249,7 +249,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
 
     batch: trajectories with the advantages of their turns, see `samples_of`.
     """
-    logprobs, entropy, hidden = token_logprobs(learner.model, batch, learner, config)  # [M] each
+    logprobs, entropy, hidden = token_logprobs(learner.model, batch, learner, config)
     sizes = torch.tensor([t.generated for t, _ in batch])
     sequence = torch.arange(len(batch)).repeat_interleave(sizes)  # [M]
     spans = torch.tensor([stop - start for t, _ in batch for start, stop in t.turns])
@@ -263,9 +263,9 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
         advantages = losses.distilled(advantages, said, logprobs, config.teacher_weight)
     behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
     sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
-    # pi_p: with one update a step, the policy of this very forward pass
     ages = np.concatenate([learner.version - t.versions[t.loss_mask] for t, _ in batch])
     age = torch.from_numpy(ages).to(logprobs.device)
+    # with one update a step, pi_p is the policy of this very forward pass: `logprobs.detach()`
     return losses.Tokens(logprobs, logprobs.detach(), *sampled, age), entropy, lesson
 
 
@@ -329,7 +329,7 @@ def update_weights(
     learner: Learner,
     config: Config,
     loss: float,
-    whole: dampers.Look,  # at the gradient
+    whole: dampers.Look,  # at the whole gradient
     metrics: dict,
 ) -> dict:
     """Damp and clip the gradient, step the optimizer; or skip a step that is not finite."""

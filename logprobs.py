@@ -30,20 +30,20 @@ def words_of(task: Task, device="cpu") -> tuple:
 
 
 def allowed_of(alphabet: Tensor, alphabets: list) -> Tensor | None:
-    """What is added to logits [V] in each of several tasks, [K, V]: -1e9 where a token is not in
-    its own alphabet; None for one task, which has the whole."""
+    """What is added to logits [V'] in each of several tasks, [tasks, V']: -1e9 where a token is not
+    in its own alphabet; None for one task, which has the whole."""
     if len(alphabets) == 1:
         return None
     own = [torch.isin(alphabet, torch.as_tensor(ids).to(alphabet)) for ids in alphabets]
     return (torch.stack(own).float() - 1) * 1e9
 
 
-def token_logprobs(model: GPT, batch: list, words, config: Config) -> tuple:
+def token_logprobs(model: GPT, batch: list, who, config: Config) -> tuple:
     """Log-probs [M] and entropies [M] of the generated tokens, in order of the trajectories, and
     the hidden states [M, d] that predict them.
 
-    batch: trajectories, each with whatever belongs to it; words: a learner or a teacher, whose
-    `alphabet` and `allowed` say what may be emitted.
+    batch: pairs of a trajectory and anything else; who: a learner or a teacher, whose `alphabet`
+    and `allowed` say what may be emitted.
     """
     device = model.flat.device
     packed = pack_tokens([t.tokens for t, _ in batch], device)
@@ -51,22 +51,22 @@ def token_logprobs(model: GPT, batch: list, words, config: Config) -> tuple:
     arrays = [np.concatenate([getattr(t, name) for t, _ in batch]) for name in names]
     mask, *kept = (torch.from_numpy(x).to(device) for x in arrays)
     limits = None
-    if words.allowed is not None:
-        kinds = [t.group_id % len(words.allowed) for t, _ in batch for _ in range(t.generated)]
-        limits = words.allowed, torch.tensor(kinds, device=device)
-    how = words.alphabet, config.temperature, *kept
+    if who.allowed is not None:
+        kinds = [t.group_id % len(who.allowed) for t, _ in batch for _ in range(t.generated)]
+        limits = who.allowed, torch.tensor(kinds, device=device)
+    how = who.alphabet, config.temperature, *kept
     return generated_logprobs(model, packed, mask.nonzero()[:, 0], *how, limits=limits)
 
 
 @torch.no_grad()
-def seen_by(model: GPT, trajectories: list, words, config: Config) -> list:
+def seen_by(model: GPT, trajectories: list, who, config: Config) -> list:
     """What a policy says of whole episodes: log-probs of the generated tokens of each [M]; on the
-    CPU, no gradient. words: see `token_logprobs`."""
+    CPU, no gradient. who: see `token_logprobs`."""
     found = [torch.empty(0)] * len(trajectories)
     some = [i for i, t in enumerate(trajectories) if t.generated]
     for places in pack([len(trajectories[i].tokens) for i in some], config.token_budget):
         batch = [(trajectories[some[place]], 0.0) for place in places]
-        logprobs, *_ = token_logprobs(model, batch, words, config)
+        logprobs, *_ = token_logprobs(model, batch, who, config)
         pieces = logprobs.float().cpu().split([t.generated for t, _ in batch])
         for place, piece in zip(places, pieces, strict=True):
             found[some[place]] = piece
@@ -81,7 +81,7 @@ def generated_logprobs(
     temperature: float,  # the generator's
     sizes=(),  # [M] from how many tokens each was sampled; []: from all
     kept=(),  # [K] from which ones: token ids, laid end to end
-    limits=None,  # of several tasks: what each may emit [K, V'], and the task of each token [M]
+    limits=None,  # of several tasks: `allowed_of` [tasks, V'], and the task of each token [M]
 ) -> tuple:
     """Log-probs [M] and entropies [M] of the tokens at `rows`, with gradient, by the distribution
     that they were sampled from: among the tokens that were kept. And the hidden states [M, d].
@@ -130,7 +130,7 @@ def share_prefixes(packed: Packed, rows: Tensor) -> tuple:
 
     Answers to one prompt begin alike, and equal beginnings have equal hidden states: they are
     computed once. `rows` [M] are the tokens whose hidden states are read; nobody attends to what
-    stands in a sequence behind the last of them. The rest of the model can be read without this.
+    stands in a sequence after the last of them. The rest of the model can be read without this.
 
     packed: what `pack_tokens` returns. Returns another one, with U distinct tokens, and sequences
     of which none is the beginning of another; wanted [R], those of the U that are read; and

@@ -142,7 +142,7 @@ def a3po(t, c):
     the token is.
 
     A-3PO (arXiv 2512.06547): log pi_p = log mu + (d - 1) / d (log pi - log mu) for a token that is
-    d versions old: pi_p is taken for the policy one version ago. Of d = 0 all three are the same.
+    d versions old, as if pi_p were the policy one version ago. At d = 0, mu, pi_p and pi are equal.
     So w = rho^(1 - 1/d), r = rho^(1/d), and unlike in `decoupled_ppo` the clip is not idle.
     """
     share = 1 - 1 / t.age.clamp_min(1).to(t.logprobs)
@@ -192,7 +192,7 @@ def cispo(t, c):
 
 
 def gspo(t, c):
-    """-min(s A, clip(s) A), s = exp(mean log rho of the sequence): kept or cut as a whole.
+    """-min(s A, clip(s) A), s = exp(mean log rho of the sequence): clipped as a whole.
 
     GSPO (arXiv 2507.18071) in its token form: the value is s, the gradient that of the token's
     own pi. It equals the sequence form where A is constant on a sequence, and is right elsewhere.
@@ -296,7 +296,7 @@ def optimal_baseline(
 
     VCPO (arXiv 2602.17616): b = sum w^2 |g|^2 R / sum w^2 |g|^2, with w = pi / mu of the whole
     answer and |g| the norm of the gradient of its log-prob. On-policy, with equal norms, it is the
-    mean. Exactly that (and so every advantage 0) where all weights are 0.
+    mean. So it is where all weights are 0.
     """
     weights = (ratios * norms).square()
     weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)
@@ -316,7 +316,7 @@ def optimal_advantages(
 
 
 def preference_advantages(margins, beta: float) -> Tensor:
-    """What makes `reinforce` on pairs the gradient of online DPO: [P] -> [2, P], best and worst.
+    """What makes `reinforce` on pairs the gradient of online DPO: [pairs] -> [2, pairs].
 
     L = -log sigmoid(beta m), m = log(pi / pi_ref) of the better answer minus that of the worse
     (Rafailov et al. 2023, arXiv 2305.18290, equation 7). So dL / d log pi is -beta sigmoid(-beta m)
@@ -379,8 +379,8 @@ def skip_observation_gae(
 
     delta_j = r_j + gamma V_j+1 - V_j and A_j = delta_j + gamma lam A_j+1: Schulman et al. 2015
     (arXiv 1506.02438) equation 16. rewards and values float [N] of S sequences end to end, each as
-    long as `lengths` says; behind a sequence V and A are 0. Observations are not in the list, so
-    behind the last token of a turn comes the first of the next one: the skip-observation GAE of SAO
+    long as `lengths` says; after a sequence V and A are 0. Observations are not in the list, so
+    after the last token of a turn comes the first of the next one: the skip-observation GAE of SAO
     (arXiv 2607.07508). No gradient. AssertionError when lengths, rewards and values do not agree.
     """
     assert len(rewards) == len(values) == sum(lengths), (len(rewards), len(values), lengths)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import dsa
 
 LORA_SCALE = 2.0  # alpha / r
-# recomputed(f, *arguments) is f(*arguments); what is needed for gradients is computed again then
+# recomputed(f, *arguments) is f(*arguments), computed once more in the backward pass
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")  # of a layer; each may have adapters
 PAD_BLOCK = 16  # attention over 13 tokens takes longer than over 16, a register of AVX-512
@@ -255,7 +255,7 @@ class GPT(nn.Module):
     def flat_grad(self) -> Tensor:
         """The gradients [P] of `flat`; there is no memory for them until they are asked for."""
         flat = torch.zeros_like(self.flat)
-        # whatever requires a gradient now: a training stage may have frozen some of them
+        # all that can be trained, even what a training stage keeps fixed for now
         trained = [p for name, p in self.named_parameters() if self.trains(name)]
         parts = flat.split([p.numel() for p in trained])
         for p, gradient in zip(trained, parts, strict=True):
@@ -326,7 +326,7 @@ class GPT(nn.Module):
         return self.body(packed.tokens, packed.positions, attend, rows)
 
     def logits(self, hidden, alphabet=...) -> Tensor:
-        """Scores [N, V'] of the tokens in `alphabet` [V'], by default of all; float32 or better."""
+        """Logits [N, V'] of the tokens in `alphabet` [V'], by default of all; float32 or better."""
         if alphabet is ... or 2 * len(alphabet) < self.config.vocab_size:
             scores = F.linear(hidden, self.output.weight[alphabet])
         else:  # most of them: copy no matrix
@@ -356,7 +356,7 @@ class Packed(NamedTuple):
     """Sequences laid end to end, without padding, and the grid in which they attend.
 
     Dense attention uses the grid: its padding costs little there, while matrix products, which
-    dominate at short lengths, never see it. Padding stands behind the real tokens, so the causal
+    dominate at short lengths, never see it. Padding stands after the real tokens, so the causal
     mask hides it. Sparse attention reads the grid's K real cells, row by row. A token may stand in
     several sequences: see `share_prefixes`.
     """

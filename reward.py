@@ -7,7 +7,7 @@ keep a state instead (a tool's session, a sandbox): `open(problem)`, `step(state
 again from them. So a prompt cursor is one integer, and an episode can be judged from its text.
 
 A turn is rewarded when it happens. What nobody has judged then (the only answer of most tasks) is
-verified at the end, by a reward worker.
+verified at the end (`verify_group`).
 
 Every file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`, and so has a file
 of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
@@ -79,10 +79,10 @@ class Task:
     outside: bool = False  # slow or unsafe: each episode gets a process, outside the generator
     again: bool = False  # verification plays the whole episode once more
     solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
-    name: str = ""  # the spec; `make_task` writes it, and
-    tokenizer: Tokenizer | None = None  # the vocabulary of the run
-    parts: tuple = ()  # several tasks in one run, and
-    shares: tuple = (1,)  # groups of each in a step
+    name: str = ""  # the spec; `make_task` writes it
+    tokenizer: Tokenizer | None = None  # of the run; `check_task` writes it
+    parts: tuple = ()  # several tasks in one run
+    shares: tuple = (1,)  # groups of each task in a step
 
     @property
     def context(self) -> int:
@@ -165,7 +165,7 @@ def part_of(task: Task, group_id: int) -> Task:
 
 
 def specs_of(text: str) -> list:
-    """The specs in a list, which commas separate; a path may have others."""
+    """The specs in a comma-separated list; a path may have commas of its own."""
     names = "|".join(TASKS)
     return re.split(rf",(?=(?:{names})(?:[:,]|$)|[^,]+\.py(?:[:,]|$))", text)
 
@@ -307,7 +307,7 @@ def checked(step) -> Step:
 
 
 def complete(task: Task, problem: dict, episode: tuple) -> tuple:
-    """The reward of every turn of an episode, (answers, rewards of the first of them)."""
+    """The rewards of all turns. episode: its answers, and the rewards of the first turns."""
     answers, rewards = episode
     states: dict = {}
     try:
@@ -340,7 +340,7 @@ def verify_group(
 def verify(
     task: Task,
     problem: dict,
-    episodes: list,  # of each: the answers, and the rewards of the first of them
+    episodes: list,  # of each: the answers, and the rewards of the first turns
     config,
     alive: Callable = lambda: None,
 ) -> list:

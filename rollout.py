@@ -2,7 +2,7 @@
 
 `naive_generate` is the idea: one answer, one token at a time. `Generator` does it for many episodes
 at once. A slot holds one episode. Every step feeds each slot its next token; where what follows is
-not known yet (the policy's turn) one is sampled, where it is (prompt, environment reply) it is
+not known yet (the policy's turn) one is sampled, where it is (an environment's reply) it is
 simply fed. A finished slot is refilled at once. New weights are adopted between two tokens.
 Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
@@ -114,7 +114,7 @@ class Generator:
     def __post_init__(self):
         slots, capacity, shape = self.slots, self.capacity, self.model.config
         assert capacity <= shape.context, (capacity, shape.context)
-        self.policy = self.model  # with its adapters: added up once a version, not at every token
+        self.policy = self.model  # with its adapters: merged once a version, not at every token
         if self.policy.flat.dtype == torch.float32:  # bfloat16 rounds most of what they add away
             self.model = merged(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
@@ -193,7 +193,7 @@ class Generator:
         return calls
 
     def hear(self, key: tuple, answer):
-        """The answer of an environment outside: `key` is (group id, sample index)."""
+        """The reply of an environment outside: `key` is (group id, sample index)."""
         if (b := self.asked.pop(key, None)) is not None:
             self._go_on(b, self.rules[self.kinds[b]].read(answer))
 
@@ -210,7 +210,7 @@ class Generator:
         if self.swap == "drain" and occupied:
             return  # no new episodes begin meanwhile: see _refill
         version, flat = self.new_weights
-        if self.model is not self.policy:  # adapters are added up first, and then rounded
+        if self.model is not self.policy:  # adapters are merged first, then all is rounded
             self.policy.flat.copy_(flat)
             flat = merged(self.policy, into=self.model).flat
         take(self.model.flat, flat, form_of(self.model, self.precision.weights))
@@ -227,7 +227,7 @@ class Generator:
             prefill(self.model, self.cache, filled, sequences)
 
     def _output_matrix(self) -> Tensor:
-        """The output matrix, as far as this task can emit it, and columns of 0: [d, V, rounded
+        """The output matrix for the tokens that this task may emit, and columns of 0: [d, V rounded
         up to 16]. With 11 columns a library sums some rows of a product in another order (MKL on
         AVX2), and an episode would depend on its slot."""
         rows = self.model.output.weight.detach()[self.alphabet]  # [V, d]
@@ -238,7 +238,7 @@ class Generator:
     def _refill(self):
         """Give free slots to waiting samples, in order; a group never begins under old weights.
         All of a prompt but the last token, which `_decode` feeds, goes into the cache at once."""
-        prompts = {}  # slot -> its group, and these tokens
+        fills = {}  # slot -> its group's id, and these tokens
         draining = self.swap == "drain" and self.new_weights
         for b in range(self.slots):
             if draining or not self.waiting or self.waiting[0][0].start > self.version:
@@ -250,7 +250,7 @@ class Generator:
             assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
             first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
             if first:
-                prompts[b] = group.group_id, prompt[:first]
+                fills[b] = group.group_id, prompt[:first]
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
             episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
             episode.started = time.monotonic()
@@ -263,7 +263,7 @@ class Generator:
                 self._event("start", group.group_id, n)
         if reserve(self.cache, self.cached + 1):
             self.captures.clear()
-        prefill_groups(self.model, self.cache, prompts, self.prompts)
+        prefill_groups(self.model, self.cache, fills, self.prompts)
 
     def _begin_turn(self, b: int, tokens: list):
         """Append a prompt or an observation; what follows is the policy's turn."""
@@ -356,10 +356,10 @@ class Generator:
             episode.turn_rewards.append(float(reply.reward))
         finish = reply.failure or "stop"
         if reply.observation is not None:
-            over = len(episode.turns) == own.max_turns
-            if not over and n + len(reply.observation) < self.capacity:
+            last = len(episode.turns) == own.max_turns
+            if not last and n + len(reply.observation) < self.capacity:
                 return self._begin_turn(b, reply.observation)
-            if not over or own.stop and not self.stops[self.kinds[b], self.tokens[b, n - 1]]:
+            if not last or own.stop and not self.stops[self.kinds[b], self.tokens[b, n - 1]]:
                 finish = "length"
             self.calls += own.over(episode.key)
         for name in ("tokens", "logprobs", "versions"):

@@ -7,7 +7,7 @@
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
 adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights
 that are published while episodes run, and groups that are issued again when a worker dies.
-Left out: how processes are kept (runtime/processes.py), the frame and the books (runtime/flow.py).
+Left out: how processes are kept (runtime/processes.py), set-up, ledger and end (runtime/flow.py).
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
@@ -49,7 +49,7 @@ def train(config: Config) -> None:
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
-            batch = run.buffer.next_batch(learner.version)  # none older than eta; or wait
+            batch = run.buffer.next_batch(learner.version)  # none too old; None: wait
             log_discards(run)
             if batch is None:
                 continue
@@ -197,7 +197,7 @@ def verify_again(
     reason: str,
     groups: list,
 ) -> None:
-    """Groups that a reward worker had go to another; one of which two have died has failed."""
+    """A lost reward worker's groups go to another; one that has cost two workers has failed."""
     run.deaths.update(group.group_id for group in groups[:1])  # it was working on the first
     for group in groups:
         if run.deaths[group.group_id] < 2:

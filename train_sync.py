@@ -33,7 +33,7 @@ def train(config: Config) -> None:
     try:
         while learner.version < config.steps and not run.stop.asked:
             version, batch, missing = learner.version, [], task.shares
-            generator.set_weights(version, learner.model.flat)  # its own, or to be merged
+            generator.set_weights(version, learner.model.flat)  # already its own; LoRA: to merge
             while any(missing):  # more than once only where groups are discarded
                 log.alive()
                 before = generator.counts.copy()
@@ -57,7 +57,7 @@ def train(config: Config) -> None:
                 checkpoint(learner, run.folder, log)
     finally:
         wall = log.close()
-        learner.cursors = list(learner.begun)  # of whole steps
+        learner.cursors = list(learner.begun)  # as after the last whole step
         checkpoint(learner, run.folder, log)
 
     busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}
