@@ -206,8 +206,8 @@ def set_facts(learner: Learner, state: dict, step: Tensor, own: list) -> None:
 
 
 def share(learner: Learner, state: dict | None = None) -> None:
-    """The first meeting of several learners: all get what rank 0 has. It alone has a state, of a
-    checkpoint, and is filled from it already; nobody else reads the disk."""
+    """The meeting "state": all learners get what rank 0 has. It alone has a state, and is filled
+    from it already; the others read no checkpoint."""
     team, tensors = learner.team, [learner.weights.detach()]
     if learner.reference:
         tensors.append(learner.reference.flat)

@@ -157,7 +157,7 @@ def trial(address: str) -> str:
 
 
 def connect(**options) -> None:
-    """Join the cluster as its driver. Signals stay with whom they were: Ray would take SIGTERM."""
+    """Join the cluster as its driver. Signal handlers stay as they are: Ray would take SIGTERM."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     ray.init(log_to_driver=False, logging_level="error", **options)
     for number, handler in handlers.items():
@@ -262,8 +262,8 @@ class Mailboxes:
         return ray.get(keeper.place.remote())
 
     def _feed(self, node: str) -> None:
-        """A thread for each keeper: it gets the newest version, whatever it has missed; every
-        second, in any case: does it live?"""
+        """A thread for each keeper: sends it the newest version, and leaves out what it has missed;
+        every second it sends again, to see whether the keeper lives."""
         keeper, version = self.keepers[node], -1
         try:
             while not self.closed:

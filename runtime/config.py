@@ -43,7 +43,7 @@ FIRST = "task steps seed out resume replay model attention max_staleness lr".spl
 
 
 def complain(kind, error, trace) -> None:
-    """In place of Python's own last words: Ctrl-C, before anything has begun, is no trouble."""
+    """Replaces Python's hook: Ctrl-C, before anything has begun, prints no traceback."""
     if kind is not KeyboardInterrupt:
         sys.__excepthook__(kind, error, trace)
 
@@ -141,7 +141,7 @@ class Config:
         4096,
         group="generation",
     )
-    group_size: int = flag(16, "answers to each prompt (1: with gae only)", 1, 1024)
+    group_size: int = flag(16, "answers to each prompt (1: gae or a teacher only)", 1, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
     top_p: float = flag(1.0, "sample from the likeliest tokens of this mass (1: all)", 0.01, 1.0)
@@ -208,8 +208,8 @@ class Config:
 
     @property
     def published(self) -> str:
-        """What published weights are rounded to: as those that generate are. (Adapters are merged
-        first, and only then rounded.)"""
+        """The dtype of published weights: the coarser of --dtype and --rollout-weights. Adapters
+        travel in --dtype: a worker rounds what it makes of them."""
         coarsest = max(self.dtype, self.rollout_weights, key=DTYPES.index)
         return self.dtype if self.lora else coarsest
 

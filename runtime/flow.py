@@ -1,4 +1,4 @@
-"""flow.py: the frame and the books of an asynchronous run: processes, ledger, progress, end.
+"""flow.py: set-up, ledger and end of an asynchronous run.
 
 Left out: what is done in which order, and what happens when a worker dies (train_async.py).
 """
@@ -63,7 +63,7 @@ class AsyncRun(Run):
 def open_async(config: Config):
     """An AsyncRun; what was in flight when a run was interrupted is to be issued again.
 
-    Whatever goes wrong inside, a checkpoint is written and every process is ended.
+    Whatever goes wrong inside, every process is ended, and a checkpoint is written if it can be.
     """
     start = open_training(config, "async")
     config, learner, log, state = start.config, start.learner, start.log, start.state

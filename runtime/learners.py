@@ -91,7 +91,7 @@ def begin_again(run: AsyncRun, error: Parted) -> None:
                 error = another
         event["same"] = same  # loss and gradient of every step
     assert learner.version == version, (learner.version, version)
-    learner.cursors, learner.begun = cursors, begun  # of prompts: those are out
+    learner.cursors, learner.begun = cursors, begun  # prompts up to here are issued already
     log.say(f"all learners have begun again, and are at step {version}")
 
 

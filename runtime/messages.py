@@ -1,10 +1,10 @@
 """messages.py: what travels between processes: the record of an episode, and what workers say.
 
 `Trajectory` is one episode, token by token; a `Group` is all answers to one prompt. Workers are
-sent lists of groups; they return an `Answer` to each. `flaw` is the one place that looks at what
-comes from outside before it is used.
+sent lists of groups; they return an `Answer` to each. `flaw` looks at what the workers of a pool
+say before it is used.
 Boundary: this file knows shapes and ranges, never what a token means.
-Left out: pipes and processes (processes.py), who gets which work (train_async.py).
+Left out: pipes (pipes.py), processes, and who gets which work (processes.py).
 
 Axes: T tokens of an episode, prompt included · M of them generated · K tokens that sampling kept
 """
@@ -88,7 +88,7 @@ class Trajectory:
 
 @dataclass
 class Group:
-    """All answers to one prompt; `start` is the version at which it was admitted."""
+    """All answers to one prompt; `start`: the version that admitted it, or issued it again."""
 
     group_id: int
     start: int
@@ -201,7 +201,7 @@ def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data with names, for a checkpoint, and the arrays laid end to end."""
-    lengths, laid = lay_out(group.trajectories)  # not as they came: empty arrays may be one there
+    lengths, laid = lay_out(group.trajectories)  # anew: empty ones that came may share memory
     header = {name: getattr(group, name) for name in ("group_id", "start", "problem")}
     header["fields"] = [dict(zip(PLAIN, plain_of(t), strict=True)) for t in group.trajectories]
     header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
@@ -245,13 +245,13 @@ class Call(NamedTuple):
     """From a generator to an environment outside: what does it say to the newest of these answers?
     Without answers: all episodes whose keys begin like this one are over."""
 
-    key: tuple  # process id of the generator, group id, sample index
+    key: tuple  # who asks (process id; once in the pool, its serial), group id, sample index
     problem: dict
     answers: tuple | None
 
 
 class Result(NamedTuple):
-    """An environment's answer to the call with this key and so many answers."""
+    """An environment's answer to the call with this key and `turn` answers."""
 
     key: tuple
     turn: int
@@ -283,9 +283,9 @@ def unpack_messages(delivery: bytes | memoryview) -> Sequence:
 def flaw(answer, work: dict, *allowed) -> str | None:
     """What is wrong with a worker's answer, in words; None if it is sound.
 
-    A worker that has gone wrong must not poison what is trained. `work`: the groups that it was
-    asked for, by id; allowed: see `group_flaw`. May raise AttributeError, KeyError, TypeError or
-    ValueError where a field is missing or of another kind.
+    A worker that has gone wrong must not poison what is trained. `work`: what it was asked, groups
+    by id, or for a `Result` calls by key; allowed: see `group_flaw`. May raise AttributeError,
+    KeyError, TypeError or ValueError where a field is missing or of another kind.
     """
     if isinstance(answer, Call):
         return None  # an environment judges it

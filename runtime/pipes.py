@@ -23,11 +23,11 @@ import __main__
 from runtime.messages import pack_messages, unpack_messages
 
 END = b""  # a delivery: the last one
-BEAT_SECONDS = 1.0  # a worker says at least this often that it is alive
+BEAT_SECONDS = 1.0  # a worker that has said nothing for longer says that it is alive
 
 
 def die_with(parent: int, how=signal.SIGKILL) -> None:
-    """Get this signal when the process that has started this one ends."""
+    """Get this signal when the thread that has started this process ends."""
     ctypes.CDLL(None).prctl(1, how)  # PR_SET_PDEATHSIG: with the spawning thread
     if os.getppid() != parent:  # it died before the line above
         os._exit(0)

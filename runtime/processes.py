@@ -8,7 +8,7 @@ Left out: what the answers mean, and what to do with a lost group (train_async.p
 No lock and no queue is shared between processes, so `kill -9` of a worker can neither block nor
 corrupt the others: its pipe closes, the rest goes on. One thread of the parent carries all
 messages, whenever a pipe has or takes some bytes: no worker ever waits for a busy learner, and one
-that stops in the middle of a message holds up nobody else. Another replaces those that are gone.
+that stops in the middle of a message holds up nobody else. A second thread sees to lost workers.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Worker:
     status: dict = field(default_factory=dict)  # as it told last
     work: dict[int, Group] = field(default_factory=dict)  # groups that are out with it, by id
     calls: dict[tuple, Call] = field(default_factory=dict)  # of environments, by key
-    behind: float = math.inf  # what its clock lacks to this one's, on another machine
+    behind: float = math.inf  # add it to times of its clock to get those of this process
     noticed: float = 0.0  # `heard` when its silence was reported
     gone: str = ""  # what it died of, until `renew`
 
@@ -213,7 +213,7 @@ class Pool:
         self._ring(worker)
 
     def _put(self, worker: Worker | None, message) -> None:
-        """Give out a message; `receive` raises an error, so nobody waits for what cannot come."""
+        """Give out a message; if it is an error, `receive` raises it, and nobody waits for more."""
         with self.books:
             self.news.append((worker, message))
             self.books.notify()
@@ -234,7 +234,7 @@ class Pool:
 
     def _carry(self) -> None:
         """The thread that carries messages: take what workers send, and send what they had no room
-        for. It starts no successor: that would die with this thread."""
+        for. It replaces nobody: messages would have to wait for that."""
         read, write = selectors.EVENT_READ, selectors.EVENT_WRITE
         with selectors.DefaultSelector() as pipes:
             pipes.register(self.ear, read)
@@ -273,7 +273,7 @@ class Pool:
     def _take(self, worker: Worker, status: dict, answers: list[Answer]) -> None:
         """One delivery: the groups that are answered are not out with this worker any more."""
         worker.status, worker.said = {**worker.status, **status}, "alive"
-        # The time on its way counts, too: the least of all is nearest to what the clocks differ by.
+        # A lag contains the time on the way: the least one is nearest to the clocks' difference.
         lag = worker.heard - worker.status.pop("clock", worker.heard)
         worker.behind = 0.0 if self.start is start_here else min(worker.behind, lag)
         for answer in answers:

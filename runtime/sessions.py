@@ -3,7 +3,7 @@ environments.
 
 A reward worker verifies groups. For an environment that is `outside` it forks a process for every
 episode, a session: it has the state, a folder for temporary files, and a group of processes of its
-own. A session that hangs (even in C), ends its process or forks costs one attempt. All are slow at
+own. A session that hangs (even in C), ends its process or forks costs one attempt. Slow ones run at
 the same time. A state is a memory of the answers so far, so a session that is gone is made again
 from the next call. Evaluations ask quick tasks here, too: all their episodes share one session.
 Nothing stays behind: a session that is over closes its state, its forks are killed, its folder is
@@ -245,7 +245,7 @@ def serve_episodes(pipe: Connection, task: Task, config: Config, folder: Path) -
 
     def talk(call):
         turn = len(call.answers)
-        random.seed(f"{call.key[1:]} {turn}")  # its random numbers depend on the turn alone
+        random.seed(f"{call.key[1:]} {turn}")  # its random numbers depend on episode and turn alone
         np.random.seed((*call.key[1:], turn))
         return advance(part_of(task, call.key[1]), states, call.key, call.problem, call.answers)
 

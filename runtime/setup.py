@@ -1,6 +1,6 @@
-"""setup.py: from flags to a run: task, model, learner, generator, run folder, log.
+"""setup.py: from flags to a run: task, model, learner, run folder, log, first evaluation.
 
-Left out: what a step does (learner.py), what is asked of people (config.py).
+Left out: what a step does (learner.py), the flags themselves (config.py).
 """
 
 import gc

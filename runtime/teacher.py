@@ -2,7 +2,7 @@
 
 On-policy distillation: the student generates, and a token is worth log(pi_teacher / pi)
 (`distilled` in losses.py).
-Left out: what the learner makes of it (learner.py), teachers of several tasks.
+Left out: what the learner makes of it (learner.py), several teachers in one run.
 """
 
 from dataclasses import replace
@@ -55,8 +55,8 @@ def teacher_of(config: Config, task: Task) -> Teacher:
 
 
 def pinned(config: Config) -> Config:
-    """With a run as teacher: the checkpoint that is its newest now. So it teaches the same for as
-    long as the student learns, also when the teacher learns on."""
+    """The config; a run as teacher becomes the checkpoint that is its newest now. So it teaches the
+    same for as long as the student learns, also when the teacher learns on."""
     place = Path(config.teacher)
     if not config.teacher or not (place / "checkpoints").is_dir():
         return config
@@ -67,7 +67,8 @@ def pinned(config: Config) -> Config:
 
 def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.ndarray]:
     """The teacher's log-probs of what was generated in each episode of a group, float32 [M]; 0 in
-    those that failed. A replay does not have these, and sums depend on what is packed together."""
+    failed ones, which it does not see: a replay lacks them, and rounding depends on what is packed
+    together."""
     for t in episodes:
         if t.loss_mask is None:  # only tokens travel to a reward worker
             t.loss_mask = np.zeros(len(t.tokens), np.bool_)

@@ -65,7 +65,7 @@ class Team:
     ranks: tuple = (0,)
     size: int = 1
     last: str | None = None  # meeting; None: they have not met at all
-    wire: str | None = "cpu"  # where tensors must be that travel; None: where they are
+    wire: str | None = "cpu"  # the device from which tensors travel; None: their own
     others: list = field(default_factory=list)  # rank 0: what sends messages to each
     seconds: float = 0.0  # in meetings so far, waiting included
 
@@ -121,8 +121,8 @@ def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
 
 
 def share_state(team: Team, version: int, facts: list, tensors: list, own: Tensor, whole) -> tuple:
-    """Rank 0's plain data and tensors reach all, the tensors in place; returned are the data, and
-    of the moments `whole` [k, P] (None elsewhere) those of a learner's own slice [k, n]."""
+    """Give rank 0's plain data and tensors to all, the tensors in place. Returns the data and the
+    learner's own slice [k, n] of the moments `whole` [k, P]; others than rank 0 give None."""
     with meeting(team, version, "state"):
         dist.broadcast_object_list(facts, 0)
         for tensor in tensors:

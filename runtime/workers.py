@@ -1,10 +1,10 @@
 """workers.py: what runs in the processes of an asynchronous run, beside the learner.
 
 A rollout worker generates, a learner of rank 1 or more trains on its share of each batch. Each
-talks to the parent through one `Line` (pipes.py), and has nothing else in common with the
-others but the mailbox.
-Left out: reward workers (sessions.py), who gets which work, and what happens when one of them dies
-(train_async.py).
+talks to the parent through one `Line` (pipes.py). Rollout workers read the mailbox; learners meet
+each other (team.py).
+Left out: reward workers (sessions.py), who gets which work (processes.py), and what happens when
+one of them dies (train_async.py, learners.py).
 """
 
 import atexit
@@ -77,8 +77,8 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
 
 
 def events_of(generator: Generator, group_id: int) -> list[tuple]:
-    """Take what happened to a group, and spans so far, from a generator: a group never arrives
-    without its events, even where what was sent beside it is lost."""
+    """Take a group's events, and those of no group, from a generator. They travel with the group's
+    answer: so no group ever arrives without its events."""
     events, generator.events = generator.events, []
     own = []
     for event in events:
