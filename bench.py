@@ -101,7 +101,7 @@ def episode_metrics(trajectories: list) -> dict:
 
 def asynchronous_facts(run) -> dict:
     """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.begun or run.log.start)
+    seconds = time.monotonic() - (run.began or run.log.start)
     busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
     learner = run.log.seconds["train"] / seconds
     return {

@@ -149,14 +149,14 @@ def cache_tables(
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
     first = full.first[::capacity].clone()  # a view would keep a number for every key
-    return advance(full._replace(cached=True, first=first), lengths)
+    return move_tables(full._replace(cached=True, first=first), lengths)
 
 
 def plan_blocks(tables: Tables) -> None:
     """Nothing: only the kernels have a plan (dsa_triton.py)."""
 
 
-def advance(tables: Tables, lengths: Tensor) -> Tables:
+def move_tables(tables: Tables, lengths: Tensor) -> Tables:
     """Moves cache tables to new lengths, int64 [B], without building the chunks again.
 
     On a GPU the lengths are not looked at: the host would wait, and no graph could be captured.

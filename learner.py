@@ -163,7 +163,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     gradient.copy_(total)
     if team.apart:
         add_gradients(team, learner.version, gradient)
-    looks = [dampers.look(config.damper, own.grad, beside) for own, beside in learner.slices]
+    looks = [dampers.look(config.damper, own.grad, known) for own, known in learner.slices]
     if team.apart:
         facts, looks = share_facts(team, learner.version, facts, looks)
     parts = [part for _, part, _ in facts]
@@ -312,14 +312,15 @@ def round_weights(learner: Learner):
     learner.model.flat.copy_(learner.weights.detach())
 
 
-def adamw_step(own: nn.Parameter, beside: dict, lr: float):
+def adamw_step(own: nn.Parameter, remembered: dict, lr: float):
     """A step of a slice of the weights [P] by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
     torch's class calls the same; it would first import torch's compiler, which takes seconds.
     """
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    memory = [own], [own.grad], [beside["exp_avg"]], [beside["exp_avg_sq"]], [], [beside["step"]]
+    moments = [[remembered[name]] for name in MOMENTS]
+    memory = [own], [own.grad], *moments, [], [remembered["step"]]
     switches = {"fused": True, "amsgrad": False, "maximize": False}
     adamw(*memory, lr=lr, beta1=0.7, beta2=0.99, weight_decay=0.0, eps=1e-8, **switches)
 
@@ -341,11 +342,11 @@ def update_weights(
         lr = config.lr * (1 - progress * (1 - config.lr_end))
         lr *= dampers.step_scale(config.damper, learner.damper, metrics)
         a, b, cosine, norm = dampers.bend(config.damper, whole)
-        for own, beside in learner.slices:
-            dampers.apply_bend(config.damper, own.grad, beside, a, b)
+        for own, remembered in learner.slices:
+            dampers.apply_bend(config.damper, own.grad, remembered, a, b)
             if norm > config.grad_clip > 0:
                 own.grad.mul_(config.grad_clip / norm)
-            adamw_step(own, beside, lr)
+            adamw_step(own, remembered, lr)
         if learner.team.apart:
             share_weights(learner.team, learner.version, learner.weights.detach())
         round_weights(learner)

@@ -168,7 +168,7 @@ def land(
     apply_judgement(group, judgement)
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
-    run.begun = run.begun or time.monotonic()
+    run.began = run.began or time.monotonic()
     facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
     facts |= {"age": staleness(group, run.learner.version), "reward_model": judgement.reward_model}
     run.log.event(judged_by, "score", judgement.began, **facts)

@@ -136,7 +136,7 @@ def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> d
 def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
     """What AdamW remembers of all weights [P]. Of several learners each has a slice: the parent
     calls the others, and gets theirs; these return None."""
-    team, states = learner.team, [beside for _, beside in learner.slices]
+    team, states = learner.team, [remembered for _, remembered in learner.slices]
     if team.size == 1:
         return states[0]
     names = learner.moments

@@ -41,7 +41,7 @@ class AsyncRun(Run):
     deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
     lost: list[str] = field(default_factory=list)  # workers, and of what they died
     sessions: Counter = field(default_factory=Counter)  # of reward workers that were lost
-    begun: float = 0.0  # when the first group landed
+    began: float = 0.0  # when the first group landed
     progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
 
     def meeting_place(self) -> str:

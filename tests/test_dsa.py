@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import dsa
+from dsa import move_tables
 
 PACKS = [[0, 1], [0, 15], [0, 16], [0, 17], [0, 37, 100], [0, 0, 5, 5, 38, 39]]
 NAN, INF = float("nan"), float("inf")
@@ -142,7 +143,7 @@ def test_cache_tables_place_slots_and_advance_moves_them():
     assert tables.row.tolist() == [s * 10 + c for s in range(4) for c in (0, 4, 8)]
     assert tables.q_pos.tolist() == [-1, 0, 8, 9] and tables.past.tolist() == [-1, 0, 2, 2]
     assert tables.first.tolist() == [0, 3, 6, 9]
-    moved = dsa.advance(tables, edges(10, 4, 5, 0))
+    moved = move_tables(tables, edges(10, 4, 5, 0))
     assert moved.blocks is None
     for a, b in zip(moved[:-1], dsa.cache_tables(edges(10, 4, 5, 0), 10, 4)[:-1], strict=True):
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b))
@@ -410,7 +411,7 @@ def decode_all(q, k, v, index, capacity, chunk_size, top_k, learned):
         for b in live:
             keys[b, t], values[b, t], index_keys[b, t, 0] = k[b][t], v[b][t], index[b][1][t]
         lengths = torch.tensor([t + 1 if b in live else 0 for b in range(slots)])
-        tables = dsa.advance(tables, lengths)
+        tables = move_tables(tables, lengths)
         means[tables.own] = dsa.chunk_means(scored.flatten(0, 1), tables, tables.own)
         query = torch.stack([q[b][min(t, len(q[b]) - 1)] for b in range(slots)])
         triple = [torch.stack([x[i][min(t, len(x[i]) - 1)] for x in index]) for i in (0, 2)]
@@ -488,7 +489,7 @@ def test_kept_means_are_bitwise_the_means_of_the_whole_cache():
     whole = dsa.chunk_means(k, tables)
     means = torch.full_like(whole, NAN)
     for t in range(40):
-        tables = dsa.advance(tables, edges(t + 1, min(t + 1, 17), 0))
+        tables = move_tables(tables, edges(t + 1, min(t + 1, 17), 0))
         means[tables.own] = dsa.chunk_means(k, tables, tables.own)
     assert torch.equal(means[:5], whole[:5]) and torch.equal(means[5:7], whole[5:7])
     packed = dsa.packed_tables(edges(0, 40), 8)
@@ -566,8 +567,8 @@ BAD = {
     "lengths < 0": (lambda: dsa.cache_tables(edges(-1), 8, 2), r"lengths.*0\.\.8"),
     "no slots": (lambda: dsa.cache_tables(edges(1)[:0], 8, 2), r"cu_seqlens.*\[0\]"),
     "no capacity": (lambda: dsa.cache_tables(edges(0), 0, 2), r"cu_seqlens.*\[0, 0\]"),
-    "advance": (lambda: dsa.advance(dsa.packed_tables(edges(0, 2), 1), edges(1, 2)), "lengths"),
-    "slots": (lambda: dsa.advance(dsa.cache_tables(edges(1), 8, 2), edges(1, 2)), "lengths.*slot"),
+    "packed": (lambda: move_tables(dsa.packed_tables(edges(0, 2), 1), edges(1, 2)), "lengths"),
+    "slots": (lambda: move_tables(dsa.cache_tables(edges(1), 8, 2), edges(1, 2)), "lengths.*slot"),
     "q rows": (lambda: attend(q=torch.randn(5, 4, 8)), r"q .*\[5, 4, 8\].* for 6 queries, 6 keys"),
     "k rows": (lambda: attend(k=torch.randn(7, 2, 8)), r"k .*\[7, 2, 8\].*6 keys"),
     "k heads": (lambda: attend(k=torch.randn(6, 3, 8)), r"q .*4, 8\]\), k .*\[6, 3, 8\]"),
