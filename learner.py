@@ -163,7 +163,9 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     gradient.copy_(total)
     if team.apart:
         add_gradients(team, learner.version, gradient)
-    looks = [dampers.look(config.damper, own.grad, known) for own, known in learner.slices]
+    looks = [
+        dampers.look(config.damper, own.grad, remembered) for own, remembered in learner.slices
+    ]
     if team.apart:
         facts, looks = share_facts(team, learner.version, facts, looks)
     parts = [part for _, part, _ in facts]

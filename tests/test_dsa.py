@@ -138,7 +138,7 @@ def test_packed_tables_are_the_naive_chunks(cu, chunk_size):
     assert tables.widest == max(-(-(b - a) // chunk_size) for a, b in zip(cu, cu[1:], strict=False))
 
 
-def test_cache_tables_place_slots_and_advance_moves_them():
+def test_cache_tables_place_slots_and_move_tables_moves_them():
     tables = dsa.cache_tables(edges(0, 1, 9, 10), capacity=10, chunk_size=4)
     assert tables.row.tolist() == [s * 10 + c for s in range(4) for c in (0, 4, 8)]
     assert tables.q_pos.tolist() == [-1, 0, 8, 9] and tables.past.tolist() == [-1, 0, 2, 2]

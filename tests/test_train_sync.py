@@ -286,7 +286,7 @@ def test_the_naive_step_is_the_same(task, stale):
     tokens, mask = padded("tokens").long(), padded("loss_mask")
     rewards = torch.tensor([t.reward for t in answers])
     arguments = tokens, mask, padded("logprobs"), rewards, other.alphabet
-    adamw = {"betas": (0.7, 0.99), "weight_decay": 0.0, "fused": True}  # as torch's class has it
+    adamw = {"betas": (0.7, 0.99), "weight_decay": 0.0, "fused": True}  # as in `adamw_step`
     optimizer = torch.optim.AdamW([other.weights], config.lr, **adamw)
     loss = naive_step(other.model, optimizer, *arguments)
     metrics = learner_step(learner, [group], config)
