@@ -80,8 +80,9 @@ def run_case(case: dict, folder: Path) -> dict:
     last = case["steps"] - ETA - 2
     groups = case["groups"] * (last - WARM)
     seconds, cpu, played = marks[last] - marks[WARM]
-    delivery = Player(*episode).answer("rollout", Group(0, 0, {"prompt": "guess", "secret": 0}))
-    mb = len(delivery) / 1e6
+    asked = Group(0, 0, {"prompt": "guess", "secret": 0})
+    data, arrays = Player("rollout", None, *episode).pack(asked)
+    mb = (len(data) + sum(array.nbytes for array in arrays)) / 1e6
     return {
         "groups_per_s": groups / seconds,
         "mb_per_s": mb * groups / seconds,

@@ -9,13 +9,26 @@ import selectors
 import struct
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import numpy as np
 
-from runtime.messages import Answer, Group, Judgement, Trajectory, pack_messages, seal, unpack_messages
-from runtime.pipes import BEAT_SECONDS, next_delivery
+from runtime.arena import FULL, Arena
+from runtime.messages import (
+    Answer,
+    Group,
+    Judgement,
+    Trajectory,
+    lay_out,
+    pack_messages,
+    place_group,
+    seal,
+    unpack_messages,
+)
+from runtime.pipes import BEAT_SECONDS, announce, next_delivery
 
-MARK = 0x5EED1DEA  # stands for the number of a group in what was packed before
+# stand for the number of a group, and for the place of its arrays, in what was packed before
+MARK, PLACE = 0x5EED1DEA, 0x5EED1DEB
 PROMPT = 8  # tokens
 
 
@@ -40,37 +53,47 @@ def episodes(start: int, problem: dict, size: int, tokens: int) -> Group:
 
 
 class Player:
-    """Answers to what workers are asked; packed once for each version at which groups start."""
+    """Answers of one worker to what it is asked; packed once for each version at which groups
+    start."""
 
-    def __init__(self, size: int, tokens: int):
-        self.size, self.tokens, self.packed = size, tokens, {}
+    def __init__(self, role: str, pipe: Connection, size: int, tokens: int):
+        self.role, self.pipe, self.size, self.tokens = role, pipe, size, tokens
+        self.arena, self.packed = None, {}
 
-    def answer(self, role: str, asked: Group) -> bytes:
-        """A delivery with the answer to one group."""
-        key = role, asked.start
-        if key not in self.packed:
-            message = {"busy": 1.0, "alive": 1.0}, [self.example(role, asked)]
-            self.packed[key] = pack_messages(message)[8:]
-        number = struct.pack("<i", asked.group_id)
-        data = self.packed[key].replace(struct.pack("<i", MARK), number)
+    def answer(self, asked: Group) -> bytes:
+        """A delivery with the answer to one group, whose arrays are in the arena."""
+        if asked.start not in self.packed:
+            self.packed[asked.start] = self.pack(asked)
+        data, arrays = self.packed[asked.start]
+        data = data.replace(struct.pack("<i", MARK), struct.pack("<i", asked.group_id))
+        if arrays:
+            if self.arena is None or self.arena.end > FULL:
+                self.arena = Arena()
+                announce(self.arena, self.pipe)
+            start = self.arena.append(arrays)
+            data = data.replace(struct.pack("<i", PLACE), struct.pack("<i", start))
         return seal(data) + data
 
-    def example(self, role: str, asked: Group) -> Answer:
-        """What a worker would answer; MARK is the number of the group."""
-        now = time.monotonic()
-        if role == "reward":
+    def pack(self, asked: Group) -> tuple:
+        """What a worker would answer, packed, and the arrays of its group."""
+        now, arrays = time.monotonic(), None
+        if self.role == "reward":
             verdicts = [(sample % 2, [sample % 2], None) for sample in range(self.size)]
-            return Answer(MARK, judgement=Judgement(verdicts, now, 0.001))
-        group = episodes(asked.start, asked.problem, self.size, self.tokens)
-        events = [(now, kind, MARK, asked.start, {"size": 8}) for kind in ("start", "finish")]
-        return Answer(MARK, group, events=events)
+            answer = Answer(MARK, judgement=Judgement(verdicts, now, 0.001))
+        else:
+            events = [(now, kind, MARK, asked.start, {"size": 8}) for kind in ("start", "finish")]
+            group = episodes(asked.start, asked.problem, self.size, self.tokens)
+            arrays = lay_out(group.trajectories)[1]
+            placed = place_group(group, Arena())._replace(start=PLACE)
+            answer = Answer(MARK, placed, events=events)
+        return pack_messages(({"busy": 1.0, "alive": 1.0}, [answer]))[8:], arrays
 
 
 def play(lines: list, size: int, tokens: int) -> None:
     """The process: it ends with the parent. lines: role and pipe of each worker."""
-    player, selector, said = Player(size, tokens), selectors.DefaultSelector(), 0.0
+    selector, said = selectors.DefaultSelector(), 0.0
     for role, pipe in lines:
-        selector.register(pipe, selectors.EVENT_READ, role)
+        selector.register(pipe, selectors.EVENT_READ, Player(role, pipe, size, tokens))
     while selector.get_map():
         if time.monotonic() - said > BEAT_SECONDS:  # every worker lives
             said = time.monotonic()
@@ -81,6 +104,6 @@ def play(lines: list, size: int, tokens: int) -> None:
             if delivery := next_delivery(key.fileobj):
                 for asked in unpack_messages(delivery):
                     with suppress(OSError):
-                        key.fileobj.send_bytes(player.answer(key.data, asked))
+                        key.fileobj.send_bytes(key.data.answer(asked))
             else:
                 selector.unregister(key.fileobj)

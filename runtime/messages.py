@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runtime.arena import Arena
+
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 LOGPROBS = -1e30, 1e-3  # never NaN, never above 0 but for rounding
@@ -33,6 +35,7 @@ ARRAYS = {
     "kept": np.int32,
     "teacher": np.float32,  # empty where there is none
 }
+KINDS = [*map(np.dtype, ARRAYS.values())]
 VERSIONS = list(ARRAYS).index("versions")
 EMPTY, SILENT = np.empty(0, np.int32), np.empty(0, np.float32)
 
@@ -98,6 +101,8 @@ class Group:
     # (lengths, arrays, checksum): the arrays of all episodes end to end, as another process sent
     # them, with its checksum; None where they were made here, or have changed since
     laid: tuple | None = field(default=None, repr=False, compare=False)
+    # (arena, start): where another process can read them until the group is verified
+    place: tuple | None = field(default=None, repr=False, compare=False)
 
     @property
     def oldest(self) -> int:
@@ -132,13 +137,49 @@ class Group:
 
 
 class ToVerify(NamedTuple):
-    """A group on its way to a reward worker, where it arrives as a `Group`: of its arrays only the
-    tokens travel, a third of the bytes."""
+    """A group on its way to a reward worker, where it arrives as a `Group`, of whose arrays it has
+    only the tokens: they are read from an arena, or travel along."""
 
     group: Group
 
     def __reduce__(self):
-        return unpack_group, pack_group(self.group, arrays=1)
+        *plain, lengths, tokens, _ = pack_group(self.group, arrays=1)
+        if self.group.place:
+            arena, start = self.group.place
+            return read_tokens, (arena.path, start, *plain, lengths)
+        return unpack_group, (*plain, lengths, tokens, None)
+
+
+class Placed(NamedTuple):
+    """A group on its way from a rollout worker, whose arrays lie in an arena."""
+
+    packed: tuple  # by `pack_group`, without them
+    start: int  # where they begin
+
+
+def place_group(group: Group, arena: Arena) -> Group | Placed:
+    """Put a group's arrays into an arena; those that are not of their kind travel with it."""
+    *plain, lengths, laid, crc = pack_group(group)
+    if [array.dtype for array in laid] != KINDS:
+        return group
+    return Placed((*plain, lengths, crc), arena.append(laid))
+
+
+def read_group(placed: Placed, arena: Arena) -> Group:
+    """The inverse of `place_group`; ValueError when the arrays are not there."""
+    *plain, lengths, crc = placed.packed
+    laid = [np.empty(sum(own), kind) for own, kind in zip(lengths, KINDS, strict=True)]
+    arena.read(placed.start, laid)
+    group = unpack_group(*plain, lengths, laid, crc)
+    group.place = arena, placed.start
+    return group
+
+
+def read_tokens(path: str, start: int, *packed) -> Group:
+    """A group with its tokens, from an arena of another process."""
+    *plain, lengths = packed
+    tokens = np.fromfile(path, np.int32, sum(lengths[0]), offset=start)
+    return unpack_group(*plain, lengths, [tokens], None)
 
 
 def oldest_of(versions: np.ndarray) -> int:
@@ -360,7 +401,7 @@ def group_flaw(
     taught = generated if any(lengths[-1]) else none
     right = [lengths[0]] * 4 + [generated if cut else none, kept, taught]
     kinds = [array.dtype for array in laid]
-    if lengths != right or kinds != list(ARRAYS.values()):
+    if lengths != right or kinds != KINDS:
         return f"arrays of {kinds} and lengths {lengths}, must be {ARRAYS} and {right}"
     tokens, mask, logprobs, versions, kept_sizes, kept, teacher = laid
     own, first = np.zeros_like(mask), 0  # where the policy's turns are

@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -20,9 +22,12 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 import __main__
-from runtime.messages import pack_messages, unpack_messages
+from runtime.arena import FULL, Arena
+from runtime.messages import pack_messages, place_group, unpack_messages
 
 END = b""  # a delivery: the last one
+LENGTH, LONG, BODY = "!i", "!Q", ""  # a length before each delivery, as a `Connection` has it
+DESCRIPTOR = socket.CMSG_LEN(4)  # bytes: room for one
 BEAT_SECONDS = 1.0  # a worker that has said nothing for longer says that it is alive
 
 
@@ -44,18 +49,38 @@ def next_delivery(connection: Connection) -> bytes:
 
 
 class Line:
-    """A worker's end of its pipe: groups in, answers out, and a sign of life."""
+    """A worker's end of its pipe: groups in, answers out, and a sign of life. arenas: whether the
+    arrays of groups go by shared memory: to a parent on this machine."""
 
-    def __init__(self, connection: Connection, worker: int):
+    def __init__(self, connection: Connection, worker: int, arenas: bool = False):
         self.connection, self.worker, self.last = connection, worker, 0.0
+        self.arenas, self.arena = arenas, None
         self.status = {}  # what it tells of itself with every delivery
 
     def send(self, *answers) -> None:
         """Send answers as one delivery."""
+        if self.arenas:
+            answers = [*map(self._place, answers)]
         self.last = time.monotonic()
-        try:
+        with self._ended():
             status = {**self.status, "clock": self.last}
             self.connection.send_bytes(pack_messages((status, answers)))
+
+    def _place(self, answer):
+        """The answer, with its group's arrays in the arena."""
+        group = getattr(answer, "group", None)
+        if not group or not group.trajectories:
+            return answer
+        if self.arena is None or self.arena.end > FULL:
+            self.arena = Arena()
+            with self._ended():
+                announce(self.arena, self.connection)
+        return answer._replace(group=place_group(group, self.arena))
+
+    @contextlib.contextmanager
+    def _ended(self):
+        try:
+            yield
         except OSError:
             raise SystemExit(0) from None  # the parent is gone
 
@@ -74,19 +99,23 @@ class Line:
         raise SystemExit(0)
 
 
-def child_main(function, connection: Connection, worker: int, log: str, parent: int, arguments):
+def announce(arena: Arena, connection: Connection) -> None:
+    """Send an arena to the parent: an empty delivery has its descriptor."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        socket.send_fds(own, [struct.pack(LENGTH, 0)], [arena.descriptor])
+
+
+def child_main(function, line: tuple, log: str, parent: int, arguments: list):
     """What runs first in every worker: die with the parent, leave Ctrl-C to it, log to a file."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    function(Line(connection, worker), *arguments)
+    function(Line(*line), *arguments)
 
 
 # ------------------------------------------------------------------------------ the parent's side
-
-LENGTH, LONG, BODY = "!i", "!Q", ""  # a length before each delivery, as a `Connection` has it
 
 
 class Port:
@@ -94,13 +123,16 @@ class Port:
     comes, what was not taken until it is. Any thread may send, one may read."""
 
     def __init__(self, connection: Connection):
-        self.connection, self.lock = connection, threading.Lock()
+        with connection:
+            self.socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self.socket.setblocking(False)
+        self.lock = threading.Lock()
         self.unsent = deque()  # what the worker has not taken yet
-        os.set_blocking(connection.fileno(), False)
+        self.arena = None  # the worker's newest
         self._expect(LENGTH, 4)
 
     def fileno(self) -> int:
-        return self.connection.fileno()
+        return self.socket.fileno()
 
     def send(self, delivery: bytes) -> bool:
         """Put a delivery behind those that wait; returns what `flush` does. True, too, where some
@@ -117,7 +149,7 @@ class Port:
         with self.lock:
             try:
                 while self.unsent:
-                    rest = self.unsent[0][os.write(self.fileno(), self.unsent[0]) :]
+                    rest = self.unsent[0][self.socket.send(self.unsent[0]) :]
                     self.unsent[0] = rest
                     if not rest:
                         self.unsent.popleft()
@@ -133,13 +165,15 @@ class Port:
         while True:
             while self.missing:
                 try:
-                    count = os.readv(self.fileno(), [self.missing])
+                    count, told, *_ = self.socket.recvmsg_into([self.missing], DESCRIPTOR)
                 except BlockingIOError:
                     return None
                 except OSError:
-                    count = 0
+                    count, told = 0, ()
                 if not count:
                     raise EOFError
+                for *_, descriptor in told:
+                    self.arena = Arena(int.from_bytes(descriptor, sys.byteorder))
                 self.missing = self.missing[count:]
             kind, whole = self.kind, self.whole
             if kind == BODY:
@@ -155,18 +189,18 @@ class Port:
 
     @property
     def closed(self) -> bool:
-        return self.connection.closed
+        return self.fileno() < 0
 
     def close(self) -> None:
         with self.lock:
-            self.connection.close()
+            self.socket.close()
 
 
-def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
+def start_here(name: str, function, number: int, log: str, arguments: list, arenas=True) -> tuple:
     """A process of this machine, and this end of its pipe; it dies with the thread that calls. The
     function must be one of a module, which the process imports."""
     here, there = Pipe()
-    given = (function, there, number, log, os.getpid(), arguments)
+    given = (function, (there, number, arenas), log, os.getpid(), arguments)
     process = get_context("spawn").Process(None, child_main, name, given, daemon=True)
     # Ctrl-C is the parent's business: the child starts with SIGINT blocked, and it stays so
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])

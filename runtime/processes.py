@@ -24,7 +24,17 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from runtime.config import TrainingStopped
-from runtime.messages import Answer, Call, Group, Result, ToVerify, pack_messages, unpack_messages
+from runtime.messages import (
+    Answer,
+    Call,
+    Group,
+    Placed,
+    Result,
+    ToVerify,
+    pack_messages,
+    read_group,
+    unpack_messages,
+)
 from runtime.pipes import END, Port, start_here
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
@@ -278,6 +288,8 @@ class Pool:
         worker.behind = 0.0 if self.start is start_here else min(worker.behind, lag)
         for answer in answers:
             # before the lock: a look at megabytes lets other threads run, and they may want it, too
+            if isinstance(getattr(answer, "group", None), Placed):
+                answer = answer._replace(group=read_group(answer.group, worker.port.arena))
             work = worker.calls if isinstance(answer, Result) else worker.work
             if flaw := self.flaw(answer, work):
                 raise ValueError(flaw)
@@ -294,6 +306,8 @@ class Pool:
                         group = group or asked
                         if judgement is None:
                             self.issue("reward", [group])
+                        else:
+                            group.place = None  # nobody reads there any more
                         del worker.work[group_id]
                         self._put(worker, answer._replace(group=group))
 

@@ -1,0 +1,46 @@
+"""arena.py: where the arrays of a group lie while it goes from process to process.
+
+A pipe copies what passes through it twice, and packing it once more; the parent would do half of
+all that. So a rollout worker appends its arrays to an arena, memory without a name (Linux: memfd),
+and says where they are. The parent reads them into memory of its own: what it has looked at can no
+longer change. A reward worker reads the tokens where they lie.
+Nothing is written twice, and nothing is given back: a full arena is followed by a new one, and its
+memory goes when the last process has closed it, however that one ends.
+Left out: groups that go to other learners or other machines: they are packed whole (messages.py).
+"""
+
+import errno
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+FULL = 1 << 24  # bytes; one more group may begin below
+
+
+class Arena:
+    """Memory to which one process appends, and which others read."""
+
+    def __init__(self, descriptor: int | None = None):
+        """New memory, or that of a descriptor; it is closed with this object."""
+        self.descriptor = os.memfd_create("nanoglm-arrays") if descriptor is None else descriptor
+        self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"  # for other processes
+        self.end = 0
+
+    def append(self, arrays: Sequence[np.ndarray]) -> int:
+        """Write arrays one behind the other; returns where they begin. OSError: no room."""
+        start, size = self.end, sum([array.nbytes for array in arrays])
+        if os.pwritev(self.descriptor, arrays, start) < size:
+            raise OSError(errno.ENOSPC, f"arrays need {size >> 20} MB of shared memory")
+        self.end += size
+        return start
+
+    def read(self, start: int, arrays: Sequence[np.ndarray]) -> None:
+        """Fill arrays with what begins at a place; ValueError when there is less."""
+        size = sum([array.nbytes for array in arrays])
+        found = os.preadv(self.descriptor, arrays, start)
+        if found < size:
+            raise ValueError(f"{found} bytes at {start}, must be {size}")
+
+    def __del__(self):
+        os.close(self.descriptor)
