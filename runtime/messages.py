@@ -10,6 +10,7 @@ Axes: T tokens of an episode, prompt included · M of them generated · K tokens
 """
 
 import dataclasses
+import os
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -36,7 +37,6 @@ ARRAYS = {
     "teacher": np.float32,  # empty where there is none
 }
 KINDS = [*map(np.dtype, ARRAYS.values())]
-VERSIONS = list(ARRAYS).index("versions")
 EMPTY, SILENT = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -86,8 +86,9 @@ class Trajectory:
 
     @cached_property  # a complete episode does not change
     def oldest(self) -> int:
-        """The smallest version among its generated tokens: staleness counts from here."""
-        return oldest_of(self.versions)
+        """The smallest version among its generated tokens: staleness counts from here. As unsigned
+        numbers the -1s of the others are the largest."""
+        return int(self.versions.view(np.uint32).min(initial=NEVER))
 
 
 @dataclass
@@ -107,8 +108,6 @@ class Group:
     @property
     def oldest(self) -> int:
         """The smallest version among all generated tokens."""
-        if self.laid:
-            return oldest_of(self.laid[1][VERSIONS])
         return min([t.oldest for t in self.trajectories], default=NEVER)
 
     @property
@@ -136,6 +135,13 @@ class Group:
         return unpack_group, pack_group(self)
 
 
+class Placed(NamedTuple):
+    """A group on its way, whose arrays lie in an arena."""
+
+    packed: tuple  # by `pack_group`, without them
+    start: int  # where they begin
+
+
 class ToVerify(NamedTuple):
     """A group on its way to a reward worker, where it arrives as a `Group`, of whose arrays it has
     only the tokens: they are read from an arena, or travel along."""
@@ -143,18 +149,11 @@ class ToVerify(NamedTuple):
     group: Group
 
     def __reduce__(self):
-        *plain, lengths, tokens, _ = pack_group(self.group, arrays=1)
+        *plain, lengths, tokens, crc = pack_group(self.group, arrays=1)
         if self.group.place:
             arena, start = self.group.place
-            return read_tokens, (arena.path, start, *plain, lengths)
-        return unpack_group, (*plain, lengths, tokens, None)
-
-
-class Placed(NamedTuple):
-    """A group on its way from a rollout worker, whose arrays lie in an arena."""
-
-    packed: tuple  # by `pack_group`, without them
-    start: int  # where they begin
+            return read_group, (Placed((*plain, lengths, crc), start), arena.path)
+        return unpack_group, (*plain, lengths, tokens, crc)
 
 
 def place_group(group: Group, arena: Arena) -> Group | Placed:
@@ -165,27 +164,17 @@ def place_group(group: Group, arena: Arena) -> Group | Placed:
     return Placed((*plain, lengths, crc), arena.append(laid))
 
 
-def read_group(placed: Placed, arena: Arena) -> Group:
-    """The inverse of `place_group`; ValueError when the arrays are not there."""
+def read_group(placed: Placed, arena: Arena | str) -> Group:
+    """The inverse of `place_group`, from an arena or the path of one; ValueError when the arrays
+    are not there."""
+    if isinstance(arena, str):
+        arena = Arena(os.open(arena, os.O_RDONLY))
     *plain, lengths, crc = placed.packed
-    laid = [np.empty(sum(own), kind) for own, kind in zip(lengths, KINDS, strict=True)]
+    laid = [np.empty(sum(own), kind) for own, kind in zip(lengths, KINDS, strict=False)]
     arena.read(placed.start, laid)
     group = unpack_group(*plain, lengths, laid, crc)
     group.place = arena, placed.start
     return group
-
-
-def read_tokens(path: str, start: int, *packed) -> Group:
-    """A group with its tokens, from an arena of another process."""
-    *plain, lengths = packed
-    tokens = np.fromfile(path, np.int32, sum(lengths[0]), offset=start)
-    return unpack_group(*plain, lengths, [tokens], None)
-
-
-def oldest_of(versions: np.ndarray) -> int:
-    """The smallest version that is not -1; NEVER where all are. As unsigned numbers the -1s are the
-    largest: a fifth of the time that it takes to leave them out."""
-    return int(versions.view(np.uint32).min(initial=NEVER))
 
 
 def apply_verdicts(group: Group, verdicts: Sequence) -> None:
@@ -318,21 +307,13 @@ def pack_messages(messages: Sequence) -> bytes:
     and its answers. Deliveries travel between the processes of one run only: never unpack one that
     somebody else has written."""
     data = pickle.dumps(messages, pickle.HIGHEST_PROTOCOL)
-    return seal(data) + data
-
-
-def seal(data: bytes | memoryview) -> bytes:
-    """8 bytes that tell whether others have changed: the sum of all 8-byte words, and of the rest.
-    A CRC takes six times as long, and every byte of a run passes here twice."""
-    words = np.frombuffer(data, np.uint64, len(data) // 8)
-    rest = int.from_bytes(data[words.nbytes :], "big")
-    return ((int(words.sum()) + rest + len(data)) % 2**64).to_bytes(8, "big")
+    return zlib.crc32(data).to_bytes(4, "big") + data
 
 
 def unpack_messages(delivery: bytes | memoryview) -> Sequence:
     """What a delivery says; ValueError when it is torn or damaged."""
-    data = memoryview(delivery)[8:]
-    if not data or seal(data) != delivery[:8]:
+    data = memoryview(delivery)[4:]
+    if not data or zlib.crc32(data) != int.from_bytes(delivery[:4], "big"):
         raise ValueError(f"{len(delivery)} bytes that are torn or damaged: wrong checksum")
     return pickle.loads(data)
 
@@ -421,22 +402,20 @@ def group_flaw(
         or outside("token id", kept, 0, vocabulary - 1)
         or outside("log-prob", logprobs, *LOGPROBS)
         or outside("log-prob of the teacher", teacher, *LOGPROBS)
-        or version_flaw(versions, mask, group.start, newest)
+        or version_flaw(group, versions, mask, newest)
         or reward_flaw([reward for t in episodes for reward in t.turn_rewards])
         or (set_flaw(tokens[mask], kept_sizes, kept) if cut else None)
     )
 
 
-def version_flaw(versions: np.ndarray, mask: np.ndarray, start: int, newest: int) -> str | None:
-    """Refuses a version that does not lie between two, or that is not -1 where nothing was
-    generated. What is sound is found to be so without a copy."""
+def version_flaw(group: Group, versions: np.ndarray, mask: np.ndarray, newest: int) -> str | None:
+    """Refuses a version before the group's start or after the newest one, and one that is not -1
+    where nothing was generated. What is sound is found to be so without a copy."""
     bounded = -1 <= versions.min(initial=-1) and versions.max(initial=newest) <= newest
-    if bounded and oldest_of(versions) >= start and np.array_equal(versions >= 0, mask):
+    if bounded and group.oldest >= group.start and np.array_equal(versions >= 0, mask):
         return None
-    nothing = "version where nothing was generated"
-    return outside("version", versions[mask], start, newest) or outside(
-        nothing, versions[~mask], -1, -1
-    )
+    found = outside("version", versions[mask], group.start, newest)
+    return found or outside("version where nothing was generated", versions[~mask], -1, -1)
 
 
 def set_flaw(generated: np.ndarray, sizes: np.ndarray, kept: np.ndarray) -> str | None:

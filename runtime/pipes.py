@@ -26,7 +26,7 @@ from runtime.arena import FULL, Arena
 from runtime.messages import pack_messages, place_group, unpack_messages
 
 END = b""  # a delivery: the last one
-LENGTH, LONG, BODY = "!i", "!Q", ""  # a length before each delivery, as a `Connection` has it
+LENGTH = "!i"  # stands before each delivery, as in a `Connection`; none has 2 GB
 DESCRIPTOR = socket.CMSG_LEN(4)  # bytes: room for one
 BEAT_SECONDS = 1.0  # a worker that has said nothing for longer says that it is alive
 
@@ -59,30 +59,22 @@ class Line:
 
     def send(self, *answers) -> None:
         """Send answers as one delivery."""
-        if self.arenas:
-            answers = [*map(self._place, answers)]
         self.last = time.monotonic()
-        with self._ended():
+        try:
             status = {**self.status, "clock": self.last}
-            self.connection.send_bytes(pack_messages((status, answers)))
+            self.connection.send_bytes(pack_messages((status, [*map(self._place, answers)])))
+        except ConnectionError:
+            raise SystemExit(0) from None  # the parent is gone
 
     def _place(self, answer):
-        """The answer, with its group's arrays in the arena."""
+        """The answer, with its group's arrays in the arena, if there are any."""
         group = getattr(answer, "group", None)
-        if not group or not group.trajectories:
+        if not (self.arenas and group and group.trajectories):
             return answer
         if self.arena is None or self.arena.end > FULL:
             self.arena = Arena()
-            with self._ended():
-                announce(self.arena, self.connection)
+            announce(self.arena, self.connection)
         return answer._replace(group=place_group(group, self.arena))
-
-    @contextlib.contextmanager
-    def _ended(self):
-        try:
-            yield
-        except OSError:
-            raise SystemExit(0) from None  # the parent is gone
 
     def beat(self) -> None:
         """Say "alive" if nothing was said for a while; call it in every loop."""
@@ -129,7 +121,8 @@ class Port:
         self.lock = threading.Lock()
         self.unsent = deque()  # what the worker has not taken yet
         self.arena = None  # the worker's newest
-        self._expect(LENGTH, 4)
+        self.in_body = False
+        self._expect(4)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -137,11 +130,9 @@ class Port:
     def send(self, delivery: bytes) -> bool:
         """Put a delivery behind those that wait; returns what `flush` does. True, too, where some
         wait already: whoever sent the first of them was told to flush again."""
-        size = len(delivery)
-        head = struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)
         with self.lock:
             first = not self.unsent
-            self.unsent.append(memoryview(head + delivery))
+            self.unsent.append(memoryview(struct.pack(LENGTH, len(delivery)) + delivery))
         return not first or self.flush()
 
     def flush(self) -> bool:
@@ -175,16 +166,14 @@ class Port:
                 for *_, descriptor in told:
                     self.arena = Arena(int.from_bytes(descriptor, sys.byteorder))
                 self.missing = self.missing[count:]
-            kind, whole = self.kind, self.whole
-            if kind == BODY:
-                self._expect(LENGTH, 4)
+            whole, self.in_body = self.whole, not self.in_body
+            self._expect(*struct.unpack(LENGTH, whole) if self.in_body else (4,))
+            if not self.in_body:
                 return whole
-            (size,) = struct.unpack(kind, whole)
-            self._expect(*((LONG, 8) if (kind, size) == (LENGTH, -1) else (BODY, size)))
 
-    def _expect(self, kind: str, size: int) -> None:
-        """What comes next, and how many bytes it has."""
-        self.kind, self.whole = kind, memoryview(np.empty(size, np.uint8))
+    def _expect(self, size: int) -> None:
+        """So many bytes come next."""
+        self.whole = memoryview(np.empty(size, np.uint8))
         self.missing = self.whole  # the part that is not here yet
 
     @property

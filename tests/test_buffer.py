@@ -860,8 +860,8 @@ def other(name: str, change):
     ],
 )
 def test_a_poisoned_group_is_named(change, words):
+    assert group_flaw(travelled(sound_group()), 2, 6, 512) is None
     group = travelled(sound_group())
-    assert group_flaw(group, 2, 6, 512) is None
     group.laid = None
     change(group)
     for each in (group, travelled(group)):

@@ -75,7 +75,7 @@ def test_the_validator_refuses_what_is_not_sound_and_nothing_else():
     chance, refused = random.Random(0), 0
     for _ in range(3000):
         group = sound_group(chance)
-        assert group_flaw(group, SIZE, NEWEST, VOCABULARY) is None
+        assert group_flaw(copy.deepcopy(group), SIZE, NEWEST, VOCABULARY) is None
         spoil(group, chance)
         flaw = group_flaw(group, SIZE, NEWEST, VOCABULARY)
         assert is_sound(group) == (flaw is None), flaw

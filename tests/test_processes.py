@@ -142,7 +142,7 @@ def test_messages_travel_together_and_in_order():
     assert not here.poll()  # it has just spoken
     line.last -= 60.0
     line.beat()
-    assert unpack_messages(here.recv_bytes()) == ({"n": 1, "clock": line.last}, ())
+    assert unpack_messages(here.recv_bytes()) == ({"n": 1, "clock": line.last}, [])
     assert line.receive(0.0) == []
     here.close()
     with pytest.raises(SystemExit):  # the parent is gone

@@ -10,14 +10,36 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from runtime import pipes
-from runtime.messages import Answer, Group, Judgement, pack_messages, stray
-from runtime.pipes import Line
+from runtime.arena import Arena
+from runtime.messages import (
+    ARRAYS,
+    Answer,
+    Group,
+    Judgement,
+    Trajectory,
+    pack_messages,
+    place_group,
+    stray,
+)
+from runtime.pipes import Line, announce
 from runtime.processes import Pool
 
 
 def answer_with(group: Group) -> Answer:
     return Answer(group.group_id, group, Judgement([], 0.0, 0.0))
+
+
+def episodes(group: Group, tokens: int) -> list[Trajectory]:
+    """Two episodes with anything in all of their arrays."""
+    chance = np.random.default_rng(group.group_id)
+    arrays = [
+        {name: chance.integers(0, 2, tokens + i).astype(kind) for name, kind in ARRAYS.items()}
+        for i in range(2)
+    ]
+    return [Trajectory(group.group_id, i, 0, **own) for i, own in enumerate(arrays)]
 
 
 def toy(line: Line, *extra) -> None:
@@ -34,7 +56,7 @@ def toy(line: Line, *extra) -> None:
 
 def do(line: Line, group: Group, what: str) -> None:
     answer = answer_with(group)
-    delivery = pack_messages(({}, [answer]))
+    delivery = pack_messages(({}, [] if group.trajectories else [answer]))
     if what == "answer":
         line.send(answer)
     elif what == "answer twice":
@@ -49,6 +71,25 @@ def do(line: Line, group: Group, what: str) -> None:
     elif what == "make":  # and another role goes on
         group.problem["do"] = group.problem.get("then", "judge")
         line.send(answer._replace(judgement=None))
+    elif what == "generate":
+        group.problem["do"] = "count"
+        group.trajectories = episodes(group, group.problem["tokens"])
+        if group.problem.get("spoilt"):
+            group.trajectories[1].logprobs = group.trajectories[1].logprobs.astype(np.float64)
+        line.send(answer._replace(judgement=None))
+        if group.problem.get("leave"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "count":  # what was generated, from its tokens
+        while "until" in group.problem and not Path(group.problem["until"]).exists():
+            time.sleep(0.02)
+        verdicts = [(float(t.tokens.sum()), (), None) for t in group.trajectories]
+        line.send(Answer(group.group_id, judgement=Judgement(verdicts, 0.0, 0.0)))
+    elif what == "elsewhere":  # arrays where there is nothing
+        group.trajectories = episodes(group, 9)
+        placed = place_group(group, Arena())
+        announce(Arena(), line.connection)
+        line.arenas = False
+        line.send(answer._replace(group=placed))
     elif what == "garbage":
         line.connection.send_bytes(b"this is no message")
     elif what == "torn":
