@@ -14,6 +14,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import sys
 import tempfile
 from itertools import count, islice, pairwise
@@ -39,6 +40,7 @@ from reward import split_answers, task_of, verify_group
 from rollout import generate, make_generator, naive_generate
 from runtime import flow
 from runtime.advice import judge
+from runtime.arena import Arena
 from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
@@ -47,6 +49,8 @@ from runtime.messages import (
     apply_verdicts,
     group_to_parts,
     pack_messages,
+    place_group,
+    read_group,
     unpack_messages,
 )
 from runtime.models import make_model
@@ -95,13 +99,13 @@ def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespa
         generator.step()
         for group in generator.take_finished():
             events, generator.events = generator.events, []
-            answer = Answer(group.group_id, group, events=events)
-            delivery = pack_messages((dict(generator.counts), [answer]))
-            _, (message,) = unpack_messages(delivery)
+            placed = seen.placed[group.group_id] = place_group(group, seen.arena)
+            answer = Answer(group.group_id, placed, events=events)
+            _, (message,) = unpack_messages(pack_messages((dict(generator.counts), [answer])))
+            message = message._replace(group=read_group(message.group, seen.arena))
             judgement = judge(message.group, run.task, run.config, run.advice)
             verified = Answer(group.group_id, message.group, judgement)
             news.extend([(rollout, message), (reward, verified)])
-            seen.deliveries[group.group_id] = delivery
 
     def receive(seconds: float) -> list[tuple]:
         seen.waited += 1
@@ -132,7 +136,8 @@ def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespa
 def run_by_count(folder: Path) -> SimpleNamespace:
     """Train six steps; returns what the stations look at."""
     config = dataclasses.replace(Config(), out=str(folder), **FLAGS)
-    seen = SimpleNamespace(admitted={}, stamps={}, deliveries={}, steps=[])
+    seen = SimpleNamespace(admitted={}, stamps={}, placed={}, steps=[])
+    seen.arena = Arena()
     start = mock.patch.object(flow, "start_workers", lambda run: workers_by_count(run, seen))
     learn = mock.patch.object(train_async, "learner_step", lambda *a: seen.learn(*a))
     with start, learn, contextlib.redirect_stdout(io.StringIO()):
@@ -312,15 +317,15 @@ def swap(seen) -> list[str]:
 
 
 def record(seen) -> list[str]:
-    t, delivery = seen.t, bytearray(seen.deliveries[GROUP])
-    _, (message,) = unpack_messages(bytes(delivery))
-    _, arrays = group_to_parts(message.group)
-    versions = arrays["versions"].tobytes()
-    delivery[delivery.rindex(versions) + len(versions) - 1] ^= 1  # one bit of the last version
+    t, placed = seen.t, seen.placed[GROUP]
+    _, arrays = group_to_parts(read_group(placed, seen.arena))
+    before = [arrays[name].nbytes for name in ("tokens", "loss_mask", "logprobs", "versions")]
+    last = placed.start + sum(before) - 1  # the last byte of the last version
+    (byte,) = os.pread(seen.arena.descriptor, 1, last)
+    os.pwrite(seen.arena.descriptor, bytes([byte ^ 1]), last)
     try:
-        _, (message,) = unpack_messages(bytes(delivery))
-        last = message.group.trajectories[-1].versions[-1]
-        answer = f"accepted, last version now {last}"
+        versions = read_group(placed, seen.arena).trajectories[-1].versions
+        answer = f"accepted, last version now {versions[-1]}"
     except ValueError as error:
         answer = f"refused, {str(error).partition('that are ')[2]}"
     return [

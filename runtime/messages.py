@@ -86,9 +86,8 @@ class Trajectory:
 
     @cached_property  # a complete episode does not change
     def oldest(self) -> int:
-        """The smallest version among its generated tokens: staleness counts from here. As unsigned
-        numbers the -1s of the others are the largest."""
-        return int(self.versions.view(np.uint32).min(initial=NEVER))
+        """The smallest version among its generated tokens: staleness counts from here."""
+        return int(self.versions[self.loss_mask].min(initial=NEVER))
 
 
 @dataclass
@@ -224,9 +223,12 @@ def checksum(arrays: list[np.ndarray]) -> int:
 
 
 def unpack_group(group_id: int, start: int, problem: dict, rows, lengths, laid, crc) -> Group:
-    """The inverse of `pack_group`; ValueError when arrays are not as long as their episodes."""
+    """The inverse of `pack_group`; ValueError when arrays are damaged, or not as long as their
+    episodes."""
     if [*map(sum, lengths)] != [*map(len, laid)] or any(n < 0 for own in lengths for n in own):
         raise ValueError(f"arrays of {[*map(len, laid)]} numbers, must be {lengths}")
+    if len(laid) == len(ARRAYS) and checksum(laid) != crc:
+        raise ValueError("arrays that are damaged: wrong checksum")
     pieces = [pieces_of(array, own) for array, own in zip(laid, lengths, strict=True)]
     episodes = [Trajectory(*row, *own) for row, *own in zip(rows, *pieces, strict=True)]
     group = Group(group_id, start, problem, episodes)

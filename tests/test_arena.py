@@ -96,6 +96,20 @@ def test_groups_lie_one_behind_the_other():
     assert open_arenas() == before
 
 
+def test_damaged_arrays_are_refused():
+    """One bit wrong, anywhere."""
+    arena = Arena()
+    place_group(whole(1), arena)
+    placed = place_group(whole(2), arena)
+    for i in range(8 * placed.start, 8 * arena.end):
+        (byte,) = os.pread(arena.descriptor, 1, i // 8)
+        os.pwrite(arena.descriptor, bytes([byte ^ 1 << i % 8]), i // 8)
+        with pytest.raises(ValueError, match="damaged: wrong checksum"):
+            read_group(placed, arena)
+        os.pwrite(arena.descriptor, bytes([byte]), i // 8)
+    assert read_group(placed, arena).digest == whole(2).digest
+
+
 def test_arrays_of_another_kind_travel_with_the_group_and_are_refused():
     group = whole()
     group.trajectories[1].tokens = group.trajectories[1].tokens.astype(np.int64)

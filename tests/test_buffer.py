@@ -528,9 +528,9 @@ def test_staleness_counts_from_the_oldest_generated_token():
     assert (t.versions[:2] == -1).all()  # the prompt is older than anything, and does not count
     mask = t.loss_mask.copy()
     mask[3] = False  # an environment token in between does not count either
-    other = dataclasses.replace(t, loss_mask=mask, versions=np.where(mask, t.versions, -1))
+    other = dataclasses.replace(t, loss_mask=mask)
     assert other.oldest == 5 and staleness(other, 9) == 4
-    nothing = dataclasses.replace(t, loss_mask=mask & False, versions=t.versions * 0 - 1)
+    nothing = dataclasses.replace(t, loss_mask=np.zeros_like(mask))
     assert staleness(nothing, 9) == 0  # nothing generated: nothing to be stale
 
 

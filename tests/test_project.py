@@ -29,7 +29,7 @@ CEILINGS = {
     "lab": (3125, 34350, None),
 }
 FILE, README = 300, 200  # lines of any file but dsa_triton.py; lines of the README
-LEAVES = "config devices eightbit folder ledger mailbox messages pipes processes runlog"
+LEAVES = "arena config devices eightbit folder ledger mailbox messages pipes processes runlog"
 LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")]
 
 
