@@ -9,6 +9,7 @@ that is left to wait for is the parent. Every case is a process of its own.
 Left out: what a step of the learner costs, and pipes to other machines.
 """
 
+import pickle
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
@@ -23,12 +24,11 @@ import numpy as np
 from tqdm import tqdm
 
 import train_async
-from lab.players import Player, play
+from lab.players import episodes, play
 from lab.plots import column, print_table, save_result, spread
 from runtime import flow, setup
 from runtime.config import Config
 from runtime.devices import describe_machine
-from runtime.messages import Group
 
 TOKENS = {"short": 30, "long": 2000}  # an answer in `guess`, and of a model that reasons
 # rollout workers, groups a step, steps
@@ -80,9 +80,7 @@ def run_case(case: dict, folder: Path) -> dict:
     last = case["steps"] - ETA - 2
     groups = case["groups"] * (last - WARM)
     seconds, cpu, played = marks[last] - marks[WARM]
-    asked = Group(0, 0, {"prompt": "guess", "secret": 0})
-    data, arrays = Player("rollout", None, *episode).pack(asked)
-    mb = (len(data) + sum(array.nbytes for array in arrays)) / 1e6
+    mb = len(pickle.dumps(episodes(0, {"prompt": "guess", "secret": 0}, *episode))) / 1e6
     return {
         "groups_per_s": groups / seconds,
         "mb_per_s": mb * groups / seconds,

@@ -35,12 +35,5 @@ class Arena:
         self.end += size
         return start
 
-    def read(self, start: int, arrays: Sequence[np.ndarray]) -> None:
-        """Fill arrays with what begins at a place; ValueError when there is less."""
-        size = sum([array.nbytes for array in arrays])
-        found = os.preadv(self.descriptor, arrays, start)
-        if found < size:
-            raise ValueError(f"{found} bytes at {start}, must be {size}")
-
     def __del__(self):
         os.close(self.descriptor)

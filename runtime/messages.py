@@ -114,7 +114,7 @@ class Group:
         """A checksum of all that training reads; failed episodes are not read."""
         read = [t for t in self.trajectories if not t.failed]
         whole = self.laid and len(read) == len(self.trajectories)
-        arrays = self.laid[2] if whole else checksum(lay_out(read)[1])
+        *_, arrays = self.laid if whole else lay_out(read)
         return zlib.crc32(repr([t.reward for t in read]).encode(), arrays)
 
     @property
@@ -165,15 +165,13 @@ def place_group(group: Group, arena: Arena) -> Group | Placed:
 
 def read_group(placed: Placed, arena: Arena | str) -> Group:
     """The inverse of `place_group`, from an arena or the path of one; ValueError when the arrays
-    are not there."""
+    are not there, or damaged."""
     if isinstance(arena, str):
         arena = Arena(os.open(arena, os.O_RDONLY))
     *plain, lengths, crc = placed.packed
     laid = [np.empty(sum(own), kind) for own, kind in zip(lengths, KINDS, strict=False)]
-    arena.read(placed.start, laid)
-    group = unpack_group(*plain, lengths, laid, crc)
-    group.place = arena, placed.start
-    return group
+    os.preadv(arena.descriptor, laid, placed.start)
+    return unpack_group(*plain, lengths, laid, crc)
 
 
 def apply_verdicts(group: Group, verdicts: Sequence) -> None:
@@ -187,6 +185,7 @@ def apply_verdicts(group: Group, verdicts: Sequence) -> None:
 
 def apply_judgement(group: Group, judgement) -> None:
     """Write verdicts, and what a teacher said, into a group's trajectories."""
+    group.place = None  # nobody reads there any more
     apply_verdicts(group, judgement.verdicts)
     for trajectory, logprobs in zip(group.trajectories, judgement.teacher, strict=False):
         trajectory.teacher, group.laid = logprobs, None
@@ -200,18 +199,18 @@ plain_of, arrays_of = attrgetter(*PLAIN), attrgetter(*ARRAYS)
 
 def pack_group(group: Group, arrays: int = len(ARRAYS)) -> tuple:
     """A group as it is pickled: plain data by position, which takes two thirds of the time that it
-    takes by name, and the first few arrays of its episodes laid end to end. Whoever sends all of
-    them takes the checksum, too: workers are many, and the parent is one."""
+    takes by name, and the first few arrays of its episodes laid end to end, with the checksum of
+    all."""
     rows = [plain_of(t) for t in group.trajectories]
-    lengths, laid, known = group.laid or (*lay_out(group.trajectories), None)
-    crc = checksum(laid) if known is None and arrays == len(ARRAYS) else known
+    lengths, laid, crc = group.laid or lay_out(group.trajectories)
     return group.group_id, group.start, group.problem, rows, lengths[:arrays], laid[:arrays], crc
 
 
-def lay_out(episodes: list[Trajectory]) -> tuple[list, list]:
-    """The arrays of some episodes: how long each one's are, and all laid end to end."""
+def lay_out(episodes: list[Trajectory]) -> tuple[list, list, int]:
+    """The arrays of some episodes: how long each one's are, all laid end to end, their checksum."""
     own = [*zip(*map(arrays_of, episodes), strict=True)]
-    return [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
+    laid = [*map(np.concatenate, own)]
+    return [[*map(len, each)] for each in own], laid, checksum(laid)
 
 
 def checksum(arrays: list[np.ndarray]) -> int:
@@ -244,7 +243,7 @@ def pieces_of(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
     """A group as plain data with names, for a checkpoint, and the arrays laid end to end."""
-    lengths, laid = lay_out(group.trajectories)  # anew: empty ones that came may share memory
+    lengths, laid, _ = lay_out(group.trajectories)  # anew: empty ones that came may share memory
     header = {name: getattr(group, name) for name in ("group_id", "start", "problem")}
     header["fields"] = [dict(zip(PLAIN, plain_of(t), strict=True)) for t in group.trajectories]
     header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
@@ -404,20 +403,11 @@ def group_flaw(
         or outside("token id", kept, 0, vocabulary - 1)
         or outside("log-prob", logprobs, *LOGPROBS)
         or outside("log-prob of the teacher", teacher, *LOGPROBS)
-        or version_flaw(group, versions, mask, newest)
+        or outside("version", versions[mask], group.start, newest)
+        or outside("version where nothing was generated", versions[~mask], -1, -1)
         or reward_flaw([reward for t in episodes for reward in t.turn_rewards])
         or (set_flaw(tokens[mask], kept_sizes, kept) if cut else None)
     )
-
-
-def version_flaw(group: Group, versions: np.ndarray, mask: np.ndarray, newest: int) -> str | None:
-    """Refuses a version before the group's start or after the newest one, and one that is not -1
-    where nothing was generated. What is sound is found to be so without a copy."""
-    bounded = -1 <= versions.min(initial=-1) and versions.max(initial=newest) <= newest
-    if bounded and group.oldest >= group.start and np.array_equal(versions >= 0, mask):
-        return None
-    found = outside("version", versions[mask], group.start, newest)
-    return found or outside("version where nothing was generated", versions[~mask], -1, -1)
 
 
 def set_flaw(generated: np.ndarray, sizes: np.ndarray, kept: np.ndarray) -> str | None:

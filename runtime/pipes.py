@@ -26,8 +26,9 @@ from runtime.arena import FULL, Arena
 from runtime.messages import pack_messages, place_group, unpack_messages
 
 END = b""  # a delivery: the last one
-LENGTH = "!i"  # stands before each delivery, as in a `Connection`; none has 2 GB
-DESCRIPTOR = socket.CMSG_LEN(4)  # bytes: room for one
+# what stands before a delivery, as in a `Connection`: its length, or -1 and the length
+LENGTH, LONG, BODY = "!i", "!Q", ""
+DESCRIPTOR = socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC  # room for one
 BEAT_SECONDS = 1.0  # a worker that has said nothing for longer says that it is alive
 
 
@@ -59,6 +60,8 @@ class Line:
 
     def send(self, *answers) -> None:
         """Send answers as one delivery."""
+        if self.arena and self.arena.end > FULL:
+            self.arena = None  # not later: the arrays of a delivery lie in one arena
         self.last = time.monotonic()
         try:
             status = {**self.status, "clock": self.last}
@@ -71,7 +74,7 @@ class Line:
         group = getattr(answer, "group", None)
         if not (self.arenas and group and group.trajectories):
             return answer
-        if self.arena is None or self.arena.end > FULL:
+        if self.arena is None:
             self.arena = Arena()
             announce(self.arena, self.connection)
         return answer._replace(group=place_group(group, self.arena))
@@ -94,6 +97,7 @@ class Line:
 def announce(arena: Arena, connection: Connection) -> None:
     """Send an arena to the parent: an empty delivery has its descriptor."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        own.setblocking(True)  # whatever a task has made the default: the connection is the same
         socket.send_fds(own, [struct.pack(LENGTH, 0)], [arena.descriptor])
 
 
@@ -121,8 +125,7 @@ class Port:
         self.lock = threading.Lock()
         self.unsent = deque()  # what the worker has not taken yet
         self.arena = None  # the worker's newest
-        self.in_body = False
-        self._expect(4)
+        self._expect(LENGTH, 4)
 
     def fileno(self) -> int:
         return self.socket.fileno()
@@ -130,9 +133,11 @@ class Port:
     def send(self, delivery: bytes) -> bool:
         """Put a delivery behind those that wait; returns what `flush` does. True, too, where some
         wait already: whoever sent the first of them was told to flush again."""
+        size = len(delivery)
+        head = struct.pack("!i", size) if size < 1 << 31 else struct.pack("!iQ", -1, size)
         with self.lock:
             first = not self.unsent
-            self.unsent.append(memoryview(struct.pack(LENGTH, len(delivery)) + delivery))
+            self.unsent.append(memoryview(head + delivery))
         return not first or self.flush()
 
     def flush(self) -> bool:
@@ -156,24 +161,28 @@ class Port:
         while True:
             while self.missing:
                 try:
-                    count, told, *_ = self.socket.recvmsg_into([self.missing], DESCRIPTOR)
+                    count, told, flags, _ = self.socket.recvmsg_into([self.missing], *DESCRIPTOR)
                 except BlockingIOError:
                     return None
                 except OSError:
-                    count, told = 0, ()
+                    raise EOFError from None
                 if not count:
                     raise EOFError
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError("the parent has too many open files (ulimit -n)")
                 for *_, descriptor in told:
                     self.arena = Arena(int.from_bytes(descriptor, sys.byteorder))
                 self.missing = self.missing[count:]
-            whole, self.in_body = self.whole, not self.in_body
-            self._expect(*struct.unpack(LENGTH, whole) if self.in_body else (4,))
-            if not self.in_body:
+            kind, whole = self.kind, self.whole
+            if kind == BODY:
+                self._expect(LENGTH, 4)
                 return whole
+            (size,) = struct.unpack(kind, whole)
+            self._expect(*((LONG, 8) if (kind, size) == (LENGTH, -1) else (BODY, size)))
 
-    def _expect(self, size: int) -> None:
-        """So many bytes come next."""
-        self.whole = memoryview(np.empty(size, np.uint8))
+    def _expect(self, kind: str, size: int) -> None:
+        """What comes next, and how many bytes it has."""
+        self.kind, self.whole = kind, memoryview(np.empty(size, np.uint8))
         self.missing = self.whole  # the part that is not here yet
 
     @property

@@ -14,6 +14,7 @@ that stops in the middle of a message holds up nobody else. A second thread sees
 import contextlib
 import itertools
 import math
+import resource
 import selectors
 import threading
 import time
@@ -105,6 +106,8 @@ class Pool:
     def __init__(
         self, roles: dict, *, logs: Path, restarts: int, silence: float, flaw, start=start_here
     ):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # four files a worker, or more
         self.roles, self.logs, self.budget, self.silence = roles, logs, restarts, silence
         self.flaw, self.start = flaw, start
         self.losses = SimpleQueue()  # (worker, reason or None)
@@ -288,8 +291,9 @@ class Pool:
         worker.behind = 0.0 if self.start is start_here else min(worker.behind, lag)
         for answer in answers:
             # before the lock: a look at megabytes lets other threads run, and they may want it, too
-            if isinstance(getattr(answer, "group", None), Placed):
-                answer = answer._replace(group=read_group(answer.group, worker.port.arena))
+            if isinstance(placed := getattr(answer, "group", None), Placed):
+                answer = answer._replace(group=read_group(placed, worker.port.arena))
+                answer.group.place = worker.port.arena, placed.start
             work = worker.calls if isinstance(answer, Result) else worker.work
             if flaw := self.flaw(answer, work):
                 raise ValueError(flaw)
@@ -306,8 +310,6 @@ class Pool:
                         group = group or asked
                         if judgement is None:
                             self.issue("reward", [group])
-                        else:
-                            group.place = None  # nobody reads there any more
                         del worker.work[group_id]
                         self._put(worker, answer._replace(group=group))
 

@@ -3,6 +3,8 @@
 import copy
 import os
 import pickle
+import resource
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,12 @@ from runtime.messages import (
     ARRAYS,
     Group,
     ToVerify,
+    apply_judgement,
     group_flaw,
     place_group,
     read_group,
 )
+from runtime.pipes import Port, announce
 from runtime.processes import Lost
 
 LONG = 800_000  # tokens of an episode: a group fills an arena
@@ -83,16 +87,17 @@ def test_groups_lie_one_behind_the_other():
         group = read_group(placed[number], arena)
         assert group.group_id == number
         check(group)
+        group.place = arena, placed[number].start
         verified = pickle.loads(pickle.dumps(ToVerify(group)))  # opens it by its path
         for t, own in zip(verified.trajectories, group.trajectories, strict=True):
             assert np.array_equal(t.tokens, own.tokens) and t.logprobs is None
     os.ftruncate(arena.descriptor, 0)
     check(group)
-    with pytest.raises(ValueError, match="0 bytes at"):
+    with pytest.raises(ValueError, match="wrong checksum"):
         read_group(placed[1], arena)
+    assert open_arenas() == before + 1
     del arena
-    assert open_arenas() == before + 2  # `group` has a place there, and `verified` in its own
-    group.place = verified.place = None
+    group.place = None
     assert open_arenas() == before
 
 
@@ -135,11 +140,41 @@ def test_groups_reach_the_parent_and_its_verifiers(pool):
         check(answer.group)
         told = [value for value, *_ in answer.judgement.verdicts]
         assert told == [t.tokens.sum() for t in answer.group.trajectories]
-        assert answer.group.place is None
+        apply_judgement(answer.group, answer.judgement)  # now it may go
     assert open_arenas() - before <= 2  # the newest of each maker: a long one fills it
     largest = max(len(pickle.dumps(group)) for group in [answer.group for answer in answers])
     for worker in pool.of("maker"):
         assert os.fstat(worker.port.arena.descriptor).st_size <= FULL + largest < 2 * largest
+
+
+def test_the_arrays_of_a_delivery_lie_in_one_arena(pool):
+    """Also where the first group has filled it."""
+    pool.issue("maker", [a_group(n, LONG if n == 4 else 5, batch=True) for n in range(8)])
+    answers = read_all(pool, 8)
+    for answer in answers:
+        check(answer.group)
+
+
+def test_a_default_for_sockets_is_not_one_for_pipes(pool):
+    """A task may set one in a worker."""
+    (name,) = pool.issue("maker", [a_group(1, impatient=True)])
+    maker = pool.workers[name]
+    wait_for(lambda: "blocking" in maker.status)
+    assert maker.status["blocking"]
+
+
+def test_too_many_open_files_are_named(monkeypatch):
+    """And not taken for a worker that sends nonsense."""
+    here, there = Pipe()
+    port, arena = Port(here), Arena()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    announce(arena, there)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (port.fileno(), limit[1]))
+    try:
+        with pytest.raises(OSError, match="too many open files"):
+            port.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
 
 def test_a_group_outlives_its_maker_and_its_first_judge(pool, tmp_path):
@@ -164,7 +199,7 @@ def test_a_group_outlives_its_maker_and_its_first_judge(pool, tmp_path):
 def test_a_worker_that_says_a_wrong_place_is_replaced(pool):
     pool.issue("maker", [a_group(2, do="elsewhere")])
     (lost,) = read_all(pool, 1)
-    assert "sent a damaged message (ValueError: 0 bytes at 0" in lost.reason
+    assert "sent a damaged message (ValueError: arrays that are damaged" in lost.reason
     assert [group.group_id for group in lost.groups] == [2]
     pool.issue("maker", [a_group(2)])
     (answer,) = read_all(pool, 1)

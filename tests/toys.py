@@ -5,6 +5,7 @@ As a script this file is a parent with workers: `toys.py FOLDER`.
 
 import os
 import signal
+import socket
 import struct
 import sys
 import time
@@ -73,10 +74,21 @@ def do(line: Line, group: Group, what: str) -> None:
         line.send(answer._replace(judgement=None))
     elif what == "generate":
         group.problem["do"] = "count"
+        if group.problem.get("impatient"):
+            socket.setdefaulttimeout(0.5)
         group.trajectories = episodes(group, group.problem["tokens"])
         if group.problem.get("spoilt"):
             group.trajectories[1].logprobs = group.trajectories[1].logprobs.astype(np.float64)
-        line.send(answer._replace(judgement=None))
+        answer = answer._replace(judgement=None)
+        if group.problem.get("batch"):  # four in a delivery
+            line.kept = [*getattr(line, "kept", ()), answer]
+            if len(line.kept) == 4:
+                line.send(*line.kept)
+            return
+        line.send(answer)
+        if group.problem.get("impatient"):
+            line.status["blocking"] = os.get_blocking(line.connection.fileno())
+            line.send()
         if group.problem.get("leave"):
             os.kill(os.getpid(), signal.SIGKILL)
     elif what == "count":  # what was generated, from its tokens
