@@ -209,8 +209,8 @@ def pack_group(group: Group, arrays: int = len(ARRAYS)) -> tuple:
 def lay_out(episodes: list[Trajectory]) -> tuple[list, list, int]:
     """The arrays of some episodes: how long each one's are, all laid end to end, their checksum."""
     own = [*zip(*map(arrays_of, episodes), strict=True)]
-    laid = [*map(np.concatenate, own)]
-    return [[*map(len, each)] for each in own], laid, checksum(laid)
+    lengths, laid = [[*map(len, each)] for each in own], [*map(np.concatenate, own)]
+    return lengths, laid, checksum(laid)
 
 
 def checksum(arrays: list[np.ndarray]) -> int:
