@@ -56,6 +56,7 @@ POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate"
 KINDS = {
     ("rollout", "start"): ("SIGKILL", "exception", "slow"),
     ("rollout", "receive"): HURT,
+    ("rollout", "place"): (*HURT, "one bit"),
     ("rollout", "send"): (*HURT, "torn", "half", *POISON),
     ("reward", "start"): ("SIGKILL", "exception", "slow"),
     ("reward", "receive"): HURT,
@@ -132,6 +133,20 @@ class Breaking(Line):
             if fault := self.plan.due("send", message.group_id):
                 self.strike(fault["kind"], message)
         super().send(*messages)
+
+    def _place(self, answer):
+        """Arrays are in shared memory, and the parent does not know it yet."""
+        placed, arena = super()._place(answer), self.arena
+        if not isinstance(answer, Answer):
+            return placed
+        if arena and (fault := self.plan.due("place", answer.group_id)):
+            start = placed.group.start
+            at = start + int(fault["share"] * (arena.end - start))
+            if fault["kind"] == "one bit":
+                (byte,) = os.pread(arena.descriptor, 1, at)
+                os.pwrite(arena.descriptor, bytes([byte ^ 1]), at)
+            hurt(fault["kind"])
+        return placed
 
     def strike(self, kind: str, message) -> None:
         """Spoil a message that is sent next, or send it in another way."""

@@ -9,6 +9,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     plan = [
         fail_at("rollout", "send", "SIGKILL", after=8),
         fail_at("rollout", "send", "token", after=20),
+        fail_at("rollout", "place", "one bit", after=40),
         fail_at("reward", "send", "NaN reward", after=20),
         fail_at("learner", "train", "no tracker", after=2),
         fail_at("learner", "train", "NaN gradient", after=4),
@@ -27,6 +28,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     assert sorted(reasons) == [
         "died (exit code -9)",
         "died (exit code 1: RuntimeError: injected)",
+        "sent a damaged message (ValueError: arrays that are damaged: wrong checksum)",
         "sent a damaged message (ValueError: reward nan, must be finite in float32)",
         "sent a damaged message (ValueError: token id 70000, must be 0 to 511)",
     ]
@@ -41,7 +43,7 @@ def test_a_disk_that_is_full_at_the_start_is_the_last_thing_said(tmp_path):
 
 def test_random_plans_come_to_every_kind_of_fault():
     choose, deck, seen = faults.random.Random(0), [], set()
-    for _ in range(16):
+    for _ in range(17):
         plan = faults.random_plan(choose, deck, 8)
         fatal = [f for f in plan if f["role"] == "learner" and f["kind"] in faults.FATAL]
         assert len(plan) == 8 and len(fatal) <= 2
