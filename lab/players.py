@@ -1,31 +1,43 @@
 """players.py: one process that plays all workers of a run, for parent.py.
 
-It answers at once, each group in a delivery of its own, with episodes of real size that were made
-and laid end to end before.
+It answers at once, each group in a delivery of its own, with episodes of real size. They were
+packed before: only the number of the group is put in, so an answer costs next to nothing.
 Left out: anything that a worker computes.
 """
 
 import selectors
+import struct
 import time
-from dataclasses import replace
+import zlib
 from multiprocessing.connection import Connection
 
 import numpy as np
 
-from runtime.messages import Answer, Group, Judgement, Trajectory, lay_out
-from runtime.pipes import Line
+from runtime.arena import FULL, Arena
+from runtime.messages import (
+    Answer,
+    Group,
+    Judgement,
+    Trajectory,
+    lay_out,
+    pack_messages,
+    place_group,
+)
+from runtime.pipes import BEAT_SECONDS, Line, announce
 
+# stand for the number of a group, and for the place of its arrays, in what was packed before
+MARK, PLACE = 0x5EED1DEA, 0x5EED1DEB
 PROMPT = 8  # tokens
 
 
 def episodes(start: int, problem: dict, size: int, tokens: int) -> Group:
-    """A group as a generator would answer it, of about so many tokens each; its number is 0."""
-    random, group = np.random.default_rng(0), Group(0, start, problem)
+    """A group as a generator would answer it, of about so many tokens each; MARK is its number."""
+    random, group = np.random.default_rng(0), Group(MARK, start, problem)
     for sample in range(size):
         total = PROMPT + int(random.integers(tokens // 2, 3 * tokens // 2))
         mask = np.arange(total) >= PROMPT
         episode = Trajectory(
-            0,
+            MARK,
             sample,
             noise_key=int(random.integers(2**62)),
             turns=[(PROMPT, total)],
@@ -39,36 +51,52 @@ def episodes(start: int, problem: dict, size: int, tokens: int) -> Group:
 
 
 class Player:
-    """Plays one worker."""
+    """Answers of one worker to what it is asked; packed once for each version at which groups
+    start."""
 
     def __init__(self, role: str, pipe: Connection, size: int, tokens: int):
-        self.role, self.size, self.tokens, self.made = role, size, tokens, {}
-        self.line = Line(pipe, 0, arenas=True)
-        self.line.status = {"busy": 1.0, "alive": 1.0}
+        self.role, self.size, self.tokens = role, size, tokens
+        self.line, self.arena, self.packed = Line(pipe, 0), None, {}
 
     def answer(self, asked: Group) -> None:
-        """Answer to one group at once."""
-        number, start, now = asked.group_id, asked.start, time.monotonic()
+        """Send the answer to one group, whose arrays are in the arena."""
+        if asked.start not in self.packed:
+            self.packed[asked.start] = self.pack(asked)
+        data, arrays = self.packed[asked.start]
+        data = data.replace(struct.pack("<i", MARK), struct.pack("<i", asked.group_id))
+        if arrays:
+            if not self.arena or self.arena.end > FULL:
+                self.arena = Arena()
+                announce(self.arena, self.line.connection)
+            start = self.arena.append(arrays)
+            data = data.replace(struct.pack("<i", PLACE), struct.pack("<i", start))
+        self.line.connection.send_bytes(zlib.crc32(data).to_bytes(4, "big") + data)
+
+    def pack(self, asked: Group) -> tuple:
+        """What a worker would answer, packed, and the arrays of its group."""
+        now, arrays = time.monotonic(), None
         if self.role == "reward":
             verdicts = [(sample % 2, [sample % 2], None) for sample in range(self.size)]
-            return self.line.send(Answer(number, judgement=Judgement(verdicts, now, 0.001)))
-        if start not in self.made:
-            group = episodes(start, asked.problem, self.size, self.tokens)
-            self.made[start] = replace(group, laid=lay_out(group.trajectories))
-        events = [(now, kind, number, start, {"size": 8}) for kind in ("start", "finish")]
-        group = replace(self.made[start], group_id=number)
-        self.line.send(Answer(number, group, events=events))
+            answer = Answer(MARK, judgement=Judgement(verdicts, now, 0.001))
+        else:
+            events = [(now, kind, MARK, asked.start, {"size": 8}) for kind in ("start", "finish")]
+            group = episodes(asked.start, asked.problem, self.size, self.tokens)
+            _, arrays, _ = lay_out(group.trajectories)
+            answer = Answer(MARK, place_group(group, Arena())._replace(start=PLACE), events=events)
+        return pack_messages(({"busy": 1.0, "alive": 1.0}, [answer]))[4:], arrays
 
 
 def play(lines: list, size: int, tokens: int) -> None:
     """The process: it ends with the parent. lines: role and pipe of each worker."""
     players = [Player(*line, size, tokens) for line in lines]
-    selector = selectors.DefaultSelector()
+    selector, said = selectors.DefaultSelector(), 0.0
     for player in players:
         selector.register(player.line.connection, selectors.EVENT_READ, player)
     while True:
-        for player in players:
-            player.line.beat()
+        if time.monotonic() - said > BEAT_SECONDS:  # every worker lives
+            said = time.monotonic()
+            for player in players:
+                player.line.send()
         for key, _ in selector.select(0.2):
             for asked in key.data.line.receive(0.0):
                 key.data.answer(asked)
