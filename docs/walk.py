@@ -320,7 +320,7 @@ def record(seen) -> list[str]:
     t, placed = seen.t, seen.placed[GROUP]
     _, arrays = group_to_parts(read_group(placed, seen.arena))
     before = [arrays[name].nbytes for name in ("tokens", "loss_mask", "logprobs", "versions")]
-    last = placed.start + sum(before) - 1  # the last byte of the last version
+    last = placed.offset + sum(before) - 1  # the last byte of the last version
     (byte,) = os.pread(seen.arena.descriptor, 1, last)
     os.pwrite(seen.arena.descriptor, bytes([byte ^ 1]), last)
     try:

@@ -26,7 +26,7 @@ from runtime.messages import (
 from runtime.pipes import BEAT_SECONDS, Line, announce
 
 # stand for the number of a group, and for the place of its arrays, in what was packed before
-MARK, PLACE = 0x5EED1DEA, 0x5EED1DEB
+MARK, OFFSET = 0x5EED1DEA, 0x5EED1DEB
 PROMPT = 8  # tokens
 
 
@@ -59,7 +59,7 @@ class Player:
         self.line, self.arena, self.packed = Line(pipe, 0), None, {}
 
     def answer(self, asked: Group) -> None:
-        """Send the answer to one group, whose arrays are in the arena."""
+        """Send the answer to one group; arrays of a generated one go into the arena."""
         if asked.start not in self.packed:
             self.packed[asked.start] = self.pack(asked)
         data, arrays = self.packed[asked.start]
@@ -68,8 +68,8 @@ class Player:
             if not self.arena or self.arena.end > FULL:
                 self.arena = Arena()
                 announce(self.arena, self.line.connection)
-            start = self.arena.append(arrays)
-            data = data.replace(struct.pack("<i", PLACE), struct.pack("<i", start))
+            offset = self.arena.append(arrays)
+            data = data.replace(struct.pack("<i", OFFSET), struct.pack("<i", offset))
         self.line.connection.send_bytes(zlib.crc32(data).to_bytes(4, "big") + data)
 
     def pack(self, asked: Group) -> tuple:
@@ -82,7 +82,9 @@ class Player:
             events = [(now, kind, MARK, asked.start, {"size": 8}) for kind in ("start", "finish")]
             group = episodes(asked.start, asked.problem, self.size, self.tokens)
             _, arrays, _ = lay_out(group.trajectories)
-            answer = Answer(MARK, place_group(group, Arena())._replace(start=PLACE), events=events)
+            answer = Answer(
+                MARK, place_group(group, Arena())._replace(offset=OFFSET), events=events
+            )
         return pack_messages(({"busy": 1.0, "alive": 1.0}, [answer]))[4:], arrays
 
 

@@ -37,7 +37,7 @@ ARRAYS = {
     "teacher": np.float32,  # empty where there is none
 }
 KINDS = [*map(np.dtype, ARRAYS.values())]
-EMPTY, SILENT = np.empty(0, np.int32), np.empty(0, np.float32)
+NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
 @dataclass
@@ -63,11 +63,11 @@ class Trajectory:
     logprobs: np.ndarray = None  # float32 [T]: behaviour log-probs, exactly as sampled; 0 elsewhere
     versions: np.ndarray = None  # int32 [T]: policy version that produced the token; -1 elsewhere
     # int32 [M]: from how many tokens each one was sampled; [0] where sampling is not cut
-    kept_sizes: np.ndarray = field(default_factory=lambda: EMPTY)
+    kept_sizes: np.ndarray = field(default_factory=lambda: NO_INTS)
     # int32 [K]: which ones, laid end to end
-    kept: np.ndarray = field(default_factory=lambda: EMPTY)
+    kept: np.ndarray = field(default_factory=lambda: NO_INTS)
     # float32 [M]: a teacher's log-probs of what was generated
-    teacher: np.ndarray = field(default_factory=lambda: SILENT)
+    teacher: np.ndarray = field(default_factory=lambda: NO_FLOATS)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Group:
     # (lengths, arrays, checksum): the arrays of all episodes end to end, as another process sent
     # them, with its checksum; None where they were made here, or have changed since
     laid: tuple | None = field(default=None, repr=False, compare=False)
-    # (arena, start): where another process can read them until the group is verified
+    # (arena, offset): where another process can read them until the group is verified
     place: tuple | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -114,8 +114,8 @@ class Group:
         """A checksum of all that training reads; failed episodes are not read."""
         read = [t for t in self.trajectories if not t.failed]
         whole = self.laid and len(read) == len(self.trajectories)
-        *_, arrays = self.laid if whole else lay_out(read)
-        return zlib.crc32(repr([t.reward for t in read]).encode(), arrays)
+        *_, crc = self.laid if whole else lay_out(read)
+        return zlib.crc32(repr([t.reward for t in read]).encode(), crc)
 
     @property
     def evidence(self) -> dict:
@@ -138,20 +138,20 @@ class Placed(NamedTuple):
     """A group on its way, whose arrays lie in an arena."""
 
     packed: tuple  # by `pack_group`, without them
-    start: int  # where they begin
+    offset: int  # where they begin
 
 
 class ToVerify(NamedTuple):
-    """A group on its way to a reward worker, where it arrives as a `Group`, of whose arrays it has
-    only the tokens: they are read from an arena, or travel along."""
+    """A group for a reward worker. It arrives as a `Group` with tokens and no other arrays; they
+    are read from an arena, or travel along."""
 
     group: Group
 
     def __reduce__(self):
         *plain, lengths, tokens, crc = pack_group(self.group, arrays=1)
         if self.group.place:
-            arena, start = self.group.place
-            return read_group, (Placed((*plain, lengths, crc), start), arena.path)
+            arena, offset = self.group.place
+            return read_group, (Placed((*plain, lengths, crc), offset), arena.path)
         return unpack_group, (*plain, lengths, tokens, crc)
 
 
@@ -170,7 +170,7 @@ def read_group(placed: Placed, arena: Arena | str) -> Group:
         arena = Arena(os.open(arena, os.O_RDONLY))
     *plain, lengths, crc = placed.packed
     laid = [np.empty(sum(own), kind) for own, kind in zip(lengths, KINDS, strict=False)]
-    os.preadv(arena.descriptor, laid, placed.start)
+    arena.read(laid, placed.offset)
     return unpack_group(*plain, lengths, laid, crc)
 
 
@@ -191,16 +191,18 @@ def apply_judgement(group: Group, judgement) -> None:
         trajectory.teacher, group.laid = logprobs, None
 
 
-PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]  # the other fields
+PLAIN = [
+    f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS
+]  # fields that are no arrays
 
 
 plain_of, arrays_of = attrgetter(*PLAIN), attrgetter(*ARRAYS)
 
 
 def pack_group(group: Group, arrays: int = len(ARRAYS)) -> tuple:
-    """A group as it is pickled: plain data by position, which takes two thirds of the time that it
-    takes by name, and the first few arrays of its episodes laid end to end, with the checksum of
-    all."""
+    """A group as it is pickled: plain data by position (two thirds of the time that it takes by
+    name), and the first `arrays` arrays of its episodes, each laid end to end; the checksum is that
+    of all."""
     rows = [plain_of(t) for t in group.trajectories]
     lengths, laid, crc = group.laid or lay_out(group.trajectories)
     return group.group_id, group.start, group.problem, rows, lengths[:arrays], laid[:arrays], crc
@@ -278,7 +280,7 @@ class Answer(NamedTuple):
     """From a worker: it has generated a group, or verified one, or both."""
 
     group_id: int
-    group: Group | None = None  # as it was generated; the pool puts in what was to be verified
+    group: Group | None = None  # what was generated; the pool puts in what was verified
     judgement: Judgement | None = None  # without one the group goes on to a reward worker
     events: Sequence[tuple] = ()  # (time, kind, group or -1, version, details) since the last one
 
@@ -340,9 +342,9 @@ def flaw(answer, work: dict, *allowed) -> str | None:
         found = group_flaw(answer.group, *allowed)
         if found or answer.judgement is None:
             return found
-    judged = answer.group or work[answer.group_id]
-    found = verdict_flaw(answer.judgement.verdicts, len(judged.trajectories))
-    return found or teacher_flaw(answer.judgement.teacher, judged.trajectories)
+    judged = (answer.group or work[answer.group_id]).trajectories
+    found = verdict_flaw(answer.judgement.verdicts, judged)
+    return found or teacher_flaw(answer.judgement.teacher, judged)
 
 
 def stray(answer: Answer, work: dict) -> str | None:
@@ -432,10 +434,12 @@ def reward_flaw(rewards: list) -> str | None:
     return f"reward {wrong[0]}, must be finite in float32" if wrong else None
 
 
-def verdict_flaw(verdicts: list, size: int) -> str | None:
+def verdict_flaw(verdicts: list, episodes: list[Trajectory]) -> str | None:
     """What is wrong with a verifier's verdicts on a group; None if they are sound."""
-    if len(verdicts) != size:
-        return f"{len(verdicts)} verdicts on {size} samples"
+    if not episodes or len(verdicts) != len(episodes):
+        return f"{len(verdicts)} verdicts on {len(episodes)} samples"
+    if any(not isinstance(error, str | None) for *_, error in verdicts):
+        return "an error that is no text"
     return reward_flaw([reward for value, turns, _ in verdicts for reward in (value, *turns)])
 
 

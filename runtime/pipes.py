@@ -23,12 +23,14 @@ import numpy as np
 
 import __main__
 from runtime.arena import FULL, Arena
+from runtime.config import TrainingStopped
 from runtime.messages import pack_messages, place_group, unpack_messages
 
 END = b""  # a delivery: the last one
 # what stands before a delivery, as in a `Connection`: its length, or -1 and the length
 LENGTH, LONG, BODY = "!i", "!Q", ""
-DESCRIPTOR = socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC  # room for one
+# for recvmsg: room for one descriptor, and flags
+ONE_DESCRIPTOR = socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
 BEAT_SECONDS = 1.0  # a worker that has said nothing for longer says that it is alive
 
 
@@ -85,8 +87,7 @@ class Line:
             self.send()
 
     def receive(self, seconds: float) -> list:
-        """What was issued next: groups, calls or results; none after `seconds`; SystemExit at the
-        end."""
+        """What the parent has sent next; nothing after `seconds`; SystemExit at the end."""
         if not self.connection.poll(seconds):
             return []
         if delivery := next_delivery(self.connection):
@@ -97,18 +98,18 @@ class Line:
 def announce(arena: Arena, connection: Connection) -> None:
     """Send an arena to the parent: an empty delivery has its descriptor."""
     with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        own.setblocking(True)  # whatever a task has made the default: the connection is the same
+        own.setblocking(True)  # a task may have set a default timeout, which would be the pipe's
         socket.send_fds(own, [struct.pack(LENGTH, 0)], [arena.descriptor])
 
 
-def child_main(function, line: tuple, log: str, parent: int, arguments: list):
+def child_main(function, ends: tuple, log: str, parent: int, arguments: list):
     """What runs first in every worker: die with the parent, leave Ctrl-C to it, log to a file."""
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    function(Line(*line), *arguments)
+    function(Line(*ends), *arguments)
 
 
 # ------------------------------------------------------------------------------ the parent's side
@@ -156,21 +157,23 @@ class Port:
             return True
 
     def read(self) -> memoryview | None:
-        """The next delivery; None: it is not whole yet. EOFError: the worker is gone; ValueError:
-        it sends no deliveries."""
+        """The next delivery, an empty one where an arena was announced; None: it is not whole yet.
+        EOFError: the worker is gone; ValueError: what it sends is no delivery; TrainingStopped:
+        this process cannot open an arena."""
         while True:
             while self.missing:
                 try:
-                    count, told, flags, _ = self.socket.recvmsg_into([self.missing], *DESCRIPTOR)
+                    found = self.socket.recvmsg_into([self.missing], *ONE_DESCRIPTOR)
                 except BlockingIOError:
                     return None
                 except OSError:
                     raise EOFError from None
+                count, ancillary, flags, _ = found
                 if not count:
                     raise EOFError
                 if flags & socket.MSG_CTRUNC:
-                    raise OSError("the parent has too many open files (ulimit -n)")
-                for *_, descriptor in told:
+                    raise TrainingStopped("too many open files (ulimit -n)")
+                for *_, descriptor in ancillary:
                     self.arena = Arena(int.from_bytes(descriptor, sys.byteorder))
                 self.missing = self.missing[count:]
             kind, whole = self.kind, self.whole

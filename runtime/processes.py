@@ -9,6 +9,7 @@ No lock and no queue is shared between processes, so `kill -9` of a worker can n
 corrupt the others: its pipe closes, the rest goes on. One thread of the parent carries all
 messages, whenever a pipe has or takes some bytes: no worker ever waits for a busy learner, and one
 that stops in the middle of a message holds up nobody else. A second thread sees to lost workers.
+Arrays of generated groups do not pass the pipes, but lie in shared memory (arena.py).
 """
 
 import contextlib
@@ -278,6 +279,9 @@ class Pool:
             return True
         except EOFError:
             reason = None
+        except TrainingStopped as error:  # it is not the worker's fault
+            self._put(worker, error)
+            return False
         except Exception as error:  # bytes that are no messages raise almost anything
             reason = f"sent a damaged message ({type(error).__name__}: {error})"
         self.losses.put((worker, reason))
@@ -293,7 +297,7 @@ class Pool:
             # before the lock: a look at megabytes lets other threads run, and they may want it, too
             if isinstance(placed := getattr(answer, "group", None), Placed):
                 answer = answer._replace(group=read_group(placed, worker.port.arena))
-                answer.group.place = worker.port.arena, placed.start
+                answer.group.place = worker.port.arena, placed.offset
             work = worker.calls if isinstance(answer, Result) else worker.work
             if flaw := self.flaw(answer, work):
                 raise ValueError(flaw)

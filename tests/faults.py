@@ -140,8 +140,8 @@ class Breaking(Line):
         if not isinstance(answer, Answer):
             return placed
         if arena and (fault := self.plan.due("place", answer.group_id)):
-            start = placed.group.start
-            at = start + int(fault["share"] * (arena.end - start))
+            offset = placed.group.offset
+            at = offset + int(fault["share"] * (arena.end - offset))
             if fault["kind"] == "one bit":
                 (byte,) = os.pread(arena.descriptor, 1, at)
                 os.pwrite(arena.descriptor, bytes([byte ^ 1]), at)

@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import resource
+import time
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import toys
 from toys import episodes, pool_of, started, wait_for
 
 from runtime.arena import FULL, Arena
+from runtime.config import TrainingStopped
 from runtime.messages import (
     ARRAYS,
     Group,
@@ -87,13 +89,13 @@ def test_groups_lie_one_behind_the_other():
         group = read_group(placed[number], arena)
         assert group.group_id == number
         check(group)
-        group.place = arena, placed[number].start
+        group.place = arena, placed[number].offset
         verified = pickle.loads(pickle.dumps(ToVerify(group)))  # opens it by its path
         for t, own in zip(verified.trajectories, group.trajectories, strict=True):
             assert np.array_equal(t.tokens, own.tokens) and t.logprobs is None
     os.ftruncate(arena.descriptor, 0)
     check(group)
-    with pytest.raises(ValueError, match="wrong checksum"):
+    with pytest.raises(ValueError, match="0 bytes of arrays at"):
         read_group(placed[1], arena)
     assert open_arenas() == before + 1
     del arena
@@ -106,7 +108,7 @@ def test_damaged_arrays_are_refused():
     arena = Arena()
     place_group(whole(1), arena)
     placed = place_group(whole(2), arena)
-    for i in range(8 * placed.start, 8 * arena.end):
+    for i in range(8 * placed.offset, 8 * arena.end):
         (byte,) = os.pread(arena.descriptor, 1, i // 8)
         os.pwrite(arena.descriptor, bytes([byte ^ 1 << i % 8]), i // 8)
         with pytest.raises(ValueError, match="damaged: wrong checksum"):
@@ -171,10 +173,21 @@ def test_too_many_open_files_are_named(monkeypatch):
     announce(arena, there)
     resource.setrlimit(resource.RLIMIT_NOFILE, (port.fileno(), limit[1]))
     try:
-        with pytest.raises(OSError, match="too many open files"):
+        with pytest.raises(TrainingStopped, match="too many open files"):
             port.read()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_what_this_process_cannot_do_is_no_workers_fault(pool, monkeypatch):
+    def read(port):
+        raise TrainingStopped("too many open files")
+
+    monkeypatch.setattr(Port, "read", read)
+    deadline = time.monotonic() + 30.0
+    with pytest.raises(TrainingStopped, match="too many open files"):
+        while time.monotonic() < deadline:
+            assert not any(isinstance(said, Lost) for _, said in pool.receive(0.1))
 
 
 def test_a_group_outlives_its_maker_and_its_first_judge(pool, tmp_path):
@@ -199,7 +212,7 @@ def test_a_group_outlives_its_maker_and_its_first_judge(pool, tmp_path):
 def test_a_worker_that_says_a_wrong_place_is_replaced(pool):
     pool.issue("maker", [a_group(2, do="elsewhere")])
     (lost,) = read_all(pool, 1)
-    assert "sent a damaged message (ValueError: arrays that are damaged" in lost.reason
+    assert "sent a damaged message (ValueError: 0 bytes of arrays at 0" in lost.reason
     assert [group.group_id for group in lost.groups] == [2]
     pool.issue("maker", [a_group(2)])
     (answer,) = read_all(pool, 1)

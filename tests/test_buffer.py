@@ -950,11 +950,19 @@ def test_messages_of_every_kind_are_looked_at():
         ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, "),
         ([[1.0, [float("inf")], None], [0.0, [], "verifier_error"]], "reward inf, "),
         ([[1e300, [1e300], None], [0.0, [], None]], "reward 1e+300, "),
+        ([[1.0, [1.0], 5], [0.0, [], None]], "an error that is no text"),
     ],
 )
 def test_poisoned_verdicts_are_named(verdicts, words):
-    assert verdict_flaw([[1.0, [1.0], None], [0.0, [], "verifier_timeout"]], 2) is None
-    assert verdict_flaw(verdicts, 2).startswith(words)
+    episodes = sound_group().trajectories
+    assert verdict_flaw([[1.0, [1.0], None], [0.0, [], "verifier_timeout"]], episodes) is None
+    assert verdict_flaw(verdicts, episodes).startswith(words)
+
+
+def test_what_was_not_generated_has_no_verdict():
+    """Of a worker that generates, and says that it has verified nothing at all."""
+    found = flaw(Answer(5, judgement=Judgement([], 0.0, 0.0)), ASKED, *SOUND)
+    assert found == "0 verdicts on 0 samples"
 
 
 def test_a_restored_group_keeps_its_deadline():
