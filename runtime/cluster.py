@@ -70,7 +70,9 @@ class Seat:
     def _run(self, started: SimpleQueue, name: str, function, number: int, arguments: list) -> None:
         """A thread that lives as long as the process, which would die with it."""
         log = Path(f"/tmp/nanoglm-{os.getpid()}-{name}.log")
-        process, self.connection = start_here(name, function, number, str(log), arguments, False)
+        process, self.connection = start_here(
+            name, function, number, str(log), arguments, arenas=False
+        )
         started.put(process.pid)
         while delivery := next_delivery(self.connection):
             self.said.put(delivery)

@@ -1,8 +1,9 @@
 """pipes.py: a worker's process, and the two ends of the pipe between it and the parent.
 
 `Line` is the worker's end, which may wait, `Port` the parent's, which never does: one thread of the
-parent looks after all of them. What passes is one delivery after another, packed by messages.py. A
-worker dies with the thread of the parent that has started it.
+parent looks after all of them. What passes is one delivery after another, packed by messages.py; an
+empty one announces the memory in which the arrays of the next ones lie (arena.py). A worker dies
+with the thread of the parent that has started it.
 Left out: who has which work, and what follows when a worker is gone (processes.py).
 """
 
