@@ -4,13 +4,20 @@ dsa.py is the specification and says what is computed; this file says how it is 
 A program owns one block of `query_block` neighbouring queries and one key head: BQ * G query
 heads ("lanes") that share a list of chunks, and BN keys of that list at a time. Tensor cores
 want 64 rows: a tile of scores is [BM, BN] where the lanes fill them and [BN, BM], keys first,
-where they do not (G = 16 and BQ = 1). Softmax is online and in base 2; sums are in float32.
+where they do not. Softmax is online and in base 2; sums are in float32.
+
+With BQ = 1 (every query selects for itself) G = 16 lanes would do little with the keys they read.
+But neighbours select much the same: in a model that has learned text, 8 of them list 1.7 times as
+many chunks as one (`python bench.py unions`). So in half precision they read the union of their
+lists together, bits tell who sees what, and the result stays that of each query's own list. Where
+a union would not halve what is read (selections of random weights differ more), they stay alone.
 
   _select       scores the past of a block and keeps the best chunks in registers as int64 (the
                 float's order, the id reversed), tile by tile: scores are never stored
   _score        for longer lists (GLM-5's 2048 single tokens): stores the scores of a stripe of
                 blocks, as integers in the same order, and
   _pick         finds the last one that is kept, by four histograms of 8 bits each
+  _unite        makes one list of those of neighbours, by marks on all chunks of their past
   _forward      walks over a block's list; in decode, several programs share a list, and
   _merge        adds up what they found. With a list of all chunks it is flash decoding for dense
                 attention (`dense_decode`): how long a list is, a program reads from the GPU, so
@@ -23,12 +30,13 @@ where they do not (G = 16 and BQ = 1). Softmax is online and in base 2; sums are
 
 What limits speed: a list is read for BQ * G query heads only, so the L2 cache is the limit until
 BQ * G is about 64 to 128 and tensor cores are. Selection costs 1 / 2C of dense attention.
-Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding.
+Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding. Whether a
+query is alone depends on its neighbours, and so does its rounding, in half precision.
 
 Runs on CUDA, or, to be tested, on a CPU when TRITON_INTERPRET=1 is set before Triton is imported:
 there bfloat16 is computed as float32, and float64 is allowed. Triton 3.6 to 3.9; the interpreter
-of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, which
-share tiles; it never reaches an earlier block.
+of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries that share its tiles, never
+those of an earlier block, or of neighbours before.
 
 Legend   as in dsa.py, and   BQ queries of a block (query_block)   NB blocks   P pieces
          BM lanes, BN keys of a tile         BR blocks, BC chunks, BS kept in a tile of selection
@@ -45,6 +53,7 @@ from dsa import Tables
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-(1 << 63))  # below every packed score
+FAR = tl.constexpr(1 << 30)  # behind all that a query sees
 WIDTHS = (16, 32, 64, 128)  # head widths; others would pad the tiles
 STREAMED = 64  # longest list `_select` keeps in registers (at D = 128, above 32, it spills a bit)
 ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ kernel
@@ -54,6 +63,8 @@ PROGRAMS = 264  # decode splits its lists to have so many: two for each multipro
 SPLITS = 64  # ... but never a list in more than these
 STRIPE = 512  # blocks whose scores are stored at once, for lists of more than STREAMED + 1
 SCORED, READ = 128, 1024  # chunks that are scored, and read again, in a tile
+UNITED = 16  # most neighbours whose lists become one
+MARKS = 1 << 26  # chunks that are marked at once
 
 
 @triton.jit
@@ -75,7 +86,7 @@ def _sums(weights, keys, KEY: tl.constexpr):
 
 @triton.jit
 def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
-    """What the lanes are: member = query * G + query head of a block.
+    """What the lanes are: member = query * G + query head of a block, a line of `blocks`.
 
     Returns the rows of [N * Hq], whether they exist, the first key row of the block's own chunk,
     and how far into it each of them sees (-1: sees nothing at all).
@@ -91,8 +102,9 @@ def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr):
-    """Key rows of a tile of a list, and the reach a query needs to see each (C: nobody does)."""
+def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr, UNION: tl.constexpr):
+    """Key rows of a tile of a list, and the reach that a query needs to see each: how far it lies
+    behind `own`, if at all. C: nobody sees it."""
     if C >= BN:  # a piece of one chunk: one scalar
         offset = tile * BN % C + tl.arange(0, BN)
         row = tl.load(rows + tile // (C // BN)) + tl.zeros_like(offset)
@@ -100,8 +112,23 @@ def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr):
         offset = tl.arange(0, BN) % C
         slot = tile * (BN // C) + tl.arange(0, BN) // C
         row = tl.load(rows + slot, mask=slot < S, other=-1)
-    need = tl.where(row < 0, C, tl.where(row == own, offset, 0))
+    if UNION:  # chunks of several queries' own may be among them
+        need = tl.where(row < 0, FAR, row + offset - own)
+    else:
+        need = tl.where(row < 0, C, tl.where(row == own, offset, 0))
     return (row + offset).to(tl.int64), need
+
+
+@triton.jit
+def _visible(need, reach, whose, tile, query, S, C: tl.constexpr, BN: tl.constexpr,
+             KEY: tl.constexpr, UNION: tl.constexpr):  # fmt: skip
+    """Whether queries see the keys of a tile: [BN, BM], or [BM, BN] for KEY = 1."""
+    visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
+    if UNION:  # of a list that neighbours share, `whose` tells who has selected what
+        slot = (tile * BN + tl.arange(0, BN)) // C
+        bits = tl.load(whose + slot, mask=slot < S, other=0).to(tl.int32)
+        visible &= (tl.expand_dims(bits, 1 - KEY) >> tl.expand_dims(query, KEY)) & 1 == 1
+    return visible
 
 
 @triton.jit
@@ -113,16 +140,19 @@ def _tile_count(blocks, block, reach, S, C: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k, v, rows, blocks, out, lse, scale, S, ALL,
-    HKV: tl.constexpr, HS: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
+    q, k, v, rows, whose, blocks, out, lse, scale, S, ALL,
+    HKV: tl.constexpr, HS: tl.constexpr, HB: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
+    UNION: tl.constexpr,
 ):  # fmt: skip
     """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq]: each split has its share of the
     tiles of a list."""
     block, head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
-    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
     rows += (block.to(tl.int64) * HS + head % HS) * S
+    whose += (block.to(tl.int64) * HS + head % HS) * S
+    block = block * HB + head % HB
+    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
     furthest = tl.max(reach, 0)
     d = tl.arange(0, D)
     line = at[:, None] * D + d[None, :]
@@ -133,13 +163,13 @@ def _forward(
     tiles = _tile_count(blocks, block, reach, S, C, BN)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum(split * share + share, tiles)):
-        row, need = _keys(rows, tile, own, S, C, BN)
+        row, need = _keys(rows, tile, own, S, C, BN, UNION)
         place = (row * HKV + head)[:, None] * D + d[None, :]
         seen = (need <= furthest)[:, None]
         key = tl.load(k + place, mask=seen, other=0.0)  # [BN, D]
         value = tl.load(v + place, mask=seen, other=0.0)
         score = _scores(key, query, KEY) * (scale * LOG2E)
-        visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
+        visible = _visible(need, reach, whose, tile, member // G, S, C, BN, KEY, UNION)
         score = tl.where(visible, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, KEY))
         base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: no inf - inf
@@ -155,6 +185,56 @@ def _forward(
     out += split.to(tl.int64) * ALL * D
     tl.store(lse + at, top + tl.log2(safe), mask=live)  # -inf: saw nothing, and out is 0
     tl.store(out + line, acc.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def _unite(
+    lists, first_row, first, past, marks, rows, whose, unions, alone, START, S, NC, M, K, WIDTH,
+    HS: tl.constexpr, C: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Unites the lists [N, HS, S] of BQ neighbours: rows and whose they are [NB, HS, WIDTH] in
+    order of ids, and a line of `unions` [NB, HS, 5]. If that does not halve what is read, this line
+    is left empty; otherwise the neighbours' lines in `alone` [N, HS, 5] are. marks: zeros."""
+    block, head = START + tl.program_id(0), tl.program_id(1)
+    start = block.to(tl.int64) * BQ
+    end = start * 0 + M
+    if C >= BQ:  # blocks begin and end with chunks, and so with sequences
+        own = block // (C // BQ)
+        start = tl.load(first_row + own) + block % (C // BQ) * BQ
+        end = tl.load(first_row + own + 1, mask=own + 1 < NC, other=M)
+    member = tl.arange(0, BQ)
+    live = start + member < end
+    size = tl.sum(live.to(tl.int32), 0)
+    last = tl.load(first + start + member, mask=live, other=-1)
+    last += tl.load(past + start + member, mask=live, other=0)
+    low, high = tl.load(first + start, mask=size > 0, other=0), tl.max(last, 0) + 1
+    marks += (tl.program_id(0).to(tl.int64) * HS + head) * K
+    every = 0
+    for tile in range(0, size * S, BS):
+        entry = tile + tl.arange(0, BS)
+        at = lists + ((start + entry // S) * HS + head) * S + entry % S
+        chunk = tl.load(at, mask=entry < size * S, other=-1)
+        tl.atomic_or(marks + chunk - low, 1 << entry // S, mask=chunk >= 0, sem="relaxed")
+        every += tl.sum((chunk >= 0).to(tl.int32), 0)
+    tl.debug_barrier()
+    line, count = block.to(tl.int64) * HS + head, 0
+    for tile in range(low, high, BC):
+        chunk = tile + tl.arange(0, BC)
+        mark = tl.load(marks + chunk - low, mask=chunk < high, other=0, cache_modifier=".cg")
+        to = count + tl.cumsum((mark != 0).to(tl.int32), 0) - 1
+        kept = (mark != 0) & (to < WIDTH)
+        row = tl.load(first_row + chunk, mask=kept, other=0)
+        tl.store(rows + line * WIDTH + to, row.to(tl.int32), mask=kept)
+        tl.store(whose + line * WIDTH + to, mark.to(tl.int16), mask=kept)
+        count += tl.sum((mark != 0).to(tl.int32), 0)
+    united = 2 * count <= every
+    tl.store(unions + line * 5, start.to(tl.int32))
+    tl.store(unions + line * 5 + 1, tl.where(united, size, 0))
+    tl.store(unions + line * 5 + 2, start.to(tl.int32))
+    tl.store(unions + line * 5 + 3, 0)
+    tl.store(unions + line * 5 + 4, count)
+    at = alone + ((start + member) * HS + head) * 5 + 1
+    tl.store(at, tl.where(united, 0, 1) + member * 0, mask=live)
 
 
 @triton.jit
@@ -185,16 +265,18 @@ def _delta(out, grad, delta, ALL, D: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _backward_q(
-    q, k, v, grad, rows, blocks, lse, delta, dq, dk, dv, scale, S,
-    HKV: tl.constexpr, HS: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
-    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
-    SCATTER: tl.constexpr,
+    q, k, v, grad, rows, whose, blocks, lse, delta, dq, dk, dv, scale, S,
+    HKV: tl.constexpr, HS: tl.constexpr, HB: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
+    UNION: tl.constexpr, SCATTER: tl.constexpr,
 ):  # fmt: skip
     """dq as `_forward` walks, with the probabilities made again from lse; SCATTER: dk, dv too."""
     block, head = tl.program_id(0) // PARTS, tl.program_id(1)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
-    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
     rows += (block.to(tl.int64) * HS + head % HS) * S
+    whose += (block.to(tl.int64) * HS + head % HS) * S
+    block = block * HB + head % HB
+    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
     furthest = tl.max(reach, 0)
     d = tl.arange(0, D)
     line = at[:, None] * D + d[None, :]
@@ -204,13 +286,13 @@ def _backward_q(
     shift = tl.load(delta + at, mask=live, other=0.0)
     acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
     for tile in range(0, _tile_count(blocks, block, reach, S, C, BN)):
-        row, need = _keys(rows, tile, own, S, C, BN)
+        row, need = _keys(rows, tile, own, S, C, BN, UNION)
         place = (row * HKV + head)[:, None] * D + d[None, :]
         seen = (need <= furthest)[:, None]
         key = tl.load(k + place, mask=seen, other=0.0)  # [BN, D]
         value = tl.load(v + place, mask=seen, other=0.0)
         chance = tl.exp2(_scores(key, query, KEY) * (scale * LOG2E) - tl.expand_dims(log, KEY))
-        visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
+        visible = _visible(need, reach, whose, tile, member // G, S, C, BN, KEY, UNION)
         chance = tl.where(visible, chance, 0.0)
         slide = chance * (_scores(value, slope, KEY) - tl.expand_dims(shift, KEY))
         slide, chance = slide.to(key.dtype), chance.to(key.dtype)
@@ -493,26 +575,84 @@ def _tiles(q: Tensor, k: Tensor, chunk_size: int, query_block: int) -> tuple[dic
     return common | walk, common | inverse | {"num_warps": 4}
 
 
-def _walk(q, k, v, rows, blocks, chunk_size, scale, query_block=1, split=False) -> tuple:
-    """Launches `_forward` on lists of key rows, int32 [NB, Hs, S]: out as q, log2-sum-exp2
-    [N * Hq], and what a backward pass repeats. split: several programs share a list."""
-    walk, inverse = _tiles(q, k, chunk_size, query_block)
-    walk |= {"HS": rows.shape[1]}
+def _walk(q, k, v, lists, chunk_size, scale, query_block=1, split=False, found=None) -> tuple:
+    """Launches `_forward` on lists (`rows`, `whose`, `blocks`, as from `_alone`) into `found`: out
+    as q, log2-sum-exp2 [N * Hq]. split: several programs share a list."""
+    rows, whose, blocks = lists
+    walk = _tiles(q, k, chunk_size, query_block)[0] | _shape(lists)
     every, exact = q.shape[:2].numel(), torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.empty_like(q), q.new_empty(every, dtype=exact)
+    out, lse = found or (torch.empty_like(q), q.new_empty(every, dtype=exact))
     grid, splits = (len(blocks) * walk["PARTS"], k.shape[1]), 1
     if split:
         tiles = triton.cdiv(rows.shape[2] * chunk_size, walk["BN"])
         splits = min(tiles, SPLITS, max(1, PROGRAMS // (grid[0] * grid[1])))
-    found = (out, lse)
+    parts = (out, lse)
     if splits > 1:
-        found = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
-    inputs = (q, k, v, rows, blocks, *found, scale, rows.shape[2], every)
+        parts = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
+    inputs = (q, k, v, rows, whose, blocks, *parts, scale, rows.shape[2], every)
     _launch(_forward, (*grid, splits), *inputs, **walk)
     if splits > 1:
         merge = {"D": q.shape[2], "BS": triton.next_power_of_2(splits)}
-        _launch(_merge, (every,), *found, out, lse, every, splits, **merge)
-    return out, lse, (grid, walk, inverse)
+        _launch(_merge, (every,), *parts, out, lse, every, splits, **merge)
+    return out, lse
+
+
+def _shape(lists: tuple) -> dict:
+    """What the lists that are walked over are like, as constants of `_forward`, `_backward_q`."""
+    rows, whose, blocks = lists
+    return {"HS": rows.shape[1], "HB": blocks.shape[1], "UNION": whose is not rows}
+
+
+def _alone(lists: Tensor, blocks: Tensor, tables: Tables) -> tuple:
+    """Lists of chunks [NB, Hs, S] as lists of key rows, int32, which are read as they are."""
+    rows = lists.contiguous()  # a chunk of one key is its row
+    if tables.chunk_size > 1:
+        rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
+    return rows, rows, blocks[:, None]
+
+
+def neighbours(q, k, tables: Tables, query_block: int) -> int:
+    """How many queries, each with a list of its own, read keys together to fill the tensor cores;
+    1: each is alone, as in decode, and in float32."""
+    whole = len(q) == tables.rows and not tables.cached
+    if not whole or query_block > 1 or q.element_size() != 2:
+        return 1
+    return 1 << (max(1, min(UNITED, 128 // (q.shape[1] // k.shape[1]))).bit_length() - 1)
+
+
+def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
+    """The lists of `many` neighbours as one, and what is left of the lists of each."""
+    (_, heads, width), chunks = lists.shape, len(tables.row)
+    together = triton.cdiv(tables.rows, many)
+    if tables.chunk_size >= many:
+        together = chunks * (tables.chunk_size // many)
+    most, choice = many * width // 2, tables.widest + many  # chunks: kept, and at hand
+    rows = lists.new_full((together, heads, most), -1)
+    whose = torch.zeros_like(rows, dtype=torch.int16)
+    unions = lists.new_empty(together, heads, 5)
+    rest, _, blocks = _alone(lists, blocks, tables)
+    blocks = blocks.repeat(1, heads, 1)
+    stripe = min(together, max(1, MARKS // (heads * choice)))
+    marks = lists.new_empty(stripe, heads, choice)
+    tensors = (lists, tables.row, tables.first, tables.past, marks, rows, whose, unions, blocks)
+    sizes = {"HS": heads, "C": tables.chunk_size, "BQ": many}
+    sizes |= {"BS": min(READ, triton.next_power_of_2(many * width))}
+    sizes |= {"BC": min(READ, triton.next_power_of_2(choice))}
+    for start in range(0, together, stripe):
+        grid = (min(stripe, together - start), heads)
+        given = (*tensors, start, width, chunks, tables.rows, choice, most)
+        marks.zero_()
+        _launch(_unite, grid, *given, **sizes)
+    return (rows, whose, unions), (rest, rest, blocks)
+
+
+def _passes(q, k, lists, blocks, tables, query_block) -> list:
+    """What `_forward` and `_backward_q` walk over, pass by pass: lists, and queries of a block."""
+    many = neighbours(q, k, tables, query_block)
+    if many == 1:
+        return [(_alone(lists, blocks, tables), query_block)]
+    together, alone = _united(lists.contiguous(), blocks, tables, many)
+    return [(together, many), (alone, 1)]
 
 
 class _Attention(torch.autograd.Function):
@@ -520,28 +660,31 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, lists, blocks, tables, scale, query_block):
-        rows = lists.contiguous()  # a chunk of one key is its row
-        if tables.chunk_size > 1:
-            rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
-        given = (q, k, v, rows, blocks, tables.chunk_size, scale, query_block, tables.cached)
-        out, lse, launch = _walk(*given)
-        ctx.save_for_backward(q, k, v, out, lse, lists, rows, blocks)
-        ctx.plan = tables, scale, *launch
-        return out
+        found = None
+        for given, queries in _passes(q, k, lists, blocks, tables, query_block):
+            how = (tables.chunk_size, scale, queries, tables.cached)
+            found = _walk(q, k, v, given, *how, found)
+        ctx.save_for_backward(q, k, v, *found, lists, blocks)
+        ctx.plan = tables, scale, query_block
+        return found[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        q, k, v, out, lse, lists, rows, blocks = ctx.saved_tensors
-        tables, scale, grid, walk, inverse = ctx.plan
+        q, k, v, out, lse, lists, blocks = ctx.saved_tensors
+        tables, scale, query_block = ctx.plan
         grad, every, width = grad.contiguous(), len(lse), q.shape[2]
         delta, dq = torch.empty_like(lse), torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         _launch(_delta, (triton.cdiv(every, 64),), out, grad, delta, every, D=width, BM=64)
-        inputs = (q, k, v, grad, rows, blocks, lse, delta, dq, dk, dv, scale, lists.shape[2])
         scatter = tables.chunk_size < ATOMIC_BELOW
-        _launch(_backward_q, grid, *inputs, **walk, SCATTER=scatter)
+        for given, queries in _passes(q, k, lists, blocks, tables, query_block):
+            walk = _tiles(q, k, tables.chunk_size, queries)[0] | _shape(given)
+            programs = (len(given[2]) * walk["PARTS"], k.shape[1])
+            inputs = (q, k, v, grad, *given, lse, delta, dq, dk, dv, scale, given[0].shape[2])
+            _launch(_backward_q, programs, *inputs, **walk, SCATTER=scatter)
         if not scatter:
+            inverse = _tiles(q, k, tables.chunk_size, query_block)[1]
             limit = max(1, PIECE_LANES // (inverse["BQ"] * inverse["G"]))
             order, pieces = _inverse(lists, tables, limit)
             grid = (len(pieces), inverse["C"] // inverse["BN"], k.shape[1] // lists.shape[1])
@@ -709,7 +852,8 @@ def plan_dense(positions: Tensor, length: int, heads: int) -> tuple:
     rows = rows.masked_fill(local > past[:, None], -1)[:, None]  # [n * Hkv, 1, tiles]
     place = positions.repeat_interleave(heads) % tile
     columns = (first, torch.ones_like(past), first * length + past * tile, place, past + 1)
-    return rows.int(), torch.stack(columns, dim=-1).int(), tile
+    rows = rows.int()
+    return (rows, rows, torch.stack(columns, dim=-1).int()[:, None]), tile
 
 
 @torch.no_grad()

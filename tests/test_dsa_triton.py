@@ -96,6 +96,9 @@ FORWARD = [  # cu_seqlens, chunk size, Hq, Hkv, Hs, width, query block, dtype, S
     ([0, 257], 256, 1, 1, 1, 32, 128, torch.float16, 2),
     ([0, 5, 30], 1, 4, 2, 1, 16, 1, torch.float32, 7),
     ([0, 5, 17], 1, 4, 2, 2, 32, 1, torch.float16, 7),
+    ([0, 5, 40], 1, 16, 1, 1, 16, 1, torch.float16, 9),
+    ([0, 21, 70], 16, 4, 2, 2, 32, 1, torch.float16, 3),
+    ([0, 21, 70], 16, 4, 2, 1, 32, 1, torch.float16, 3),
     ([0, 7, 40], 8, 16, 1, 1, 16, 8, torch.float16, 3),
     ([0, 7, 40], 4, 4, 2, 2, 32, 2, torch.bfloat16, 3),
 ]
@@ -126,6 +129,51 @@ def test_forward_and_gradients_are_those_of_masked_dense_attention(case, monkeyp
         for a, b in zip((got, *grads), (want, *want_grads), strict=True):
             close(a, b, ERROR[kind])
         assert (got[empty] == 0).all() and (grads[0][empty] == 0).all()
+
+
+@kernels
+@pytest.mark.parametrize("chunk_size,many", [(1, 4), (4, 4), (2, 8), (16, 8)])
+def test_lists_of_neighbours_are_united_where_that_halves_them(chunk_size, many, monkeypatch):
+    monkeypatch.setattr(dsa_triton, "MARKS", 500)  # stripe by stripe
+    length = 24 * max(chunk_size, many) + 3
+    cu = [0, 2, 2, 3, length]
+    lists = random_selection(dsa.packed_tables(torch.tensor(cu), chunk_size), 2, 3)
+    lists[length // 2 :: 3] = lists[length // 2]  # some agree
+    tables, lists = packed(*cu, chunk_size=chunk_size), lists.to(DEVICE).int()
+    blocks = dsa_triton.plan_blocks(tables)
+    together, rest = dsa_triton._united(lists, blocks, tables, many)
+    found, ways = set(), set()
+    rows, whose, unions = (x.tolist() for x in together)
+    for block, by_head in enumerate(unions):
+        for head, (start, size, own, place, count) in enumerate(by_head):
+            if size:
+                assert own == start and place == 0 and size <= many
+                assert rows[block][head][:count] == sorted(set(rows[block][head][:count]))
+                entries = zip(rows[block][head][:count], whose[block][head][:count], strict=True)
+                new = [(start + n, head, row) for row, bits in entries for n in bits_of(bits)]
+                ways.add("united")
+                assert 2 * count <= len(new) and not found & set(new)
+                found |= set(new)
+    for query, by_head in enumerate(rest[2].tolist()):
+        for head, line in enumerate(by_head):
+            assert line == [query, line[1], *blocks[query, 2:].tolist()]
+            if line[1]:
+                ways.add("alone")
+                new = {(query, head, row) for row in rest[0][query, head].tolist() if row >= 0}
+                assert not found & new
+                found |= new
+    want = {
+        (query, head, tables.row[chunk].item())
+        for query, by_head in enumerate(lists.tolist())
+        for head, chunks in enumerate(by_head)
+        for chunk in chunks
+        if chunk >= 0
+    }
+    assert found == want and ways == {"united", "alone"}
+
+
+def bits_of(number: int) -> list:
+    return [n for n in range(16) if number >> n & 1]
 
 
 @kernels
@@ -189,11 +237,33 @@ def test_future_tokens_and_other_sequences_change_nothing(chunk_size, query_bloc
 
 
 @kernels
-@pytest.mark.parametrize("chunk_size,query_block", [(1, 1), (16, 1), (16, 8)])
-def test_packed_is_bitwise_separate(chunk_size, query_block):
+@pytest.mark.parametrize("chunk_size", [1, 16])
+def test_what_neighbours_look_at_changes_no_more_than_rounding(chunk_size):
+    """Whether lists are united depends on later neighbours: sums may begin with another tile."""
+    n, now = 3 * chunk_size + 40, 2 * chunk_size + 20
+    tables = packed(0, n, chunk_size=chunk_size)
+    tensors = random_qkv(n, n, (32, 2), dtype=torch.float16)
+    want = dsa_triton.dsa_attention(*tensors, tables, 2)[: now + 1]
+    for x in tensors:
+        x[now + 1 :] = 100 * torch.randn_like(x[now + 1 :])
+    got = dsa_triton.dsa_attention(*tensors, tables, 2)[: now + 1]
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@kernels
+@pytest.mark.parametrize(
+    "chunk_size,query_block,dtype",
+    [
+        (1, 1, torch.float32),
+        (16, 1, torch.float32),
+        (16, 8, torch.float32),
+        (16, 1, torch.float16),
+    ],
+)
+def test_packed_is_bitwise_separate(chunk_size, query_block, dtype):
     n = chunk_size + 6
     cu = [0, 5, 5, n, n + 1]
-    tensors = random_qkv(n + 1, n + 1)
+    tensors = random_qkv(n + 1, n + 1, dtype=dtype)
     tables = packed(*cu, chunk_size=chunk_size)
     whole = dsa_triton.dsa_attention(*tensors, tables, 3, query_block=query_block)
     for a, b in ((0, 5), (5, n), (n, n + 1)):
@@ -614,7 +684,7 @@ def test_a_cpu_tensor_is_refused_where_nothing_is_interpreted():
 
 KERNELS = {name: x for name, x in vars(dsa_triton).items() if isinstance(x, triton.JITFunction)}
 LAUNCHED = {"_forward", "_merge", "_delta", "_backward_q", "_backward_kv"}
-LAUNCHED |= {"_select", "_score", "_pick"}
+LAUNCHED |= {"_select", "_score", "_pick", "_unite"}
 SHAPES = {  # D, chunk size, query block, S, cached, indexer heads and width
     "per query, 64": (64, 64, 1, 16, False, None),
     "per query, 128": (128, 64, 1, 16, False, None),
@@ -635,7 +705,7 @@ def compile_for_hopper(kernel, *args, **constants) -> tuple[str, int]:
         name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants
     }
     names = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-    names |= {torch.int32: "*i32", torch.int64: "*i64"}
+    names |= {torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"}
     signature, divisible = {}, {}
     for place, (name, x) in enumerate(zip(kernel.arg_names, args, strict=False)):
         if isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0):
@@ -680,6 +750,7 @@ def test_kernels_compile_for_sm_90_and_spill_nothing(name, monkeypatch):
         out.sum().backward()
     want = {"_forward", "_merge"} if cached else LAUNCHED - {"_merge"}
     want -= {"_backward_kv"} if chunk_size < dsa_triton.ATOMIC_BELOW else set()
+    want -= {"_unite"} if cached or query_block > 1 else set()
     want -= {"_select"} if top_k > dsa_triton.STREAMED + 1 else {"_score", "_pick"}
     assert {kernel.__name__ for kernel, _, _ in launches} == want
     compile_all(name, launches)
@@ -773,13 +844,14 @@ def test_one_captured_step_serves_all_lengths(kind):
 
 
 @pytest.mark.gpu
-def test_training_asks_the_gpu_for_no_number():
+@pytest.mark.parametrize("query_block", [1, 8])
+def test_training_asks_the_gpu_for_no_number(query_block):
     tables, inputs = packed(0, 300, 1000, chunk_size=64), random_qkv(1000, 1000, (32, 2), 128)
     inputs = [x.bfloat16().requires_grad_() for x in inputs]
     try:
         for mode in ("default", "error"):  # first compiled, then watched
             torch.cuda.set_sync_debug_mode(mode)
-            dsa_triton.dsa_attention(*inputs, tables, 16, query_block=8).sum().backward()
+            dsa_triton.dsa_attention(*inputs, tables, 16, query_block=query_block).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(x.grad.isfinite().all() for x in inputs)
