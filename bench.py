@@ -54,6 +54,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
+    "unions": ("unions", 10, "unions.json", "how alike the lists of neighbouring queries are"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),

@@ -7,10 +7,11 @@ want 64 rows: a tile of scores is [BM, BN] where the lanes fill them and [BN, BM
 where they do not. Softmax is online and in base 2; sums are in float32.
 
 With BQ = 1 (every query selects for itself) G = 16 lanes would do little with the keys they read.
-But neighbours select much the same: in a model that has learned text, 8 of them list 1.7 times as
+But neighbours select much the same: in a model that has learned text, 8 of them list 1.8 times as
 many chunks as one (`python bench.py unions`). So in half precision they read the union of their
-lists together, bits tell who sees what, and the result stays that of each query's own list. Where
-a union would not halve what is read (selections of random weights differ more), they stay alone.
+lists together, bits tell who sees what, and the result stays that of each query's own list: 2.2
+times as fast by arithmetic (docs/design.md), not timed yet. Where a union would not halve what is
+read, they stay alone.
 
   _select       scores the past of a block and keeps the best chunks in registers as int64 (the
                 float's order, the id reversed), tile by tile: scores are never stored
@@ -63,7 +64,8 @@ PROGRAMS = 264  # decode splits its lists to have so many: two for each multipro
 SPLITS = 64  # ... but never a list in more than these
 STRIPE = 512  # blocks whose scores are stored at once, for lists of more than STREAMED + 1
 SCORED, READ = 128, 1024  # chunks that are scored, and read again, in a tile
-UNITED = 16  # most neighbours whose lists become one
+UNITED = 16  # most neighbours whose lists become one ...
+LONG = 1024  # ... if sequences may have so many keys: below, the launches would cost more
 MARKS = 1 << 26  # chunks that are marked at once
 
 
@@ -613,9 +615,10 @@ def _alone(lists: Tensor, blocks: Tensor, tables: Tables) -> tuple:
 
 def neighbours(q, k, tables: Tables, query_block: int) -> int:
     """How many queries, each with a list of its own, read keys together to fill the tensor cores;
-    1: each is alone, as in decode, and in float32."""
+    1: each is alone, as in decode, in short contexts, and in float32."""
     whole = len(q) == tables.rows and not tables.cached
-    if not whole or query_block > 1 or q.element_size() != 2:
+    short = tables.widest * tables.chunk_size < LONG
+    if not whole or short or query_block > 1 or q.element_size() != 2:
         return 1
     return 1 << (max(1, min(UNITED, 128 // (q.shape[1] // k.shape[1]))).bit_length() - 1)
 

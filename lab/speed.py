@@ -21,6 +21,7 @@ from tqdm import tqdm
 import cache as caches
 import dsa
 from lab.plots import column, save_result, spread
+from lab.unions import union
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import UserError
 from runtime.devices import describe_machine
@@ -120,6 +121,7 @@ def decode_steps(model: GPT, cache: caches.Cache, tokens, positions) -> None:
 
 HEADS = (32, 2, 128)  # query heads, key heads, head width
 GPU = {"device": "cuda", "dtype": torch.bfloat16}
+WINDOW = 32  # neighbours whose queries have something in common
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
 
 
@@ -130,36 +132,51 @@ def dense_attention(backend: SDPBackend, q, k, v) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
+def apart(length: int, *shape: int) -> torch.Tensor:
+    """Random numbers [length, ...]."""
+    return torch.randn(length, *shape, **GPU)
+
+
+def alike(length: int, *shape: int) -> torch.Tensor:
+    """Random numbers, too, but each is a sum of WINDOW, and its neighbours are sums of mostly the
+    same: as in a trained model (unions.py), neighbouring queries select much the same."""
+    total = apart(WINDOW + length, *shape).float().cumsum(0)
+    return ((total[WINDOW:] - total[:-WINDOW]) / WINDOW**0.5).bfloat16()
+
+
 def bench_dsa(folder: Path, rounds: int = 3) -> None:
     """Forward, and forward with backward, of the sparse kernels (16 chunks of 64, and GLM-5's 2,048
-    tokens; selection included) against dense attention at growing context, on a GPU in bfloat16."""
+    tokens; selection included) against dense attention at growing context, on a GPU in bfloat16.
+    Queries are random, each by itself, or neighbours are alike."""
     if not torch.cuda.is_available():
         raise UserError("dsa: must be run on a machine with a CUDA device")
-    from dsa_triton import dsa_attention, plan_blocks
+    from dsa_triton import dsa_attention, plan_blocks, select_chunks
 
     def planned(tables, block):
         return tables._replace(blocks=plan_blocks(tables, block))
 
-    query_heads, key_heads, width = HEADS
     result = {"machine": describe_machine(), "heads": HEADS, "dtype": "bfloat16", "rows": []}
     for length in tqdm([2**i for i in range(12, 18)], unit="length"):
-        tensors = []
-        for heads in (query_heads, key_heads, key_heads):
-            tensors.append(torch.randn(length, heads, width, **GPU))
-        tables = dsa.packed_tables(torch.tensor([0, length], device="cuda"), 64)
-        ways = {f"dense {backend.name}": partial(dense_attention, backend) for backend in BACKENDS}
-        for block in (1, 8, 16):
-            how = {"tables": planned(tables, block), "top_k": 16, "query_block": block}
-            ways[f"sparse, query block {block}"] = partial(dsa_attention, **how)
-        single = dsa.packed_tables(torch.tensor([0, length], device="cuda"), 1)
-        index = [torch.randn(length, *heads, **GPU) for heads in ((4, 64), (64,), (4,))]
-        how = {"tables": planned(single, 1), "top_k": 2048, "index": index}
-        ways["2,048 single tokens, indexer 4 x 64"] = partial(dsa_attention, **how)
-        row = {"length": length}
+        edges = torch.tensor([0, length], device="cuda")
+        tables, single = dsa.packed_tables(edges, 64), dsa.packed_tables(edges, 1)
+        k, v, index = (apart(length, *shape) for shape in ((2, 128), (2, 128), (64,)))
+        ways, row = {}, {"length": length, "union of 8": {}}
+        for name, queries, blocks in (("", apart, (1, 8, 16)), (", alike", alike, (1,))):
+            q, q_index = queries(length, 32, 128), queries(length, 4, 64)
+            for block in blocks:
+                how = {"tables": planned(tables, block), "top_k": 16, "query_block": block}
+                ways[f"sparse, query block {block}{name}"] = (partial(dsa_attention, **how), q)
+            how = {"tables": planned(single, 1), "top_k": 2048}
+            how |= {"index": (q_index, index, apart(length, 4))}
+            ways[f"2,048 single tokens, indexer 4 x 64{name}"] = (partial(dsa_attention, **how), q)
+            lists = select_chunks(q, k, tables, 16)
+            row["union of 8"][queries.__name__] = union(lists, 8)
+        for backend in BACKENDS:
+            ways[f"dense {backend.name}"] = (partial(dense_attention, backend), q)
         for kind in ("forward", "forward+backward"):
             runs = {}
-            for name, way in ways.items():
-                runs[name] = partial(attend, way, tensors, kind != "forward")
+            for name, (way, q) in ways.items():
+                runs[name] = partial(attend, way, (q, k, v), kind != "forward")
             times = in_turn(runs | as_graphs(runs), rounds)
             row[kind] = {name: {"ms": spread(1e3 * np.array(each))} for name, each in times.items()}
         result["rows"].append(row)

@@ -10,7 +10,16 @@ from itertools import product
 from lab.agents import AGENTS, agent_lines, solved
 from lab.campaigns import fault_facts
 from lab.distil import distil_lines, judge_lines
-from lab.plots import RESULTS, between, column, grouped, load_result, markdown, spread_text
+from lab.plots import (
+    RESULTS,
+    between,
+    column,
+    grouped,
+    load_result,
+    markdown,
+    median_text,
+    spread_text,
+)
 from lab.races import JUDGED, modes_of, race_lines
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
@@ -197,6 +206,21 @@ def kernel_lines(result: dict) -> list[str]:
     return [text, *nested_table("milliseconds at", cells), NSA, f"{', '.join(own_terms)}."]
 
 
+def union_lines(result: dict) -> list[str]:
+    """How much longer the union of neighbours' lists is than one of them; see lab/unions.py."""
+    cells = defaultdict(dict)
+    for row in result["rows"]:
+        name = f"{row['weights']}: {row['lists']}"
+        for many, layers in row["union"].items():
+            cells[name][f"{many} neighbours"] = median_text(layers, ".2f")
+    text = f"""\
+Chunks in the union of neighbours' lists, over those of one list, in a text of {result["length"]:,}
+bytes that the model has not seen: means over queries; of the layers' median, smallest and largest.
+If all select the same it is 1.
+"""
+    return [text, *nested_table("weights: lists", cells)]
+
+
 def memory_lines(result: dict) -> list[str]:
     """Bytes of one long sequence; see lab/memory.py."""
     rows, cells = result["rows"], defaultdict(dict)
@@ -301,6 +325,7 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Sparse attention: decoding on one CPU thread": (decode_lines, "decode-cpu"),
     "Sparse attention: decoding on a GPU": (decode_lines, "decode-cuda"),
     "Sparse attention: kernels on a GPU": (kernel_lines, "dsa-cuda"),
+    "Sparse attention: how alike neighbours select": (union_lines, "unions"),
     "Memory at 128k tokens": (memory_lines, "memory"),
     "The simulator": (simulator_lines, "simulate", "scale"),
     "Machines": (machine_lines,),
