@@ -79,12 +79,15 @@ class Tables(NamedTuple):
     """Where chunks and queries lie; tensors are int64, positions count inside a sequence.
 
     The chunks of one sequence have consecutive ids, `first` + local id, and lie one after the
-    other. Keys after a query's `q_pos` are never read: they may hold anything, even NaN.
+    other. If there are as many queries as key rows, query n is key row n. Keys after a query's
+    `q_pos` are never read: they may hold anything, even NaN (not so for the kernels that let
+    neighbours read together, see dsa_triton.py).
     """
 
     chunk_size: int  # C
     widest: int  # K, columns of the scores
     rows: int  # M
+    sequences: int
     cached: bool  # one query a slot, and every slot has K chunks
     row: Tensor  # [NC] first key row of the chunk
     q_pos: Tensor  # [N] position of the query; -1: an empty slot, which sees nothing
@@ -129,6 +132,7 @@ def packed_tables(
         chunk_size=chunk_size,
         widest=-(-capacity // chunk_size),
         rows=len(q_pos),
+        sequences=len(lengths),
         cached=False,
         row=opens.nonzero()[:, 0],
         q_pos=q_pos,

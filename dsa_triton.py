@@ -36,8 +36,8 @@ query is alone depends on its neighbours, and so does its rounding, in half prec
 
 Runs on CUDA, or, to be tested, on a CPU when TRITON_INTERPRET=1 is set before Triton is imported:
 there bfloat16 is computed as float32, and float64 is allowed. Triton 3.6 to 3.9; the interpreter
-of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries that share its tiles, never
-those of an earlier block, or of neighbours before.
+of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, or of
+the up to 16 neighbours of its sequence that read together, earlier ones, too; no others before it.
 
 Legend   as in dsa.py, and   BQ queries of a block (query_block)   NB blocks   P pieces
          BM lanes, BN keys of a tile         BR blocks, BC chunks, BS kept in a tile of selection
@@ -114,8 +114,8 @@ def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr, UNION: tl.const
         offset = tl.arange(0, BN) % C
         slot = tile * (BN // C) + tl.arange(0, BN) // C
         row = tl.load(rows + slot, mask=slot < S, other=-1)
-    if UNION:  # chunks of several queries' own may be among them
-        need = tl.where(row < 0, FAR, row + offset - own)
+    if UNION:  # `own` is the first query's row; neighbours' own chunks may be others
+        need = tl.where(row < 0, FAR, tl.maximum(row + offset - own, 0))
     else:
         need = tl.where(row < 0, C, tl.where(row == own, offset, 0))
     return (row + offset).to(tl.int64), need
@@ -191,25 +191,17 @@ def _forward(
 
 @triton.jit
 def _unite(
-    lists, first_row, first, past, marks, rows, whose, unions, alone, START, S, NC, M, K, WIDTH,
-    HS: tl.constexpr, C: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+    lists, starts, first_row, first, past, marks, rows, whose, unions, alone, START, S, K, WIDTH,
+    HS: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Unites the lists [N, HS, S] of BQ neighbours: rows and whose they are [NB, HS, WIDTH] in
-    order of ids, and a line of `unions` [NB, HS, 5]. If that does not halve what is read, this line
-    is left empty; otherwise the neighbours' lines in `alone` [N, HS, 5] are. marks: zeros."""
+    """Unites the lists [N, HS, S] of up to BQ neighbours: rows and whose they are [NB, HS, WIDTH]
+    in order of ids, and a line of `unions` [NB, HS, 5]. If that does not halve what is read, this
+    line is left empty; otherwise the neighbours' lines in `alone` [N, HS, 5] are. marks: zeros."""
     block, head = START + tl.program_id(0), tl.program_id(1)
-    start = block.to(tl.int64) * BQ
-    end = start * 0 + M
-    if C >= BQ:  # blocks begin and end with chunks, and so with sequences
-        own = block // (C // BQ)
-        start = tl.load(first_row + own) + block % (C // BQ) * BQ
-        end = tl.load(first_row + own + 1, mask=own + 1 < NC, other=M)
-    member = tl.arange(0, BQ)
-    live = start + member < end
-    size = tl.sum(live.to(tl.int32), 0)
-    last = tl.load(first + start + member, mask=live, other=-1)
-    last += tl.load(past + start + member, mask=live, other=0)
-    low, high = tl.load(first + start, mask=size > 0, other=0), tl.max(last, 0) + 1
+    start = tl.load(starts + block)
+    size = (tl.load(starts + block + 1) - start).to(tl.int32)
+    low = tl.load(first + start, mask=size > 0, other=0)
+    high = low + tl.load(past + start + size - 1, mask=size > 0, other=-1) + 1
     marks += (tl.program_id(0).to(tl.int64) * HS + head) * K
     every = 0
     for tile in range(0, size * S, BS):
@@ -235,8 +227,9 @@ def _unite(
     tl.store(unions + line * 5 + 2, start.to(tl.int32))
     tl.store(unions + line * 5 + 3, 0)
     tl.store(unions + line * 5 + 4, count)
+    member = tl.arange(0, BQ)
     at = alone + ((start + member) * HS + head) * 5 + 1
-    tl.store(at, tl.where(united, 0, 1) + member * 0, mask=live)
+    tl.store(at, tl.where(united, 0, 1) + member * 0, mask=member < size)
 
 
 @triton.jit
@@ -625,27 +618,26 @@ def neighbours(q, k, tables: Tables, query_block: int) -> int:
 
 def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     """The lists of `many` neighbours as one, and what is left of the lists of each."""
-    (_, heads, width), chunks = lists.shape, len(tables.row)
-    together = triton.cdiv(tables.rows, many)
-    if tables.chunk_size >= many:
-        together = chunks * (tables.chunk_size // many)
-    most, choice = many * width // 2, tables.widest + many  # chunks: kept, and at hand
-    rows = lists.new_full((together, heads, most), -1)
+    (_, heads, width), most = lists.shape, many * lists.shape[2] // 2
+    # places of neighbours are counted in each sequence; a bound of how many groups there are
+    groups = tables.rows // many + tables.sequences
+    number = (tables.q_pos % many == 0).cumsum(0)
+    starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=number.device))
+    rows = lists.new_full((groups, heads, most), -1)
     whose = torch.zeros_like(rows, dtype=torch.int16)
-    unions = lists.new_empty(together, heads, 5)
+    unions = lists.new_empty(groups, heads, 5)
     rest, _, blocks = _alone(lists, blocks, tables)
     blocks = blocks.repeat(1, heads, 1)
-    stripe = min(together, max(1, MARKS // (heads * choice)))
-    marks = lists.new_empty(stripe, heads, choice)
-    tensors = (lists, tables.row, tables.first, tables.past, marks, rows, whose, unions, blocks)
-    sizes = {"HS": heads, "C": tables.chunk_size, "BQ": many}
-    sizes |= {"BS": min(READ, triton.next_power_of_2(many * width))}
-    sizes |= {"BC": min(READ, triton.next_power_of_2(choice))}
-    for start in range(0, together, stripe):
-        grid = (min(stripe, together - start), heads)
-        given = (*tensors, start, width, chunks, tables.rows, choice, most)
+    stripe = min(groups, max(1, MARKS // (heads * tables.widest)))
+    marks = lists.new_empty(stripe, heads, tables.widest)
+    places = (tables.row, tables.first, tables.past)
+    tensors = (lists, starts, *places, marks, rows, whose, unions, blocks)
+    sizes = {"HS": heads, "BQ": many, "BS": min(READ, triton.next_power_of_2(many * width))}
+    sizes |= {"BC": min(READ, triton.next_power_of_2(tables.widest))}
+    for start in range(0, groups, stripe):
+        grid = (min(stripe, groups - start), heads)
         marks.zero_()
-        _launch(_unite, grid, *given, **sizes)
+        _launch(_unite, grid, *tensors, start, width, tables.widest, most, **sizes)
     return (rows, whose, unions), (rest, rest, blocks)
 
 

@@ -95,7 +95,7 @@ def select(scores, past, top_k):
     """dsa.py: `top_chunks`, one sequence, one head; of its tables it reads `past` and `first`."""
     width = scores.shape[1]
     chunk, zero = torch.arange(width), torch.zeros_like(past)
-    tables = dsa.Tables(1, width, width, False, chunk, past, zero)
+    tables = dsa.Tables(1, width, width, 1, False, chunk, past, zero)
     return dsa.top_chunks(scores[:, None], tables, top_k)[:, 0]
 
 

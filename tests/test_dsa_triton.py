@@ -238,6 +238,24 @@ def test_future_tokens_and_other_sequences_change_nothing(chunk_size, query_bloc
 
 
 @kernels
+@pytest.mark.parametrize("chunk_size", [1, 4, 32])
+def test_a_nan_reaches_no_more_than_those_that_read_together(chunk_size):
+    cu, bad = [0, 21, 80], 21 + 40
+    tensors = [x.half() for x in random_qkv(80, 80, (32, 2))]
+    tables = packed(*cu, chunk_size=chunk_size)
+    for x in tensors:
+        x[bad:] = NAN
+    many = dsa_triton.neighbours(*tensors[:2], tables, 1)
+    tensors = [x.requires_grad_() for x in tensors]
+    out = dsa_triton.dsa_attention(*tensors, tables, 3)
+    grads = torch.autograd.grad(out[: 21 + 32].float().square().sum(), tensors)
+    first = 21 + 40 // many * many
+    assert many == 8 and out[:first].isfinite().all()
+    for x in grads:
+        assert x[:21].isfinite().all()
+
+
+@kernels
 @pytest.mark.parametrize("chunk_size", [1, 16])
 def test_what_neighbours_look_at_changes_no_more_than_rounding(chunk_size):
     """Whether lists are united depends on later neighbours: sums may begin with another tile."""
@@ -258,6 +276,7 @@ def test_what_neighbours_look_at_changes_no_more_than_rounding(chunk_size):
         (1, 1, torch.float32),
         (16, 1, torch.float32),
         (16, 8, torch.float32),
+        (1, 1, torch.float16),
         (16, 1, torch.float16),
     ],
 )
