@@ -58,7 +58,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
-    "simulate": ("simulate", 15, "simulate*.json", "the simulator against real runs"),
+    "simulate": ("simulate", 15, "simulate.json", "the simulator against real runs"),
     "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
 }
 
@@ -280,7 +280,7 @@ def describe() -> str:
 
 def measure(name: str, arguments: list[str], folder: Path) -> None:
     """Run one measurement; with --record among the arguments its files are copied to results/."""
-    from lab.plots import RESULTS
+    from lab.tables import RESULTS, tables_of
 
     module, minutes, files, what = MEASUREMENTS[name]
     room = importlib.import_module(f"lab.{module}")  # only this one: others need other packages
@@ -290,7 +290,7 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     kind = function.__annotations__.get("config", NoFlags)
     config = parse(text, flags, kind)
     function(folder) if kind is NoFlags else function(folder, config)
-    print(f"\nwritten: {folder}/")
+    print(*tables_of(folder), f"\nwritten: {folder}/", sep="\n")
     if "--record" in arguments:
         for file in (*folder.glob("*.json"), *folder.glob("*.png")):
             shutil.copy(file, RESULTS)

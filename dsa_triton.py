@@ -23,8 +23,8 @@ read, they stay alone.
   _merge        adds up what they found. With a list of all chunks it is flash decoding for dense
                 attention (`dense_decode`): how long a list is, a program reads from the GPU, so
                 one captured graph serves all lengths
-  _delta        sum(out * grad), for both backward kernels
-  _backward_q   dQ; for chunks of less than 16 keys dK and dV too, by atomic additions
+  _backward_q   dQ, and sum(out * grad) for the next one; for chunks of less than 16 keys dK and dV
+                too, by atomic additions
   _backward_kv  dK and dV of a chunk from its inverse list, the blocks that selected it, made by
                 one sort without asking the GPU for a number; pieces of a list are added up
                 atomically, because a popular chunk (a sequence's first) may be in every list
@@ -35,7 +35,7 @@ Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rou
 query is alone depends on its neighbours, and so does its rounding, in half precision.
 
 Runs on CUDA, or, to be tested, on a CPU when TRITON_INTERPRET=1 is set before Triton is imported:
-there bfloat16 is computed as float32, and float64 is allowed. Triton 3.6 to 3.9; the interpreter
+there bfloat16 is refused, and float64 is allowed. Triton 3.6 to 3.9; the interpreter
 of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, or of
 the up to 16 neighbours of its sequence that read together, earlier ones, too; no others before it.
 
@@ -104,33 +104,28 @@ def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def _keys(rows, tile, own, S, C: tl.constexpr, BN: tl.constexpr, UNION: tl.constexpr):
-    """Key rows of a tile of a list, and the reach that a query needs to see each: how far it lies
-    behind `own`, if at all. C: nobody sees it."""
-    if C >= BN:  # a piece of one chunk: one scalar
-        offset = tile * BN % C + tl.arange(0, BN)
-        row = tl.load(rows + tile // (C // BN)) + tl.zeros_like(offset)
-    else:
+def _tile(
+    k, v, rows, whose, tile, head, own, reach, query, S,
+    HKV: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
+    UNION: tl.constexpr,
+):  # fmt: skip
+    """A tile of a list: where its keys lie, whether anybody sees them [BN, 1]; keys and values
+    [BN, D]; whether each query sees each key, [BN, BM], or [BM, BN] for KEY = 1."""
+    offset, slot = tile * BN % C + tl.arange(0, BN), tile * BN // C
+    if C < BN:  # several chunks; else a piece of one: one scalar
         offset = tl.arange(0, BN) % C
-        slot = tile * (BN // C) + tl.arange(0, BN) // C
-        row = tl.load(rows + slot, mask=slot < S, other=-1)
-    if UNION:  # `own` is the first query's row; neighbours' own chunks may be others
-        need = tl.where(row < 0, FAR, tl.maximum(row + offset - own, 0))
-    else:
-        need = tl.where(row < 0, C, tl.where(row == own, offset, 0))
-    return (row + offset).to(tl.int64), need
-
-
-@triton.jit
-def _visible(need, reach, whose, tile, query, S, C: tl.constexpr, BN: tl.constexpr,
-             KEY: tl.constexpr, UNION: tl.constexpr):  # fmt: skip
-    """Whether queries see the keys of a tile: [BN, BM], or [BM, BN] for KEY = 1."""
+        slot += tl.arange(0, BN) // C
+    row = tl.load(rows + slot, mask=slot < S, other=-1) + 0 * offset
+    # a query must see so far behind its `own`; what lies before, all see that see anything
+    need = tl.where(row < 0, FAR, tl.maximum(row + offset - own, 0))
     visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
     if UNION:  # of a list that neighbours share, `whose` tells who has selected what
-        slot = (tile * BN + tl.arange(0, BN)) // C
-        bits = tl.load(whose + slot, mask=slot < S, other=0).to(tl.int32)
+        bits = tl.load(whose + slot, mask=slot < S, other=0).to(tl.int32) + 0 * offset
         visible &= (tl.expand_dims(bits, 1 - KEY) >> tl.expand_dims(query, KEY)) & 1 == 1
-    return visible
+    place = ((row + offset).to(tl.int64) * HKV + head)[:, None] * D + tl.arange(0, D)[None, :]
+    seen = (need <= tl.max(reach, 0))[:, None]
+    key = tl.load(k + place, mask=seen, other=0.0)
+    return place, seen, key, tl.load(v + place, mask=seen, other=0.0), visible
 
 
 @triton.jit
@@ -142,7 +137,7 @@ def _tile_count(blocks, block, reach, S, C: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k, v, rows, whose, blocks, out, lse, scale, S, ALL,
+    q, k, v, rows, whose, blocks, out, lse, S, ALL,
     HKV: tl.constexpr, HS: tl.constexpr, HB: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
     UNION: tl.constexpr,
@@ -155,9 +150,7 @@ def _forward(
     whose += (block.to(tl.int64) * HS + head % HS) * S
     block = block * HB + head % HB
     at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
-    furthest = tl.max(reach, 0)
-    d = tl.arange(0, D)
-    line = at[:, None] * D + d[None, :]
+    line = at[:, None] * D + tl.arange(0, D)[None, :]
     query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
     top = tl.full([BM], float("-inf"), lse.dtype.element_ty)
     total = tl.zeros([BM], lse.dtype.element_ty)
@@ -165,13 +158,10 @@ def _forward(
     tiles = _tile_count(blocks, block, reach, S, C, BN)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum(split * share + share, tiles)):
-        row, need = _keys(rows, tile, own, S, C, BN, UNION)
-        place = (row * HKV + head)[:, None] * D + d[None, :]
-        seen = (need <= furthest)[:, None]
-        key = tl.load(k + place, mask=seen, other=0.0)  # [BN, D]
-        value = tl.load(v + place, mask=seen, other=0.0)
-        score = _scores(key, query, KEY) * (scale * LOG2E)
-        visible = _visible(need, reach, whose, tile, member // G, S, C, BN, KEY, UNION)
+        place, seen, key, value, visible = _tile(
+            k, v, rows, whose, tile, head, own, reach, member // G, S, HKV, C, D, BN, KEY, UNION
+        )
+        score = _scores(key, query, KEY) * (D**-0.5 * LOG2E)
         score = tl.where(visible, score, float("-inf"))
         new = tl.maximum(top, tl.max(score, KEY))
         base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: no inf - inf
@@ -191,19 +181,20 @@ def _forward(
 
 @triton.jit
 def _unite(
-    lists, starts, first_row, first, past, marks, rows, whose, unions, alone, START, S, K, WIDTH,
+    lists, first_row, first, past, marks, rows, whose, unions, alone, START, S, K, WIDTH,
     HS: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Unites the lists [N, HS, S] of up to BQ neighbours: rows and whose they are [NB, HS, WIDTH]
-    in order of ids, and a line of `unions` [NB, HS, 5]. If that does not halve what is read, this
-    line is left empty; otherwise the neighbours' lines in `alone` [N, HS, 5] are. marks: zeros."""
+    in order of ids, and how many into the line of `unions` [NB, HS, 5]. If that does not halve what
+    is read, this line is emptied; otherwise the neighbours' lines in `alone` [N, HS, 5] are. marks:
+    zeros."""
     block, head = START + tl.program_id(0), tl.program_id(1)
-    start = tl.load(starts + block)
-    size = (tl.load(starts + block + 1) - start).to(tl.int32)
+    line = block.to(tl.int64) * HS + head
+    start, size = tl.load(unions + line * 5).to(tl.int64), tl.load(unions + line * 5 + 1)
     low = tl.load(first + start, mask=size > 0, other=0)
     high = low + tl.load(past + start + size - 1, mask=size > 0, other=-1) + 1
     marks += (tl.program_id(0).to(tl.int64) * HS + head) * K
-    every = 0
+    every, count = 0, 0
     for tile in range(0, size * S, BS):
         entry = tile + tl.arange(0, BS)
         at = lists + ((start + entry // S) * HS + head) * S + entry % S
@@ -211,25 +202,21 @@ def _unite(
         tl.atomic_or(marks + chunk - low, 1 << entry // S, mask=chunk >= 0, sem="relaxed")
         every += tl.sum((chunk >= 0).to(tl.int32), 0)
     tl.debug_barrier()
-    line, count = block.to(tl.int64) * HS + head, 0
     for tile in range(low, high, BC):
         chunk = tile + tl.arange(0, BC)
         mark = tl.load(marks + chunk - low, mask=chunk < high, other=0, cache_modifier=".cg")
-        to = count + tl.cumsum((mark != 0).to(tl.int32), 0) - 1
-        kept = (mark != 0) & (to < WIDTH)
+        marked = (mark != 0).to(tl.int32)
+        to = count + tl.cumsum(marked, 0) - 1
+        kept = (marked > 0) & (to < WIDTH)
         row = tl.load(first_row + chunk, mask=kept, other=0)
         tl.store(rows + line * WIDTH + to, row.to(tl.int32), mask=kept)
         tl.store(whose + line * WIDTH + to, mark.to(tl.int16), mask=kept)
-        count += tl.sum((mark != 0).to(tl.int32), 0)
-    united = 2 * count <= every
-    tl.store(unions + line * 5, start.to(tl.int32))
-    tl.store(unions + line * 5 + 1, tl.where(united, size, 0))
-    tl.store(unions + line * 5 + 2, start.to(tl.int32))
-    tl.store(unions + line * 5 + 3, 0)
+        count += tl.sum(marked, 0)
     tl.store(unions + line * 5 + 4, count)
+    tl.store(unions + line * 5 + 1, 0, mask=2 * count > every)
     member = tl.arange(0, BQ)
     at = alone + ((start + member) * HS + head) * 5 + 1
-    tl.store(at, tl.where(united, 0, 1) + member * 0, mask=member < size)
+    tl.store(at, 0 * member, mask=(member < size) & (2 * count <= every))
 
 
 @triton.jit
@@ -249,45 +236,33 @@ def _merge(parts, part_lse, out, lse, ALL, SPLITS, D: tl.constexpr, BS: tl.const
 
 
 @triton.jit
-def _delta(out, grad, delta, ALL, D: tl.constexpr, BM: tl.constexpr):
-    """delta [ALL] = sum of out * grad over the width."""
-    row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
-    place, live = row[:, None] * D + tl.arange(0, D)[None, :], row < ALL
-    x = tl.load(out + place, mask=live[:, None], other=0.0).to(delta.dtype.element_ty)
-    y = tl.load(grad + place, mask=live[:, None], other=0.0).to(delta.dtype.element_ty)
-    tl.store(delta + row, tl.sum(x * y, 1), mask=live)
-
-
-@triton.jit
 def _backward_q(
-    q, k, v, grad, rows, whose, blocks, lse, delta, dq, dk, dv, scale, S,
+    q, k, v, out, grad, rows, whose, blocks, lse, delta, dq, dk, dv, S,
     HKV: tl.constexpr, HS: tl.constexpr, HB: tl.constexpr, G: tl.constexpr, C: tl.constexpr,
     D: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
     UNION: tl.constexpr, SCATTER: tl.constexpr,
 ):  # fmt: skip
-    """dq as `_forward` walks, with the probabilities made again from lse; SCATTER: dk, dv too."""
+    """dq and delta, sum(out * grad), as `_forward` walks, with the probabilities made again from
+    lse; SCATTER: dk, dv too."""
     block, head = tl.program_id(0) // PARTS, tl.program_id(1)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
     rows += (block.to(tl.int64) * HS + head % HS) * S
     whose += (block.to(tl.int64) * HS + head % HS) * S
     block = block * HB + head % HB
     at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
-    furthest = tl.max(reach, 0)
-    d = tl.arange(0, D)
-    line = at[:, None] * D + d[None, :]
+    line = at[:, None] * D + tl.arange(0, D)[None, :]
     query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
     slope = tl.load(grad + line, mask=live[:, None], other=0.0)
     log = tl.load(lse + at, mask=live, other=0.0)
-    shift = tl.load(delta + at, mask=live, other=0.0)
+    result = tl.load(out + line, mask=live[:, None], other=0.0).to(log.dtype)
+    shift = tl.sum(result * slope, 1)
+    tl.store(delta + at, shift, mask=live)
     acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
     for tile in range(0, _tile_count(blocks, block, reach, S, C, BN)):
-        row, need = _keys(rows, tile, own, S, C, BN, UNION)
-        place = (row * HKV + head)[:, None] * D + d[None, :]
-        seen = (need <= furthest)[:, None]
-        key = tl.load(k + place, mask=seen, other=0.0)  # [BN, D]
-        value = tl.load(v + place, mask=seen, other=0.0)
-        chance = tl.exp2(_scores(key, query, KEY) * (scale * LOG2E) - tl.expand_dims(log, KEY))
-        visible = _visible(need, reach, whose, tile, member // G, S, C, BN, KEY, UNION)
+        place, seen, key, value, visible = _tile(
+            k, v, rows, whose, tile, head, own, reach, member // G, S, HKV, C, D, BN, KEY, UNION
+        )
+        chance = tl.exp2(_scores(key, query, KEY) * (D**-0.5 * LOG2E) - tl.expand_dims(log, KEY))
         chance = tl.where(visible, chance, 0.0)
         slide = chance * (_scores(value, slope, KEY) - tl.expand_dims(shift, KEY))
         slide, chance = slide.to(key.dtype), chance.to(key.dtype)
@@ -295,15 +270,15 @@ def _backward_q(
         if SCATTER:
             if KEY == 1:
                 slide, chance = tl.trans(slide), tl.trans(chance)
-            tl.atomic_add(dk + place, _dot(slide, query) * scale, mask=seen)
+            tl.atomic_add(dk + place, _dot(slide, query) * D**-0.5, mask=seen)
             tl.atomic_add(dv + place, _dot(chance, slope), mask=seen)
     acc = tl.trans(acc) if KEY == 0 else acc
-    tl.store(dq + line, (acc * scale).to(dq.dtype.element_ty), mask=live[:, None])
+    tl.store(dq + line, (acc * D**-0.5).to(dq.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
 def _backward_kv(
-    q, k, v, grad, order, pieces, blocks, lse, delta, dk, dv, scale,
+    q, k, v, grad, order, pieces, blocks, lse, delta, dk, dv,
     HKV: tl.constexpr, G: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BQ: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -335,12 +310,12 @@ def _backward_kv(
             slope = tl.load(grad + line, mask=live[:, None], other=0.0)
             log = tl.load(lse + at, mask=live, other=0.0)
             shift = tl.load(delta + at, mask=live, other=0.0)
-            chance = tl.exp2(_dot(key, tl.trans(query)) * (scale * LOG2E) - log[None, :])
+            chance = tl.exp2(_dot(key, tl.trans(query)) * (D**-0.5 * LOG2E) - log[None, :])
             chance = tl.where(seen, chance, 0.0)  # [BN, BM]
             sum_v += _dot(chance.to(key.dtype), slope)
             slide = chance * (_dot(value, tl.trans(slope)) - shift[None, :])
             sum_k += _dot(tl.where(seen, slide, 0.0).to(key.dtype), query)
-        tl.atomic_add(dk + place, sum_k * scale, mask=exists)
+        tl.atomic_add(dk + place, sum_k * D**-0.5, mask=exists)
         tl.atomic_add(dv + place, sum_v, mask=exists)
 
 
@@ -355,62 +330,49 @@ def _past_of(blocks, first, past, block, NB):
 
 
 @triton.jit
-def _summed(q, lead, live, head, WIDE: tl.constexpr, HS: tl.constexpr, G: tl.constexpr,
-            D: tl.constexpr):  # fmt: skip
-    """The summed query [BR, D] of each group."""
-    place = ((lead * HS + head) * G)[:, None] * D + tl.arange(0, D)[None, :]
-    query = tl.load(q + place, mask=live[:, None], other=0.0).to(WIDE)
-    for g in range(1, G):
-        query += tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(WIDE)
-    return query
-
-
-@triton.jit
 def _ordered(
-    q, query, keys, weights, lead, live, head, chunk, known,
-    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
+    q, keys, weights, lead, live, head, chunk, begin, stop,
+    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of chunks, as int32 [BR, BC] in the same order. query: as from `_summed`."""
+    """Scores of chunks, as int32 [BR, BC] in the same order; and which of them are candidates."""
     d = tl.arange(0, D)
-    kind: tl.constexpr = keys.dtype.element_ty if LEARNED else WIDE
+    wide: tl.constexpr = weights.dtype.element_ty
     key = keys + (chunk * HS + head)[None, :] * D + d[:, None]
-    key = tl.load(key, mask=known[None, :], other=0.0).to(kind)  # [D, BC]
-    if LEARNED:
-        place = ((lead * HS + head) * G)[:, None] * D + d[None, :]
-        score = tl.zeros([place.shape[0], key.shape[1]], WIDE)
-        for g in range(G):
-            part = tl.load(q + place + g * D, mask=live[:, None], other=0.0).to(kind)
-            weight = tl.load(weights + lead * G + g, mask=live, other=0.0).to(WIDE)
-            hit = tl.dot(part, key, input_precision="tf32x3")
-            score += tl.maximum(hit, 0.0) * weight[:, None]
-    else:
-        score = tl.dot(query, key, input_precision="tf32x3")
+    key = tl.load(key, mask=(chunk < tl.max(stop, 0))[None, :], other=0.0)  # [D, BC]
+    place = ((lead * HS + head) * G)[:, None] * D + d[None, :]
+    score = tl.zeros([place.shape[0], key.shape[1]], wide)
+    for g in range(G):
+        part = tl.load(q + place + g * D, mask=live[:, None], other=0.0)
+        hit = tl.dot(part, key, input_precision="tf32x3").to(wide)
+        if LEARNED:
+            weight = tl.load(weights + lead * G + g, mask=live, other=0.0)
+            hit = tl.maximum(hit, 0.0) * weight[:, None]
+        score += hit
     score = score.to(tl.float32)
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), inside
 
 
 @triton.jit
 def _select(
     q, keys, weights, blocks, first, past, sel, NB, S,
-    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """sel [NB, HS, S] of each block's first query: its own chunk, then the best of its past."""
     block, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     lead, live, begin, count = _past_of(blocks, first, past, block, NB)
     stop = begin + tl.maximum(count, 0)
-    query = lead if LEARNED else _summed(q, lead, live, head, WIDE, HS, G, D)
     best = tl.full([BR, BS], LOWEST, tl.int64)  # ascending
     low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0)
     for tile in range(low, tl.max(stop, 0), BC):
         chunk = tile + tl.arange(0, BC).to(tl.int64)
-        inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
-        known = chunk < tl.max(stop, 0)
-        bits = _ordered(
-            q, query, keys, weights, lead, live, head, chunk, known, HS, G, D, LEARNED, WIDE
-        ).to(tl.int64)
-        packed = tl.where(inside, (bits << 32) + (0xFFFFFFFF - chunk)[None, :], LOWEST)
+        bits, inside = _ordered(
+            q, keys, weights, lead, live, head, chunk, begin, stop, HS, G, D, LEARNED
+        )
+        packed = (bits.to(tl.int64) << 32) + (0xFFFFFFFF - chunk)[None, :]
+        packed = tl.where(inside, packed, LOWEST)
         if tl.max(tl.max(packed, 1) > tl.min(best, 1), 0):  # most tiles of a long past: no
             best = tl.bitonic_merge(tl.maximum(best, tl.topk(packed, BS)))
     slot = BS - tl.arange(0, BS)
@@ -424,8 +386,8 @@ def _select(
 @triton.jit
 def _score(
     q, keys, weights, blocks, first, past, scores, START, NB, K,
-    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, WIDE: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr,
+    HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, BR: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """scores int32 [stripe, HS, K] of the blocks from START on, by the place in a block's past."""
     row, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(2)
@@ -434,11 +396,8 @@ def _score(
     low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0) + tl.program_id(1) * BC
     if low < tl.max(stop, 0):  # one tile of all that these blocks score
         chunk = low + tl.arange(0, BC).to(tl.int64)
-        inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
-        query = lead if LEARNED else _summed(q, lead, live, head, WIDE, HS, G, D)
-        known = chunk < tl.max(stop, 0)
-        bits = _ordered(
-            q, query, keys, weights, lead, live, head, chunk, known, HS, G, D, LEARNED, WIDE
+        bits, inside = _ordered(
+            q, keys, weights, lead, live, head, chunk, begin, stop, HS, G, D, LEARNED
         )
         place = ((row.to(tl.int64) * HS + head) * K)[:, None] + (chunk[None, :] - begin[:, None])
         tl.store(scores + place, bits, mask=inside)
@@ -499,7 +458,7 @@ def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
     """
     if query_block == 1:
         own = tables.row[tables.own]
-        place = (tables.q_pos - tables.past * tables.chunk_size).masked_fill(tables.past < 0, -1)
+        place = (tables.q_pos % tables.chunk_size).masked_fill(tables.past < 0, -1)
         start = torch.arange(len(own), device=own.device)
         columns = (start, torch.ones_like(own), own, place, tables.past + 1)
     else:
@@ -509,17 +468,6 @@ def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
         seen = tables.past[start.clamp(max=tables.rows - 1)] + 1
         columns = (start, size, start - place, place.expand_as(start), seen)
     return torch.stack(columns, dim=-1).int().flatten(0, -2)
-
-
-def _by_block(sel: Tensor, blocks: Tensor, query_block: int) -> Tensor:  # -> int32 [NB, Hs, S]
-    if query_block == 1:
-        return sel.int()
-    return sel[blocks[:, 0].clamp(max=len(sel) - 1)].int()  # an empty block's list is not used
-
-
-def _by_query(lists: Tensor, tables: Tables, query_block: int) -> Tensor:  # and back
-    place = tables.q_pos % tables.chunk_size // query_block
-    return lists[(tables.first + tables.past) * (tables.chunk_size // query_block) + place]
 
 
 def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]:
@@ -570,7 +518,7 @@ def _tiles(q: Tensor, k: Tensor, chunk_size: int, query_block: int) -> tuple[dic
     return common | walk, common | inverse | {"num_warps": 4}
 
 
-def _walk(q, k, v, lists, chunk_size, scale, query_block=1, split=False, found=None) -> tuple:
+def _walk(q, k, v, lists, chunk_size, query_block=1, split=False, found=None) -> tuple:
     """Launches `_forward` on lists (`rows`, `whose`, `blocks`, as from `_alone`) into `found`: out
     as q, log2-sum-exp2 [N * Hq]. split: several programs share a list."""
     rows, whose, blocks = lists
@@ -584,7 +532,7 @@ def _walk(q, k, v, lists, chunk_size, scale, query_block=1, split=False, found=N
     parts = (out, lse)
     if splits > 1:
         parts = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
-    inputs = (q, k, v, rows, whose, blocks, *parts, scale, rows.shape[2], every)
+    inputs = (q, k, v, rows, whose, blocks, *parts, rows.shape[2], every)
     _launch(_forward, (*grid, splits), *inputs, **walk)
     if splits > 1:
         merge = {"D": q.shape[2], "BS": triton.next_power_of_2(splits)}
@@ -623,21 +571,21 @@ def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     groups = tables.rows // many + tables.sequences
     number = (tables.q_pos % many == 0).cumsum(0)
     starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=number.device))
+    start, none = starts[:-1], torch.zeros_like(starts[:-1])
+    unions = torch.stack([start, starts.diff(), start, none, none], dim=-1).int()
+    unions = unions[:, None].repeat(1, heads, 1)
     rows = lists.new_full((groups, heads, most), -1)
     whose = torch.zeros_like(rows, dtype=torch.int16)
-    unions = lists.new_empty(groups, heads, 5)
     rest, _, blocks = _alone(lists, blocks, tables)
     blocks = blocks.repeat(1, heads, 1)
-    stripe = min(groups, max(1, MARKS // (heads * tables.widest)))
-    marks = lists.new_empty(stripe, heads, tables.widest)
-    places = (tables.row, tables.first, tables.past)
-    tensors = (lists, starts, *places, marks, rows, whose, unions, blocks)
+    stripe = max(1, MARKS // (heads * tables.widest))
     sizes = {"HS": heads, "BQ": many, "BS": min(READ, triton.next_power_of_2(many * width))}
     sizes |= {"BC": min(READ, triton.next_power_of_2(tables.widest))}
     for start in range(0, groups, stripe):
         grid = (min(stripe, groups - start), heads)
-        marks.zero_()
-        _launch(_unite, grid, *tensors, start, width, tables.widest, most, **sizes)
+        marks = lists.new_zeros(*grid, tables.widest)
+        inputs = (lists, tables.row, tables.first, tables.past, marks, rows, whose, unions, blocks)
+        _launch(_unite, grid, *inputs, start, width, tables.widest, most, **sizes)
     return (rows, whose, unions), (rest, rest, blocks)
 
 
@@ -654,38 +602,35 @@ class _Attention(torch.autograd.Function):
     """Attention of blocks to the chunks in their lists; backward makes the probabilities again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, lists, blocks, tables, scale, query_block):
+    def forward(ctx, q, k, v, lists, blocks, tables, query_block):
         found = None
         for given, queries in _passes(q, k, lists, blocks, tables, query_block):
-            how = (tables.chunk_size, scale, queries, tables.cached)
-            found = _walk(q, k, v, given, *how, found)
+            found = _walk(q, k, v, given, tables.chunk_size, queries, tables.cached, found)
         ctx.save_for_backward(q, k, v, *found, lists, blocks)
-        ctx.plan = tables, scale, query_block
+        ctx.plan = tables, query_block
         return found[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse, lists, blocks = ctx.saved_tensors
-        tables, scale, query_block = ctx.plan
-        grad, every, width = grad.contiguous(), len(lse), q.shape[2]
-        delta, dq = torch.empty_like(lse), torch.empty_like(q)
+        tables, query_block = ctx.plan
+        grad, delta, dq = grad.contiguous(), torch.empty_like(lse), torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        _launch(_delta, (triton.cdiv(every, 64),), out, grad, delta, every, D=width, BM=64)
         scatter = tables.chunk_size < ATOMIC_BELOW
         for given, queries in _passes(q, k, lists, blocks, tables, query_block):
             walk = _tiles(q, k, tables.chunk_size, queries)[0] | _shape(given)
             programs = (len(given[2]) * walk["PARTS"], k.shape[1])
-            inputs = (q, k, v, grad, *given, lse, delta, dq, dk, dv, scale, given[0].shape[2])
+            inputs = (q, k, v, out, grad, *given, lse, delta, dq, dk, dv, given[0].shape[2])
             _launch(_backward_q, programs, *inputs, **walk, SCATTER=scatter)
         if not scatter:
             inverse = _tiles(q, k, tables.chunk_size, query_block)[1]
             limit = max(1, PIECE_LANES // (inverse["BQ"] * inverse["G"]))
             order, pieces = _inverse(lists, tables, limit)
             grid = (len(pieces), inverse["C"] // inverse["BN"], k.shape[1] // lists.shape[1])
-            inputs = (q, k, v, grad, order, pieces, blocks, lse, delta, dk, dv, scale)
+            inputs = (q, k, v, grad, order, pieces, blocks, lse, delta, dk, dv)
             _launch(_backward_kv, grid, *inputs, **inverse)
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
 
 
 def block_lead(tables: Tables, query_block: int) -> Tensor:
@@ -697,6 +642,11 @@ def block_lead(tables: Tables, query_block: int) -> Tensor:
     return torch.arange(len(tables.q_pos), device=tables.row.device) - tables.q_pos % query_block
 
 
+def _check_kind(x: Tensor) -> None:  # the interpreter's bfloat16 arithmetic is wrong
+    refused = torch.bfloat16 if INTERPRETED else torch.float64
+    assert x.dtype != refused, f"dtype must not be {refused} here"
+
+
 def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
     """What the kernels ask of tensors, beyond what dsa.py does."""
     block_lead(tables, query_block)
@@ -705,8 +655,7 @@ def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
     for name, x in tensors.items():
         here = f"cuda, or cpu with TRITON_INTERPRET=1: {name} is on {x.device}"
         assert x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}"
-        allowed = INTERPRETED or x.dtype != torch.float64
-        assert allowed, f"dtype must not be float64, as {name} is, outside the interpreter"
+        _check_kind(x)
         assert x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}"
         fits = x.shape[-1] in WIDTHS or name == "weights"
         assert fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}"
@@ -718,13 +667,13 @@ def _check_attention(q, k, v, tables: Tables, query_block: int) -> None:
     _check(tables, query_block, q=q, k=k, v=v)
 
 
-def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_block=1) -> Tensor:
+def sparse_attention(q, k, v, sel: Tensor, tables: Tables, query_block=1) -> Tensor:
     """Softmax attention of every query to the keys of its selected chunks at `pos` <= `q_pos`.
 
     q [N, Hq, D], k and v [M, Hkv, D] contiguous and of one dtype (float32, bfloat16, float16;
     float64 in the interpreter), D of WIDTHS, sel int64 [N, Hkv or 1, S] of global chunk ids, -1 =
-    none -> [N, Hq, D]; a query that sees nothing gets 0. scale defaults to D ** -0.5. Gradients
-    for q, k, v; dK and dV are summed in float32. To check `sel` the host waits for the GPU;
+    none -> [N, Hq, D]; a query that sees nothing gets 0. Gradients for q, k, v; dK and dV are
+    summed in float32. To check `sel` the host waits for the GPU;
     `dsa_attention`, whose lists are its own, does not.
     """
     _check_attention(q, k, v, tables, query_block)
@@ -733,17 +682,8 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, scale=None, query_blo
     assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
     blocks = plan_blocks(tables, query_block)
     blocks[:, 4] = sel.shape[2]  # a list of a stranger may have gaps
-    return _attend(q, k, v, _by_block(sel, blocks, query_block), blocks, tables, scale, query_block)
-
-
-def _attend(q, k, v, lists, blocks, tables, scale, query_block) -> Tensor:
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    inputs = (_work(x) for x in (q, k, v))
-    return _Attention.apply(*inputs, lists, blocks, tables, scale, query_block).to(q.dtype)
-
-
-def _work(x: Tensor) -> Tensor:  # the interpreter's bfloat16 arithmetic is wrong
-    return x.float() if INTERPRETED and x.dtype == torch.bfloat16 else x
+    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)].int()  # an empty block's list is not used
+    return _Attention.apply(q, k, v, lists, blocks, tables, query_block)
 
 
 @torch.no_grad()
@@ -762,7 +702,10 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, quer
     _check(tables, query_block, q=q, k=k)
     blocks = plan_blocks(tables, query_block)
     lists = _lists(q, k, tables, top_k, index, means, query_block, blocks).long()
-    return lists if query_block == 1 else _by_query(lists, tables, query_block)
+    if query_block == 1:
+        return lists
+    place = tables.q_pos % tables.chunk_size // query_block
+    return lists[(tables.first + tables.past) * (tables.chunk_size // query_block) + place]
 
 
 def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  # [NB, Hs, S]
@@ -775,17 +718,17 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
     if tables.cached:
         return dsa.select_chunks(q, k, tables, top_k, index, means).int()
-    q, k, weights = _work(q), _work(k[:, None] if learned else k), _work(weights)
-    if means is None:
-        means = k if tables.chunk_size == 1 else dsa.chunk_means(k, tables)
-    heads, want = k.shape[1], [len(tables.row), *k.shape[1:]]
-    fits = list(means.shape) == want and means.is_contiguous() and means.device == k.device
-    fits = fits and means.dtype in (k.dtype, torch.float32)
-    assert fits, f"means must be {want}, contiguous, float32 or as k, on {k.device}"
+    k = k[:, None] if learned else k
+    assert means is None, "means must be left out but in decode"
+    heads, means = k.shape[1], k if tables.chunk_size == 1 else dsa.chunk_means(k, tables)
+    if not learned:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        q = q.unflatten(1, (heads, -1)).sum(2, dtype=exact)  # the summed query of a group
+    kind = torch.promote_types(q.dtype, means.dtype)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
-    shape |= {"WIDE": tl.float64 if q.dtype == torch.float64 else tl.float32}
     shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
-    inputs = (q, means, weights, blocks, tables.first, tables.past)
+    inputs = (q.to(kind), means.to(kind), dsa.at_least_float32(weights))
+    inputs += (blocks, tables.first, tables.past)
     sel = torch.full((len(blocks), heads, width), -1, dtype=torch.int32, device=q.device)
     if width > STREAMED + 1:
         _long_lists(inputs, tables, sel, shape)
@@ -830,7 +773,7 @@ def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, q
     blocks = plan_blocks(tables, query_block) if tables.blocks is None else tables.blocks
     with torch.no_grad():
         lists = _lists(q, k, tables, top_k, index, means, query_block, blocks)
-    return _attend(q, k, v, lists, blocks, tables, None, query_block)
+    return _Attention.apply(q, k, v, lists, blocks, tables, query_block)
 
 
 # ---- flash decoding
@@ -861,5 +804,5 @@ def dense_decode(q: Tensor, k: Tensor, v: Tensor, plan: tuple) -> Tensor:
     n, length, heads, width = k.shape
     flat = [x.transpose(1, 2).contiguous().view(-1, 1, width) for x in (k, v)]
     assert flat[0].data_ptr() == k.data_ptr(), "the heads of k must lie outside its positions"
-    inputs = [_work(x) for x in (q.reshape(n * heads, -1, width), *flat)]
-    return _walk(*inputs, *plan, width**-0.5, split=True)[0].view(q.shape).to(q.dtype)
+    _check_kind(q)
+    return _walk(q.reshape(n * heads, -1, width), *flat, *plan, split=True)[0].view(q.shape)

@@ -332,45 +332,43 @@ def make_optimizers(model: GPT, config: Stages, stage: str) -> list:
     return optimizers
 
 
-def train_step(model: GPT, batch: tuple, stage: str, optimizers: list, decay: float) -> dict:
-    """One step of a stage: its losses, clipped gradients, weights. Returns what happened."""
+def train_step(model: GPT, batch: tuple, stage: str, optimizers: list, decay: float) -> float:
+    """One step of a stage: its losses, clipped gradients, weights. Returns the share of answers
+    that were exact."""
     model.flat_grad.zero_()
     loss, kl, exact = losses_of(model, batch, stage)
-    {"dense": loss, "warm-up": kl, "sparse": loss + kl}[stage].backward()
+    (kl if stage == "warm-up" else loss + kl).backward()
     for optimizer in optimizers:
         (group,) = optimizer.param_groups
         # each by itself: a common norm would let one loss scale the other's step
         torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
         group["lr"] = optimizer.defaults["lr"] * decay
         optimizer.step()
-    return {"loss": loss.item(), "kl": kl.item(), "exact": exact.float().mean().item()}
+    return exact.float().mean().item()
 
 
-def grow(model: GPT, config: RecipeConfig, seed: int) -> tuple:
+def grow(model: GPT, config: RecipeConfig, seed: int) -> int:
     """The dense stage's first part: short texts, doubled whenever nine answers in ten are right.
-    Returns steps and problems used; a model that learns nothing stops at `grow_steps`."""
+    Returns how many problems were used; a model that learns nothing stops at `grow_steps`."""
     length, used, right = 16, 0, 0.0
     optimizers = make_optimizers(model, config, "dense")
     for step in tqdm(range(config.grow_steps), f"seed {seed} dense, growing"):
         batch = make_batch(length, seed, used, config.tokens)
         used += len(batch[0])
-        result = train_step(model, batch, "dense", optimizers, min(1.0, step / 20))
-        right = 0.9 * right + 0.1 * result["exact"]
+        exact = train_step(model, batch, "dense", optimizers, min(1.0, step / 20))
+        right = 0.9 * right + 0.1 * exact
         if right > 0.9:
             if length == config.lengths[-1]:
                 break
             length, right = min(2 * length, config.lengths[-1]), 0.0
-    return step + 1, used
+    return used
 
 
-def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Iterator) -> dict:
-    """So many steps of a stage on the next batches, with a learning rate that falls to zero.
-    Returns the losses and the share of exact answers at the end."""
-    optimizers, history = make_optimizers(model, config, stage), []
+def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Iterator) -> None:
+    """So many steps of a stage on the next batches, with a learning rate that falls to zero."""
+    optimizers = make_optimizers(model, config, stage)
     for step in tqdm(range(steps), stage):
-        history.append(train_step(model, next(batches), stage, optimizers, 1 - step / steps))
-    last = history[-len(MULTIPLES) :]
-    return {key: round(float(np.mean([row[key] for row in last])), 4) for key in last[0]}
+        train_step(model, next(batches), stage, optimizers, 1 - step / steps)
 
 
 # -------------------------------------------------------------------------------------- the exam

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from lab.campaigns import campaign_runs
-from lab.plots import between, column, grouped, load_result, markdown, median_text
+from lab.plots import between, column, grouped, markdown, median_text
 from lab.races import ROOT, crossing, exams_of, reached
 
 AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
@@ -55,7 +55,6 @@ def bench_agents(folder: Path) -> None:
             row["goal_s"], row["goal_samples"] = crossing(exams_of(run, "solved"), goal)
         if row["arm"] == "slow, faults: yes":
             row["faults"] = Counter((folder / "yes" / "faults").read_text().split())
-    print(*agent_lines(load_result("agents", folder)), sep="\n")
 
 
 # ---- for docs/measured.md ----

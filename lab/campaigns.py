@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from lab.plots import column, draw_timeline, new_result, save_result
+from lab.plots import column, draw_timeline, save_result
 from lab.races import ROOT, run_each
 from runtime.config import SWAPS
 
@@ -25,7 +25,7 @@ def campaign_runs(folder: Path, name: str, plan: dict[str, dict], **alike) -> It
     Yields the label, the row, which is the run's flags and what its summary says, and the run
     folder. What the caller adds to the row is saved.
     """
-    result = new_result(**alike)
+    result = {**alike, "runs": []}
     for label, run, summary in run_each(plan, folder, **alike):
         row = plan[label] | {key: summary[key] for key in SUMMARY}
         result["runs"].append(row)
@@ -72,20 +72,17 @@ def bench_disk(folder: Path) -> None:
     """Run folders that are damaged, killed or hostile: each goes on, or is refused in one line."""
     from disk import everything
 
-    save_result(folder, "disk", new_result() | everything(folder))
+    save_result(folder, "disk", everything(folder))
 
 
 def bench_faults(folder: Path, faults: int = 300) -> None:
     """A randomised campaign of faults over all roles, and kills in the middle of checkpoints."""
     from faults import campaign, checkpoint_kills
 
-    result = new_result()
-    result["checkpoint_kills"] = checkpoint_kills(folder / "kills", rounds=5)
+    result = {"checkpoint_kills": checkpoint_kills(folder / "kills", rounds=5)}
     for so_far in campaign(folder, faults):
         result |= so_far
         save_result(folder, "faults", result)
-    for name, value in fault_facts(result).items():
-        print(f"{name}: {value}")
 
 
 def fault_facts(result: dict) -> dict:

@@ -17,9 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lab.plots import save_result, spread
-from lab.tables import cluster_lines
 from runtime.config import Config
-from runtime.devices import describe_machine
 from runtime.mailbox import Mailbox
 from runtime.pipes import Line, start_here
 
@@ -87,11 +85,10 @@ def bench_cluster(folder: Path, losses: int = 30) -> None:
     """Costs, and losses; cluster.json in `folder`."""
     from cluster_faults import losses_of_a_cluster  # in tests/: see races.py
 
-    result = {"machine": describe_machine(), "costs": []}
+    result = {"costs": []}
     for (name, size), ray in tqdm(list(product(SIZES.items(), (False, True))), "costs"):
         row = {"size": name, "by": "Ray" if ray else "pipe"} | cost(size, ray)
         result["costs"].append(row)
         save_result(folder, "cluster", result)
     for so_far in losses_of_a_cluster(folder / "losses", losses):
         save_result(folder, "cluster", result | {"losses": so_far})
-    print(*cluster_lines(result | {"losses": so_far}), sep="\n")

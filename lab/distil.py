@@ -20,7 +20,6 @@ from lab.plots import (
     column,
     grouped,
     markdown,
-    new_result,
     save_result,
     spread,
     spread_text,
@@ -54,14 +53,13 @@ def stages(folder: Path, seed: int) -> dict:
 
 def bench_distil(folder: Path) -> None:
     """The stages, three times; distil.json."""
-    result = new_result()
+    result = {"runs": []}
     for seed in range(3):
         row = {"seed": seed}
         for name, _, summary in run_each(stages(folder, seed), folder, keep=True, **ALIKE):
             row[name.partition("-")[2]] = summary["eval"]
         result["runs"].append(row)
         save_result(folder, "distil", result)
-    print(*distil_lines(result), sep="\n")
 
 
 # ---- a learned judge
@@ -69,7 +67,7 @@ def bench_distil(folder: Path) -> None:
 
 def bench_judge(folder: Path) -> None:
     """Reward models from two kinds of pairs, and what is learned from each; judge.json."""
-    result = new_result()
+    result = {"runs": []}
     for seed, (judge, lengths) in tqdm([*product(range(3), JUDGES.items())], unit="run"):
         row = {"seed": seed, "judge": judge, "right": 1.0}
         flags = ALIKE | {"task": "reverse", "seed": seed, "steps": 150}
@@ -83,7 +81,6 @@ def bench_judge(folder: Path) -> None:
         row["believed"] = float(np.mean(column(steps[-10:], "reward")))
         result["runs"].append(row)
         save_result(folder, "judge", result)
-    print(*judge_lines(result), sep="\n")
 
 
 def judge_lines(result: dict) -> list[str]:

@@ -37,7 +37,6 @@ from lab.exact_pipeline import drop_part, swap_part
 from lab.exact_stale import baseline_part, damper_part, preference_part
 from lab.exact_turns import credit_part, critic_part, draw_credit
 from lab.plots import LOGARITHMIC, column, draw_panels, save_result
-from runtime.devices import describe_machine
 
 # Corrections that are not objectives of their own: they go before one.
 CORRECTIONS = {"opsm": "decoupled_ppo", "sequence_is": "reinforce"}
@@ -200,7 +199,7 @@ def draw(folder: Path, result: dict) -> None:
 def bench_lab(folder: Path) -> None:
     """Measure everything; lab.json and lab_*.png in `folder`."""
     torch.set_num_threads(1)
-    result = {"machine": describe_machine(), "seed": SEED}
+    result = {"seed": SEED}
     for name, task in TASKS.items():
         result[name] = objectives_part(task)
         result[f"kl, {name}"] = kl_part(task)

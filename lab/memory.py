@@ -25,10 +25,8 @@ import torch
 from cache import Cache, make_cache, reserve
 from lab.plots import save_result
 from lab.qwen import FIELDS, SIZES
-from lab.tables import memory_lines
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import DTYPES
-from runtime.devices import describe_machine
 from runtime.eightbit import form_of
 
 TOKENS = 131072
@@ -123,7 +121,7 @@ def measured_bytes(c: ModelConfig, tokens: int, precision: str) -> tuple[int, in
 
 def bench_memory(folder: Path) -> None:
     """Every shape, kind of attention and precision; of Qwen3-0.6B one layer is measured."""
-    result = {"machine": describe_machine(), "tokens": TOKENS, "latent": LATENT}
+    result = {"tokens": TOKENS, "latent": LATENT}
     result |= {"weights": {}, "rows": []}
     for (name, shape), (kind, how) in product(SHAPES.items(), KINDS.items()):
         c = ModelConfig(**shape, **how, positions="rope", context=TOKENS)
@@ -139,4 +137,3 @@ def bench_memory(folder: Path) -> None:
                 own = result["weights"].setdefault(name, {})
                 own[precision] = weight_bytes(c, precision)
             save_result(folder, "memory", result)
-    print(*memory_lines(result), sep="\n")

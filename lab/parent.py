@@ -28,7 +28,6 @@ from lab.players import episodes, play
 from lab.plots import column, print_table, save_result, spread
 from runtime import flow, setup
 from runtime.config import Config
-from runtime.devices import describe_machine
 
 TOKENS = {"short": 30, "long": 2000}  # an answer in `guess`, and of a model that reasons
 # rollout workers, groups a step, steps
@@ -102,7 +101,7 @@ def bench_parent(folder: Path, rounds: int = 2) -> None:
         medians = {name: float(np.median(column(own, name))) for name in own[0]}
         rows.append(case | medians | {"rounds": spread(column(own, "groups_per_s"))})
     costs = [fit_costs(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
-    save_result(folder, "parent", {"machine": describe_machine(), "rows": rows, "costs": costs})
+    save_result(folder, "parent", {"rows": rows, "costs": costs})
     print_table([{name: x for name, x in row.items() if name != "rounds"} for row in rows])
     print_table(costs)
 

@@ -34,15 +34,11 @@ LOGARITHMIC = {"xscale": "log", "yscale": "log"}  # settings of an axis
 RESULTS = Path(__file__).parent.parent / "results"
 
 
-def new_result(**alike) -> dict:
-    """A measurement that begins: the machine, what its runs have in common, and no run."""
-    return {"machine": describe_machine(), **alike, "runs": []}
-
-
 def save_result(folder: Path, name: str, result: dict) -> None:
-    """Write a measurement; called after every run, so that Ctrl-C loses only the run under way."""
+    """Write a measurement, and of which machine; called after every run, so that Ctrl-C loses only
+    the run under way."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1) + "\n"
+    text = json.dumps({"machine": describe_machine()} | result, indent=1) + "\n"
     text = re.sub(r"\[[-+.,\de\s]+\]", lambda row: " ".join(row[0].split()), text)  # numbers
     (folder / f"{name}.json").write_text(text)
 

@@ -26,7 +26,6 @@ from lab.speed import bandwidth, full_cache, in_turn
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import one_of
-from runtime.devices import describe_machine
 from runtime.folder import read_lines
 from runtime.huggingface import load_weights
 
@@ -66,7 +65,7 @@ def bench_qwen(folder: Path, config: QwenConfig) -> None:
     load_weights(model, path)
     model.on("cuda" if large else "cpu")
     copied, product_s = bandwidth(model.flat.device), products(model)
-    result = {"machine": describe_machine(), "size": config.size, "dtype": dtype, "decode": []}
+    result = {"size": config.size, "dtype": dtype, "decode": []}
     result |= {"copied_gb_per_s": copied / 1e9, "product_tflops": product_s / 1e12}
     for slots, context in product((16, 64, 256), (512, 4096) if large else (512,)):
         result["decode"].append(decode_row(model, slots, context, copied))

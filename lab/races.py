@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from lab.plots import (
@@ -32,7 +33,6 @@ from lab.plots import (
     grouped,
     markdown,
     median_text,
-    new_result,
     save_result,
 )
 from runtime.config import flag, one_of, require
@@ -122,9 +122,9 @@ def race_plan(seed: int, gpu: bool) -> dict[str, dict]:
 def bench_race(folder: Path, config: RaceConfig) -> None:
     """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`; seed after seed,
     so that slow minutes hit all modes alike."""
-    result, gpu = new_result(), config.modes == "gpu"
+    result, gpu = {"runs": []}, config.modes == "gpu"
     said = "--modes gpu: must be run on a machine with a CUDA device"
-    require(result["machine"]["gpus"] or not gpu, said)
+    require(torch.cuda.is_available() or not gpu, said)
     file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
     first = []  # the two runs of a task that the timeline shows
@@ -139,7 +139,6 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
             if seed == 0 and mode in (BASELINE, JUDGED[task]):
                 first.append(run)
     draw_race(result["runs"], folder / f"{file}.png")
-    print(*race_lines(result), sep="\n")
     if not gpu:
         draw_timeline(first, folder / "timeline.png")
         print("Few seeds give a first look: `--seeds 5` is what was recorded.")

@@ -16,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -37,29 +36,27 @@ from pretrain import (
 from reward import make_task
 from rollout import make_generator
 from runtime.config import Config, require
-from runtime.devices import cores, describe_machine
+from runtime.devices import cores
 
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
 
 def run_seed(config: RecipeConfig, seed: int) -> dict:
-    """The whole recipe: every stage, what it takes, and how well each variant answers."""
+    """The whole recipe: every stage, and how well each variant answers."""
     torch.set_num_threads(1)
     model = make_recipe_model(config, seed)
-    result = {"seed": seed, "stages": {}, "accuracy": {}}
+    variants = {}
     # as many tokens of each length: on short prompts all variants are good, and close together
     total = config.problems * config.lengths[-1]
     exams = {length: exam(length, total // length) for length in config.lengths}
 
     def examine(variant: str, kind: str = "dsa") -> None:
-        found = {n: round(accuracy(model, *own, kind), 4) for n, own in exams.items()}
-        result["accuracy"][variant] = found
+        variants[variant] = {n: round(accuracy(model, *own, kind), 4) for n, own in exams.items()}
 
     def stage(name: str, steps: int, used: int) -> None:
-        batches = recall_batches(config, seed, used)
-        result["stages"][name] = train_stage(model, config, name, steps, batches)
+        train_stage(model, config, name, steps, recall_batches(config, seed, used))
 
-    _, used = result["stages"]["growing"] = grow(model, config, seed)
+    used = grow(model, config, seed)
     stage("dense", config.dense_steps, used)
     examine("dense", "dense")
     examine("random indexer")
@@ -69,28 +66,25 @@ def run_seed(config: RecipeConfig, seed: int) -> dict:
     stage("sparse", config.sparse_steps, used + 2 * 10**6)
     examine("full recipe")
     if config.rl_steps:
-        result["stages"]["RL"] = rl_stage(model, config, seed)
+        rl_stage(model, config, seed)
         examine("after RL")
-    return result
+    return {"seed": seed, "accuracy": variants}
 
 
-def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> list[float]:
+def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> None:
     """A few steps of train_sync.py on prompts of 8 times the attended keys; no gradient reaches
-    the indexer. Returns the mean reward of each step."""
+    the indexer."""
     sizes = {"steps": config.rl_steps, "groups_per_step": 8, "slots": 32}
     how = Config(task=f"recall:{config.lengths[2]}", seed=seed, lr=1e-4, reference_every=0, **sizes)
     task = make_task(how.task, seed)
     learner = make_learner(how, task, model)
-    generator, rewards = make_generator(how, task, model), []
+    generator = make_generator(how, task, model)
     before = [p.clone() for p in parts_of(model)["indexer"]]
     for _ in tqdm(range(how.steps), f"seed {seed} RL"):
         generator.set_weights(learner.version, model.flat)
         groups = judged(generator, new_groups(learner, task, how.groups_per_step), task, how)
         learner_step(learner, groups, how)
-        episodes = [t.reward for group in groups for t in group.trajectories]
-        rewards.append(round(float(np.mean(episodes)), 4))
     assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
-    return rewards
 
 
 def accuracy_table(runs: list[dict], lengths: list[int], attended: int) -> list[str]:
@@ -127,7 +121,6 @@ def bench_recipe(folder: Path, config: RecipeConfig) -> None:
     with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
         runs = list(pool.map(run_seed, [config] * len(seeds), seeds))
     result = {
-        "machine": describe_machine(),
         "settings": vars(config),
         "wall_s": round(time.monotonic() - begin, 1),
         "table": "\n".join(accuracy_table(runs, config.lengths, config.attended)),
@@ -135,4 +128,4 @@ def bench_recipe(folder: Path, config: RecipeConfig) -> None:
         "runs": runs,
     }
     save_result(folder, "recipe", result)
-    print(result["table"], result["shown"], sep="\n")
+    print(result["shown"])

@@ -26,7 +26,6 @@ from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
 from lab.plots import column, load_result, print_table, save_result
 from lab.races import run_each
 from runtime.config import Config, flag, parse, require
-from runtime.devices import describe_machine
 
 COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more
 
@@ -56,7 +55,7 @@ HELD_OUT = (  # ... and what has to be predicted
 
 
 def bench_simulate(folder: Path, rounds: int = 3) -> None:
-    """Calibrate and check the simulation; simulate-costs.json and simulate.json in `folder`.
+    """Calibrate and check the simulation; simulate.json in `folder`.
 
     A machine has slow minutes, so each run is repeated, and all of its repetitions count.
     """
@@ -74,9 +73,9 @@ def bench_simulate(folder: Path, rounds: int = 3) -> None:
     for task in ("sum", "guess"):
         basis = [logs[command] for command in CALIBRATION if f"task={task}" in command]
         known[task] = calibrate(sum(basis, []))
-    save_result(folder, "simulate-costs", {task: vars(costs) for task, costs in known.items()})
     rows = [held_out_row(command, logs[command], known) for command in HELD_OUT]
-    save_result(folder, "simulate", {"machine": describe_machine(), "runs": rows})
+    costs = {task: vars(found) for task, found in known.items()}
+    save_result(folder, "simulate", {"runs": rows, "costs": costs})
     print_table(rows)
     print("*: predicted; idle: share of all processes")
 
@@ -225,7 +224,7 @@ def suggest(words: list[str]) -> str:
     require(len(plain) <= 2, f"split {' '.join(plain)}: must be split N [TASK] [--billions B]")
     flags = [word for pair in zip(("--devices", "--task"), plain, strict=False) for word in pair]
     asked = parse("how to split devices", flags + words[len(plain) :], SplitConfig)
-    known, devices = load_result("simulate-costs"), asked.devices
+    known, devices = load_result("simulate")["costs"], asked.devices
     require(asked.task in ("", *known), f"--task {asked.task}: must be one of {', '.join(known)}")
     if asked.task:
         costs, what = Costs(**known[asked.task] | parent_costs()), f"{asked.task} on CPU cores"

@@ -24,7 +24,6 @@ from lab.plots import column, save_result, spread
 from lab.unions import union
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import UserError
-from runtime.devices import describe_machine
 
 
 def seconds_of(way: Callable) -> float:
@@ -72,7 +71,7 @@ def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
     against sparse; on a GPU dense by flash decoding, as the generator does, and by SDPA."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    result = {"machine": describe_machine(), "model": "small", "slots": slots, "rows": []}
+    result = {"model": "small", "slots": slots, "rows": []}
     kinds = {"dense": {}}
     if device == "cuda":
         kinds["dense, SDPA"] = {"kernels": "spec"}
@@ -155,7 +154,7 @@ def bench_dsa(folder: Path, rounds: int = 3) -> None:
     def planned(tables, block):
         return tables._replace(blocks=plan_blocks(tables, block))
 
-    result = {"machine": describe_machine(), "heads": HEADS, "dtype": "bfloat16", "rows": []}
+    result = {"heads": HEADS, "dtype": "bfloat16", "rows": []}
     for length in tqdm([2**i for i in range(12, 18)], unit="length"):
         edges = torch.tensor([0, length], device="cuda")
         tables, single = dsa.packed_tables(edges, 64), dsa.packed_tables(edges, 1)

@@ -14,7 +14,7 @@ import dataclasses
 import time
 from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product, repeat
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from lab.plots import (
     grouped,
     markdown,
     new_figure,
-    new_result,
     save_figure,
     save_result,
     spread,
@@ -65,8 +64,8 @@ BASELINES = ("cispo", "reinforce")
 STUDENT = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 10: 3.250, 20: 2.861}
 
 # The edge of collapse: each rate is 0.6 of the next, which is what the window makes of it.
-EDGE = {"task": "reverse:4", "steps": 80, "lag": 4}
-RATES, TRIES, CONVERGED = (0.00259, 0.00432, 0.0072, 0.012, 0.02), 20, 0.75
+LAG, RATES = 4, (0.00259, 0.00432, 0.0072, 0.012, 0.02)
+TRIES, CONVERGED = 20, 0.75
 
 
 def lagged_run(lag: int = 0, **flags) -> dict:
@@ -111,21 +110,19 @@ def held_out(learner: Learner, task: Task, config: Config) -> float:
     return float(np.mean([t.reward for group in groups for t in group.trajectories]))
 
 
-def run_all(plan: list[dict], folder: Path, name: str, alike: dict) -> dict:
+def run_all(plan: list[dict], folder: Path, name: str) -> dict:
     """The runs of a plan, one on each core; the measurement, which is saved after each run."""
-    result = new_result(alike=alike)
+    result = {"alike": ALIKE, "runs": []}
     with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
-        runs = pool.map(run_row, plan, repeat(alike))
-        for row in tqdm(runs, total=len(plan), unit="run"):
+        for row in tqdm(pool.map(run_row, plan), total=len(plan), unit="run"):
             result["runs"].append(row)
             save_result(folder, name, result)
     return result
 
 
-def run_row(row: dict, alike: dict) -> dict:
+def run_row(row: dict) -> dict:
     """A row of a plan, and what came of its run."""
-    flags = alike | {"task": row["task"], "seed": row["seed"]} | row["flags"]
-    return row | lagged_run(**flags)
+    return row | lagged_run(task=row["task"], seed=row["seed"], **row["flags"])
 
 
 # ---- which methods help ----
@@ -157,8 +154,7 @@ def plan_of() -> list[dict]:
 
 def bench_staleness_methods(folder: Path) -> None:
     """Objectives and dampers on stale data; methods.json and methods.png."""
-    result = run_all(plan_of(), folder, "methods", ALIKE)
-    print(*method_lines(result), sep="\n")
+    result = run_all(plan_of(), folder, "methods")
     draw_methods(result["runs"], folder / "methods.png")
 
 
@@ -270,11 +266,10 @@ def bench_attempts(folder: Path) -> None:
     """Runs at the edge of collapse, without a damper and with each; attempts.json."""
     plan = []
     for lr, damper, seed in product(RATES, DAMPERS[::-1], range(TRIES)):
-        flags = {"lr": lr, "damper": damper} | FIXES.get(damper, {})
-        plan.append({"task": EDGE["task"], "seed": seed, "damper": damper, "flags": flags})
-    result = run_all(plan, folder, "attempts", ALIKE | EDGE) | {"overhead": window_overhead()}
-    save_result(folder, "attempts", result)
-    print(*attempt_lines(result), sep="\n")
+        flags = {"lag": LAG, "lr": lr, "damper": damper} | FIXES.get(damper, {})
+        plan.append({"task": TASKS[0], "seed": seed, "damper": damper, "flags": flags})
+    result = run_all(plan, folder, "attempts")
+    save_result(folder, "attempts", result | {"overhead": window_overhead()})
 
 
 def window_overhead(rounds: int = 12) -> dict:
@@ -326,7 +321,7 @@ def attempt_claim(result: dict) -> str:
 def attempt_lines(result: dict) -> list[str]:
     """Of every learning rate: how many of the runs converged, and how often one must try."""
     text = f"""\
-`reverse:4`, data {EDGE["lag"]} versions old, {TRIES} seeds: how often one must try
+`reverse:4`, data {LAG} versions old, {TRIES} seeds: how often one must try
 until a run converges (held-out reward at least {CONVERGED}); in brackets quartiles of
 the reward. A step of the learner takes {spread_text(result["overhead"])} times as long with the KL
 that the window needs.

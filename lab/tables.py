@@ -6,6 +6,7 @@ Left out: measuring, and pictures (plots.py).
 
 from collections import defaultdict
 from itertools import product
+from pathlib import Path
 
 from lab.agents import AGENTS, agent_lines, solved
 from lab.campaigns import fault_facts
@@ -63,6 +64,16 @@ def measured_page() -> str:
     for title, (section, *files) in SECTIONS.items():
         lines += ["", f"## {title}", "", *section(*map(load_result, files))]
     return "\n".join([*lines, ""])
+
+
+def tables_of(folder: Path) -> list[str]:
+    """What the page says of the files in the folder of a measurement."""
+    lines = []
+    for section, *files in SECTIONS.values():
+        places = [folder if (folder / f"{file}.json").exists() else RESULTS for file in files]
+        if folder in places:
+            lines += ["", *section(*map(load_result, files, places))]
+    return lines
 
 
 def write_tables() -> str:

@@ -19,12 +19,11 @@ from tqdm import tqdm
 
 from lab.players import episodes
 from lab.plots import column, save_result, spread
-from lab.tables import learner_lines
 from learner import learner_step, make_learner
 from reward import task_of
 from runtime.checkpoint import share, state_of, whole_moments
 from runtime.config import Config
-from runtime.devices import cores, describe_machine
+from runtime.devices import cores
 from runtime.messages import Group
 from runtime.models import make_model
 from runtime.team import join_team, leave_team
@@ -88,6 +87,4 @@ def bench_learners(folder: Path, rounds: int = 3) -> None:
         row = {"model": model, "learners": size, "step_s": spread(seconds)}
         row |= {"in_meetings": spread(meetings), "speed_up": float(alone / np.median(seconds))}
         rows.append(row)
-    result = {"machine": describe_machine(), "rows": rows}
-    save_result(folder, "learners", result)
-    print(*learner_lines(result), sep="\n")
+    save_result(folder, "learners", {"rows": rows})

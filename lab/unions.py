@@ -11,7 +11,6 @@ Left out: real models, and time (`python bench.py dsa`, on a GPU).
 
 import sysconfig
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +18,8 @@ from torch import Tensor
 
 import dsa
 from lab.plots import save_result
-from lab.tables import union_lines
 from model import GPT, ModelConfig
 from pretrain import SparseConfig, attention_of, row_batches, train_stage
-from runtime.devices import describe_machine
 
 NEIGHBOURS = (2, 4, 8, 16)
 LENGTH = 8192  # of the text that is looked at; of the second half every list is full
@@ -67,14 +64,13 @@ def union(lists: Tensor, many: int) -> float:
 
 def bench_unions(folder: Path) -> None:
     """Unions of random weights, and of a model that has learned, layer by layer."""
-    result = {"machine": describe_machine(), "length": LENGTH, "rows": []}
-    config = SparseConfig(length=512, tokens=4096, warmup_steps=60, index_lr=0.003)
+    result = {"length": LENGTH, "rows": []}
+    config = SparseConfig(length=512, tokens=4096, index_lr=0.003)
     shape = {"positions": "rope", "qk_norm": True, "vocab_size": 256, "context": LENGTH}
     indexer = {"attention": "dsa", "scoring": "indexer", "index_heads": 4, "index_width": 32}
     model = GPT(ModelConfig(**HEADS, **shape, **indexer, chunk_size=16), config.seed)
     text = library()
     seen, held_out = text[: -2 * LENGTH], torch.tensor(text[-LENGTH:])
-    train = partial(train_stage, model)
 
     def look(weights: str) -> None:
         for name, how in WAYS.items():
@@ -85,9 +81,10 @@ def bench_unions(folder: Path) -> None:
 
     look("random")
     longer = replace(config, length=2048)
-    stages = [train(config, "dense", 600, row_batches(seen, config))]
-    stages.append(train(longer, "dense", 60, row_batches(seen, longer)))
-    stages.append(train(longer, "warm-up", longer.warmup_steps, row_batches(seen, longer)))
-    result["stages"] = stages
+    for how, stage, steps in (
+        (config, "dense", 600),
+        (longer, "dense", 60),
+        (longer, "warm-up", 60),
+    ):
+        train_stage(model, how, stage, steps, row_batches(seen, how))
     look("trained")
-    print(*union_lines(result), sep="\n")

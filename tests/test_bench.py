@@ -16,7 +16,6 @@ import bench
 from lab import campaigns, plots, races, speed, tables
 from lab.plots import RESULTS, draw_run, load_result, save_result
 from model import GPT, PRESETS, ModelConfig
-from runtime.devices import describe_machine
 from runtime.folder import Log
 
 ROOT = RESULTS.parent
@@ -114,12 +113,13 @@ def test_mistakes_cost_one_line(capsys):
 
 def test_only_record_writes_results(monkeypatch, tmp_path, capsys):
     def measurement(folder: Path) -> None:
-        save_result(folder, "staleness", {"runs": [1]})
+        run = {"staleness": {"bound": 2, "max": 1}}
+        save_result(folder, "staleness", {"runs": [run]})
         (folder / "sum-0").mkdir()  # a run's own folder stays where it is
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lab.campaigns.bench_staleness", measurement)
-    monkeypatch.setattr(plots, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
     bench.main(["staleness"])
     (folder,) = (tmp_path / "runs").iterdir()
@@ -210,7 +210,7 @@ def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_pat
     assert len(load_result("race", tmp_path)["runs"]) == runs
     assert {p.name for p in tmp_path.glob("*.png")} == {"race.png", "timeline.png"}
     assert not list(tmp_path.rglob("checkpoints"))
-    assert "(best sync)" in capsys.readouterr().out
+    assert any("(best sync)" in line for line in tables.tables_of(tmp_path))
 
 
 def measured(seconds: float, rate: float) -> dict:
@@ -224,8 +224,7 @@ def raced(mode: str, seed: int, seconds: float, rate: float, task: str = "guess"
 
 
 def test_without_a_gpu_its_race_says_so(monkeypatch, capsys):
-    machine = describe_machine() | {"gpus": []}
-    monkeypatch.setattr(plots, "describe_machine", lambda: machine)
+    monkeypatch.setattr(races.torch.cuda, "is_available", lambda: False)
     assert "with a CUDA device" in refused(["race", "--modes", "gpu"], capsys)
 
 

@@ -243,12 +243,12 @@ def test_a_wrong_prediction_is_found():
 
 
 def load_costs(*folder) -> dict:
-    stored = load_result("simulate-costs", *folder)
+    stored = load_result("simulate", *folder)["costs"]
     return {task: Costs(**costs) for task, costs in stored.items()}
 
 
 def test_costs_survive_the_file(tmp_path):
-    save_result(tmp_path, "simulate-costs", {"toy": vars(KNOWN)})
+    save_result(tmp_path, "simulate", {"costs": {"toy": vars(KNOWN)}})
     assert load_costs(tmp_path) == {"toy": KNOWN}
 
 
