@@ -35,9 +35,9 @@ Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rou
 query is alone depends on its neighbours, and so does its rounding, in half precision.
 
 Runs on CUDA, or, to be tested, on a CPU when TRITON_INTERPRET=1 is set before Triton is imported:
-there bfloat16 is refused, and float64 is allowed. Triton 3.6 to 3.9; the interpreter
-of 3.6 needs numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, or of
-the up to 16 neighbours of its sequence that read together, earlier ones, too; no others before it.
+there bfloat16 is refused, and float64 is allowed. Triton 3.6 to 3.9; the interpreter of 3.6 needs
+numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, or of the up to 16
+neighbours of its sequence that read together, earlier ones, too; no others before it.
 
 Legend   as in dsa.py, and   BQ queries of a block (query_block)   NB blocks   P pieces
          BM lanes, BN keys of a tile         BR blocks, BC chunks, BS kept in a tile of selection
@@ -571,8 +571,8 @@ def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     groups = tables.rows // many + tables.sequences
     number = (tables.q_pos % many == 0).cumsum(0)
     starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=number.device))
-    start, none = starts[:-1], torch.zeros_like(starts[:-1])
-    unions = torch.stack([start, starts.diff(), start, none, none], dim=-1).int()
+    begin, none = starts[:-1], torch.zeros_like(starts[:-1])
+    unions = torch.stack([begin, starts.diff(), begin, none, none], dim=-1).int()
     unions = unions[:, None].repeat(1, heads, 1)
     rows = lists.new_full((groups, heads, most), -1)
     whose = torch.zeros_like(rows, dtype=torch.int16)
