@@ -6,19 +6,19 @@ heads ("lanes") that share a list of chunks, and BN keys of that list at a time.
 want 64 rows: a tile of scores is [BM, BN] where the lanes fill them and [BN, BM], keys first,
 where they do not. Softmax is online and in base 2; sums are in float32.
 
-With BQ = 1 (every query selects for itself) G = 16 lanes would do little with the keys they read.
-But neighbours select much the same: in a model that has learned text, 8 of them list 1.8 times as
-many chunks as one (`python bench.py unions`). So in half precision they read the union of their
-lists together, bits tell who sees what, and the result stays that of each query's own list: 2.2
-times as fast by arithmetic (docs/design.md), not timed yet. Where a union would not halve what is
-read, they stay alone.
+With BQ = 1 (every query selects for itself) the G lanes, say 16, do little with the keys they read.
+But neighbours select much the same: in a model that has learned text, the lists of 8 hold 1.8 times
+as many different chunks as one (`python bench.py unions`). So in half precision, in sequences of
+1,024 keys and more, they read the union of their lists together; bits tell who sees what, and the
+result stays that of each query's own list. Where a union would not halve what is read, they stay
+alone. What it should bring stands in docs/design.md; it was not timed yet.
 
   _select       scores the past of a block and keeps the best chunks in registers as int64 (the
                 float's order, the id reversed), tile by tile: scores are never stored
   _score        for longer lists (GLM-5's 2048 single tokens): stores the scores of a stripe of
                 blocks, as integers in the same order, and
   _pick         finds the last one that is kept, by four histograms of 8 bits each
-  _unite        makes one list of those of neighbours, by marks on all chunks of their past
+  _unite        makes one list of neighbours' lists, by marking the chunks of their past
   _forward      walks over a block's list; in decode, several programs share a list, and
   _merge        adds up what they found. With a list of all chunks it is flash decoding for dense
                 attention (`dense_decode`): how long a list is, a program reads from the GPU, so
@@ -30,16 +30,19 @@ read, they stay alone.
                 atomically, because a popular chunk (a sequence's first) may be in every list
 
 What limits speed: a list is read for BQ * G query heads only, so the L2 cache is the limit until
-BQ * G is about 64 to 128 and tensor cores are. Selection costs 1 / 2C of dense attention.
-Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding. Whether a
-query is alone depends on its neighbours, and so does its rounding, in half precision.
+BQ * G is about 64 to 128 and tensor cores are. Scoring by means takes 1 / (2 C G) of the operations
+of dense attention, but in float32 (three TF32 products).
+Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding. In half
+precision a query's rounding depends on up to 15 neighbours, later ones, too: they decide whether it
+is alone.
 
 Runs on CUDA, or, to be tested, on a CPU when TRITON_INTERPRET=1 is set before Triton is imported:
 there bfloat16 is refused, and float64 is allowed. Triton 3.6 to 3.9; the interpreter of 3.6 needs
-numpy < 2.4. A NaN or infinity may reach the other queries of its query_block, or of the up to 16
-neighbours of its sequence that read together, earlier ones, too; no others before it.
+numpy < 2.4. A NaN or infinity may reach earlier queries only in its query_block, or among the up to
+16 of its sequence that read together.
 
 Legend   as in dsa.py, and   BQ queries of a block (query_block)   NB blocks   P pieces
+         HS heads of lists   HB heads of block lines (1: the same for all)
          BM lanes, BN keys of a tile         BR blocks, BC chunks, BS kept in a tile of selection
 """
 
@@ -65,8 +68,8 @@ SPLITS = 64  # ... but never a list in more than these
 STRIPE = 512  # blocks whose scores are stored at once, for lists of more than STREAMED + 1
 SCORED, READ = 128, 1024  # chunks that are scored, and read again, in a tile
 UNITED = 16  # most neighbours whose lists become one ...
-LONG = 1024  # ... if sequences may have so many keys: below, the launches would cost more
-MARKS = 1 << 26  # chunks that are marked at once
+LONG_CONTEXT = 1024  # ... in sequences of so many keys; below, launches cost more (not timed)
+MARKS = 1 << 26  # chunks that are marked at once: 256 MiB
 
 
 @triton.jit
@@ -90,8 +93,8 @@ def _sums(weights, keys, KEY: tl.constexpr):
 def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
     """What the lanes are: member = query * G + query head of a block, a line of `blocks`.
 
-    Returns the rows of [N * Hq], whether they exist, the first key row of the block's own chunk,
-    and how far into it each of them sees (-1: sees nothing at all).
+    Returns the rows of [N * Hq], whether they exist, the key row that reach counts from (the own
+    chunk's first; of a union, its first query's), and how far behind it each sees (-1: nothing).
     """
     start = tl.load(blocks + 5 * block)
     size = tl.load(blocks + 5 * block + 1)
@@ -105,23 +108,24 @@ def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def _tile(
-    k, v, rows, whose, tile, head, own, reach, query, S,
+    k, v, rows, whose, tile, head, own, reach, nth, S,
     HKV: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
     UNION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a list: where its keys lie, whether anybody sees them [BN, 1]; keys and values
-    [BN, D]; whether each query sees each key, [BN, BM], or [BM, BN] for KEY = 1."""
+    """A tile of a list: where its keys lie, whether the furthest query may see them [BN, 1] (others
+    are loaded as 0); keys and values [BN, D]; whether each query sees each key, [BN, BM], or
+    [BM, BN] for KEY = 1. nth: which query of its block each lane is."""
     offset, slot = tile * BN % C + tl.arange(0, BN), tile * BN // C
     if C < BN:  # several chunks; else a piece of one: one scalar
         offset = tl.arange(0, BN) % C
         slot += tl.arange(0, BN) // C
     row = tl.load(rows + slot, mask=slot < S, other=-1) + 0 * offset
-    # a query must see so far behind its `own`; what lies before, all see that see anything
+    # the reach that a query needs to see a key: its distance behind `own`, 0 for earlier keys
     need = tl.where(row < 0, FAR, tl.maximum(row + offset - own, 0))
     visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
     if UNION:  # of a list that neighbours share, `whose` tells who has selected what
         bits = tl.load(whose + slot, mask=slot < S, other=0).to(tl.int32) + 0 * offset
-        visible &= (tl.expand_dims(bits, 1 - KEY) >> tl.expand_dims(query, KEY)) & 1 == 1
+        visible &= (tl.expand_dims(bits, 1 - KEY) >> tl.expand_dims(nth, KEY)) & 1 == 1
     place = ((row + offset).to(tl.int64) * HKV + head)[:, None] * D + tl.arange(0, D)[None, :]
     seen = (need <= tl.max(reach, 0))[:, None]
     key = tl.load(k + place, mask=seen, other=0.0)
@@ -130,7 +134,7 @@ def _tile(
 
 @triton.jit
 def _tile_count(blocks, block, reach, S, C: tl.constexpr, BN: tl.constexpr):
-    """Tiles of a block's list: it ends where the block has seen all it may, or where S do."""
+    """Tiles of a block's list, of S chunks or as many as it may see, if fewer; 0: it sees none."""
     listed = tl.minimum(tl.load(blocks + 5 * block + 4), S)
     return tl.where(tl.max(reach, 0) >= 0, tl.cdiv(listed * C, BN), 0)
 
@@ -143,7 +147,7 @@ def _forward(
     UNION: tl.constexpr,
 ):  # fmt: skip
     """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq]: each split has its share of the
-    tiles of a list."""
+    tiles of a list. rows and whose [NB, HS, S], blocks [NB, HB, 5]."""
     block, head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
     rows += (block.to(tl.int64) * HS + head % HS) * S
@@ -184,10 +188,11 @@ def _unite(
     lists, first_row, first, past, marks, rows, whose, unions, alone, START, S, K, WIDTH,
     HS: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Unites the lists [N, HS, S] of up to BQ neighbours: rows and whose they are [NB, HS, WIDTH]
-    in order of ids, and how many into the line of `unions` [NB, HS, 5]. If that does not halve what
-    is read, this line is emptied; otherwise the neighbours' lines in `alone` [N, HS, 5] are. marks:
-    zeros."""
+    """Unites the lists [N, HS, S] of each group of up to BQ neighbours: key rows in order of ids,
+    and a bit for each neighbour that has listed them, [groups, HS, WIDTH]; how many, into the line
+    of `unions` [groups, HS, 5]. Where they are more than half of all entries, the group's size
+    there becomes 0; elsewhere those of its queries in `alone` [N, HS, 5] do. marks: zeros
+    [stripe, HS, K]."""
     block, head = START + tl.program_id(0), tl.program_id(1)
     line = block.to(tl.int64) * HS + head
     start, size = tl.load(unions + line * 5).to(tl.int64), tl.load(unions + line * 5 + 1)
@@ -547,7 +552,8 @@ def _shape(lists: tuple) -> dict:
 
 
 def _alone(lists: Tensor, blocks: Tensor, tables: Tables) -> tuple:
-    """Lists of chunks [NB, Hs, S] as lists of key rows, int32, which are read as they are."""
+    """Lists of chunks [NB, Hs, S] as int32 lists of key rows; `rows` in place of `whose` means that
+    they are no unions."""
     rows = lists.contiguous()  # a chunk of one key is its row
     if tables.chunk_size > 1:
         rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
@@ -555,23 +561,25 @@ def _alone(lists: Tensor, blocks: Tensor, tables: Tables) -> tuple:
 
 
 def neighbours(q, k, tables: Tables, query_block: int) -> int:
-    """How many queries, each with a list of its own, read keys together to fill the tensor cores;
-    1: each is alone, as in decode, in short contexts, and in float32."""
+    """How many queries, each with a list of its own, read together; 1 in float32, in short
+    contexts, in decode, with a query_block, or where keys have no query."""
     whole = len(q) == tables.rows and not tables.cached
-    short = tables.widest * tables.chunk_size < LONG
+    short = tables.widest * tables.chunk_size < LONG_CONTEXT
     if not whole or short or query_block > 1 or q.element_size() != 2:
         return 1
     return 1 << (max(1, min(UNITED, 128 // (q.shape[1] // k.shape[1]))).bit_length() - 1)
 
 
 def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
-    """The lists of `many` neighbours as one, and what is left of the lists of each."""
+    """Lists of groups of `many` neighbours as one, and the single lists: each query is live in one
+    of the two."""
     (_, heads, width), most = lists.shape, many * lists.shape[2] // 2
-    # places of neighbours are counted in each sequence; a bound of how many groups there are
+    # groups begin anew with every sequence; `groups` is an upper bound, the last ones are empty
     groups = tables.rows // many + tables.sequences
     number = (tables.q_pos % many == 0).cumsum(0)
     starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=number.device))
     begin, none = starts[:-1], torch.zeros_like(starts[:-1])
+    # as plan_blocks, but reach counts from the first query's row
     unions = torch.stack([begin, starts.diff(), begin, none, none], dim=-1).int()
     unions = unions[:, None].repeat(1, heads, 1)
     rows = lists.new_full((groups, heads, most), -1)

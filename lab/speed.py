@@ -138,7 +138,7 @@ def apart(length: int, *shape: int) -> torch.Tensor:
 
 def alike(length: int, *shape: int) -> torch.Tensor:
     """Random numbers, too, but each is a sum of WINDOW, and its neighbours are sums of mostly the
-    same: as in a trained model (unions.py), neighbouring queries select much the same."""
+    same, so that they select much the same: how much, "union of 8" records (unions.py: 1.8)."""
     total = apart(WINDOW + length, *shape).float().cumsum(0)
     return ((total[WINDOW:] - total[:-WINDOW]) / WINDOW**0.5).bfloat16()
 

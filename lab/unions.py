@@ -22,14 +22,14 @@ from model import GPT, ModelConfig
 from pretrain import SparseConfig, attention_of, row_batches, train_stage
 
 NEIGHBOURS = (2, 4, 8, 16)
-LENGTH = 8192  # of the text that is looked at; of the second half every list is full
+LENGTH = 8192  # bytes that are looked at; in the second half every list is full
 WAYS = {  # chunk size, chunks of a list, by the indexer or by means
     "16 chunks of 64, mean keys": (64, 16, False),
     "16 chunks of 64, indexer": (64, 16, True),
     "64 chunks of 16, mean keys": (16, 64, False),
     "2,048 single tokens, indexer": (1, 2048, True),
 }
-HEADS = {"layers": 4, "width": 128, "heads": 8, "kv_heads": 2, "head_width": 32, "hidden": 384}
+SIZES = {"layers": 4, "width": 128, "heads": 8, "kv_heads": 2, "head_width": 32, "hidden": 384}
 
 
 def library() -> list[int]:
@@ -68,7 +68,7 @@ def bench_unions(folder: Path) -> None:
     config = SparseConfig(length=512, tokens=4096, index_lr=0.003)
     shape = {"positions": "rope", "qk_norm": True, "vocab_size": 256, "context": LENGTH}
     indexer = {"attention": "dsa", "scoring": "indexer", "index_heads": 4, "index_width": 32}
-    model = GPT(ModelConfig(**HEADS, **shape, **indexer, chunk_size=16), config.seed)
+    model = GPT(ModelConfig(**SIZES, **shape, **indexer, chunk_size=16), config.seed)
     text = library()
     seen, held_out = text[: -2 * LENGTH], torch.tensor(text[-LENGTH:])
 

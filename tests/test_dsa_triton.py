@@ -47,7 +47,7 @@ ERROR = dict(zip(DTYPES, (1e-12, 1e-5, 2e-3, 2e-2), strict=True))
 @pytest.fixture(autouse=True)
 def setting(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(dsa_triton, "LONG", 0)
+    monkeypatch.setattr(dsa_triton, "LONG_CONTEXT", 0)
     if DEVICE == "cpu":  # the interpreter sorts element by element
         monkeypatch.setattr(dsa_triton, "SCORE_ROWS", 16)
 
