@@ -526,7 +526,7 @@ def _tiles(q: Tensor, k: Tensor, chunk_size: int, query_block: int) -> tuple[dic
 def _walk(q, k, v, lists, chunk_size, query_block=1, split=False, found=None) -> tuple:
     """Launches `_forward` on lists (`rows`, `whose`, `blocks`, as from `_alone`) into `found`: out
     as q, log2-sum-exp2 [N * Hq]. split: several programs share a list."""
-    rows, whose, blocks = lists
+    rows, _, blocks = lists
     walk = _tiles(q, k, chunk_size, query_block)[0] | _shape(lists)
     every, exact = q.shape[:2].numel(), torch.promote_types(q.dtype, torch.float32)
     out, lse = found or (torch.empty_like(q), q.new_empty(every, dtype=exact))
@@ -537,7 +537,7 @@ def _walk(q, k, v, lists, chunk_size, query_block=1, split=False, found=None) ->
     parts = (out, lse)
     if splits > 1:
         parts = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))
-    inputs = (q, k, v, rows, whose, blocks, *parts, rows.shape[2], every)
+    inputs = (q, k, v, *lists, *parts, rows.shape[2], every)
     _launch(_forward, (*grid, splits), *inputs, **walk)
     if splits > 1:
         merge = {"D": q.shape[2], "BS": triton.next_power_of_2(splits)}
@@ -573,12 +573,14 @@ def neighbours(q, k, tables: Tables, query_block: int) -> int:
 def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     """Lists of groups of `many` neighbours as one, and the single lists: each query is live in one
     of the two."""
-    (_, heads, width), most = lists.shape, many * lists.shape[2] // 2
+    _, heads, width = lists.shape
+    most = many * width // 2  # a longer union is not read
     # groups begin anew with every sequence; `groups` is an upper bound, the last ones are empty
     groups = tables.rows // many + tables.sequences
     number = (tables.q_pos % many == 0).cumsum(0)
-    starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=number.device))
-    begin, none = starts[:-1], torch.zeros_like(starts[:-1])
+    starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=lists.device))
+    begin = starts[:-1]
+    none = torch.zeros_like(begin)
     # as plan_blocks, but reach counts from the first query's row
     unions = torch.stack([begin, starts.diff(), begin, none, none], dim=-1).int()
     unions = unions[:, None].repeat(1, heads, 1)
@@ -650,9 +652,9 @@ def block_lead(tables: Tables, query_block: int) -> Tensor:
     return torch.arange(len(tables.q_pos), device=tables.row.device) - tables.q_pos % query_block
 
 
-def _check_kind(x: Tensor) -> None:  # the interpreter's bfloat16 arithmetic is wrong
-    refused = torch.bfloat16 if INTERPRETED else torch.float64
-    assert x.dtype != refused, f"dtype must not be {refused} here"
+def _check_kind(name: str, x: Tensor) -> None:  # the interpreter's bfloat16 arithmetic is wrong
+    refused, where = (torch.bfloat16, "in") if INTERPRETED else (torch.float64, "outside")
+    assert x.dtype != refused, f"dtype must not be {refused}, as {name} is, {where} the interpreter"
 
 
 def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
@@ -663,7 +665,7 @@ def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
     for name, x in tensors.items():
         here = f"cuda, or cpu with TRITON_INTERPRET=1: {name} is on {x.device}"
         assert x.device.type == ("cpu" if INTERPRETED else "cuda"), f"device must be {here}"
-        _check_kind(x)
+        _check_kind(name, x)
         assert x.is_contiguous(), f"{name} must be contiguous, got strides {x.stride()}"
         fits = x.shape[-1] in WIDTHS or name == "weights"
         assert fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}"
@@ -681,8 +683,8 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, query_block=1) -> Ten
     q [N, Hq, D], k and v [M, Hkv, D] contiguous and of one dtype (float32, bfloat16, float16;
     float64 in the interpreter), D of WIDTHS, sel int64 [N, Hkv or 1, S] of global chunk ids, -1 =
     none -> [N, Hq, D]; a query that sees nothing gets 0. Gradients for q, k, v; dK and dV are
-    summed in float32. To check `sel` the host waits for the GPU;
-    `dsa_attention`, whose lists are its own, does not.
+    summed in float32. To check `sel` the host waits for the GPU; `dsa_attention`, whose lists are
+    its own, does not.
     """
     _check_attention(q, k, v, tables, query_block)
     dsa.check_selection(tables, sel, k.shape[1])
@@ -732,6 +734,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     if not learned:
         exact = torch.promote_types(q.dtype, torch.float32)
         q = q.unflatten(1, (heads, -1)).sum(2, dtype=exact)  # the summed query of a group
+        weights = q  # only their dtype is looked at
     kind = torch.promote_types(q.dtype, means.dtype)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
     shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
@@ -812,5 +815,5 @@ def dense_decode(q: Tensor, k: Tensor, v: Tensor, plan: tuple) -> Tensor:
     n, length, heads, width = k.shape
     flat = [x.transpose(1, 2).contiguous().view(-1, 1, width) for x in (k, v)]
     assert flat[0].data_ptr() == k.data_ptr(), "the heads of k must lie outside its positions"
-    _check_kind(q)
+    _check_kind("q", q)
     return _walk(q.reshape(n * heads, -1, width), *flat, *plan, split=True)[0].view(q.shape)

@@ -154,19 +154,20 @@ def bench_dsa(folder: Path, rounds: int = 3) -> None:
     def planned(tables, block):
         return tables._replace(blocks=plan_blocks(tables, block))
 
+    query_heads, key_heads, width = HEADS
     result = {"heads": HEADS, "dtype": "bfloat16", "rows": []}
     for length in tqdm([2**i for i in range(12, 18)], unit="length"):
         edges = torch.tensor([0, length], device="cuda")
         tables, single = dsa.packed_tables(edges, 64), dsa.packed_tables(edges, 1)
-        k, v, index = (apart(length, *shape) for shape in ((2, 128), (2, 128), (64,)))
+        k, v = (apart(length, key_heads, width) for _ in "kv")
         ways, row = {}, {"length": length, "union of 8": {}}
         for name, queries, blocks in (("", apart, (1, 8, 16)), (", alike", alike, (1,))):
-            q, q_index = queries(length, 32, 128), queries(length, 4, 64)
+            q, q_index = queries(length, query_heads, width), queries(length, 4, 64)
             for block in blocks:
                 how = {"tables": planned(tables, block), "top_k": 16, "query_block": block}
                 ways[f"sparse, query block {block}{name}"] = (partial(dsa_attention, **how), q)
             how = {"tables": planned(single, 1), "top_k": 2048}
-            how |= {"index": (q_index, index, apart(length, 4))}
+            how |= {"index": (q_index, apart(length, 64), apart(length, 4))}
             ways[f"2,048 single tokens, indexer 4 x 64{name}"] = (partial(dsa_attention, **how), q)
             lists = select_chunks(q, k, tables, 16)
             row["union of 8"][queries.__name__] = union(lists, 8)

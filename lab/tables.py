@@ -225,10 +225,10 @@ def union_lines(result: dict) -> list[str]:
         for many, layers in row["union"].items():
             cells[name][f"{many} neighbours"] = median_text(layers, ".2f")
     text = f"""\
-Chunks in the union of neighbours' lists, over those of one list: if all select the same, it is 1. A
-model of four layers reads {result["length"]:,} bytes that it has not seen, and the second half is
-counted; it was trained on rows of up to 2,048. Means over queries: the layers' median, smallest and
-largest.
+Chunks in the union of neighbours' lists, over those of one list: if all select the same, it is 1.
+A model of four layers reads {result["length"]:,} bytes that it has not seen, and the second half
+is counted; it was trained on rows of up to 2,048. Means over queries: the layers' median, smallest
+and largest.
 """
     return [text, *nested_table("weights: lists", cells)]
 

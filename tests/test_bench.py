@@ -11,10 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
 from lab import campaigns, plots, races, speed, tables
 from lab.plots import RESULTS, draw_run, load_result, save_result
+from lab.unions import union
 from model import GPT, PRESETS, ModelConfig
 from runtime.folder import Log
 
@@ -327,6 +329,12 @@ def test_sparse_attention_is_compared_with_each_dense_backend():
             times[name]["ms"]["median"] for name in ("dense FLASH_ATTENTION", tables.ALONE)
         )
         assert f"{dense / sparse:.2f}× at {row['length']:,}" in page
+
+
+def test_unions_are_counted_in_the_second_half():
+    lists = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 2]] + [[0, 1], [1, 0], [0, 2], [3, 1]])
+    assert union(lists[:, None], 2) == (2 / 2 + 4 / 2) / 2  # {0, 1}; {0, 1, 2, 3}
+    assert union(lists[:, None], 4) == 4 / 2
 
 
 def test_a_system_whose_utilisation_was_published_has_its_utilisation_predicted():

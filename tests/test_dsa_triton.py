@@ -259,7 +259,7 @@ def test_a_nan_reaches_no_more_than_those_that_read_together(chunk_size):
 @kernels
 @pytest.mark.parametrize("chunk_size", [1, 16])
 def test_what_neighbours_look_at_changes_no_more_than_rounding(chunk_size):
-    """Whether lists are united depends on later neighbours: sums may begin with another tile."""
+    """Later neighbours decide whether a query is alone, and so how its sums are rounded."""
     n, now = 3 * chunk_size + 40, 2 * chunk_size + 20
     tables = packed(0, n, chunk_size=chunk_size)
     tensors = random_qkv(n, n, (32, 2), dtype=torch.float16)
