@@ -26,7 +26,7 @@ from runtime.config import Config
 from runtime.devices import cores
 from runtime.messages import Group
 from runtime.models import make_model
-from runtime.team import join_team, leave_team
+from runtime.team import join_team
 
 ALIKE = {"task": "sum", "groups_per_step": 4, "group_size": 8}
 ALIKE |= {"token_budget": 1024, "reference_every": 0}
@@ -60,7 +60,6 @@ def member(rank: int, config: Config, folder: str) -> list[tuple]:
         learner_step(learner, groups, config)
         seconds = time.perf_counter() - begin
         rows.append((seconds, (team.seconds - before) / seconds))
-    leave_team(team)
     return rows[1:]
 
 

@@ -20,6 +20,7 @@ Sums are in the order of ranks, so a run and its replay agree bitwise.
 Left out: which micro-batches a learner has (learner.py); messages between parent and workers.
 """
 
+import atexit
 import os
 import time
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ class Team:
 def meeting(team: Team, version: int, name: str):
     """One of ORDER; AssertionError for one that is out of it, which would wait for ever. Parted:
     what goes wrong inside is said with rank, version and meeting."""
-    allowed = ORDER.get(team.last, ())
+    allowed = ORDER[team.last]
     where = f"learner {team.ranks[0]} of {team.size}, version {version}"
     assert name in allowed, f"{where}: {name} after {team.last!r}, must be one of {allowed}"
     team.last, begin = name, time.monotonic()
@@ -101,6 +102,7 @@ def join_team(team: Team, place: str, own_gpus: bool, limit: float) -> None:
     backend, team.wire = ("nccl", None) if own_gpus else ("gloo", "cpu")
     # torch names a group by how many there were: after one that failed, no newcomer would find it
     dist.distributed_c10d._world.group_count = 0
+    atexit.register(leave_team, team)  # threads of gloo that outlive Python can abort the process
     with meeting(team, 0, "the first meeting"):
         seconds = timedelta(seconds=limit)
         dist.init_process_group(backend, place, seconds, team.size, team.ranks[0])
