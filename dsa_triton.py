@@ -90,25 +90,25 @@ def _sums(weights, keys, KEY: tl.constexpr):
 
 
 @triton.jit
-def _lanes(blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr):
+def _lanes(
+    blocks, block, member, head, HKV: tl.constexpr, G: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
     """What the lanes are: member = query * G + query head of a block, a line of `blocks`.
 
-    Returns the rows of [N * Hq], whether they exist, the key row that reach counts from (the own
-    chunk's first; of a union, its first query's), and how far behind it each sees (-1: nothing).
+    Returns the rows of [N * Hq], whether they exist, and the last key row that each sees (-1:
+    none). ONE: all blocks are single queries, in order, so masks by `live` cost nothing.
     """
-    start = tl.load(blocks + 5 * block)
-    size = tl.load(blocks + 5 * block + 1)
-    own = tl.load(blocks + 5 * block + 2)
-    reach = tl.load(blocks + 5 * block + 3)
-    query = member // G
-    live = query < size
+    query, start = member // G, tl.load(blocks + 4 * block)
+    live = query < tl.load(blocks + 4 * block + 1)
+    if ONE:
+        query, start, live = 0 * member, block, tl.full(member.shape, True, tl.int1)
     at = (start + query).to(tl.int64) * (HKV * G) + head * G + member % G
-    return at, live, own, tl.where(live, reach + query, -1)
+    return at, live, tl.where(live, tl.load(blocks + 4 * block + 2) + query, -1)
 
 
 @triton.jit
 def _tile(
-    k, v, rows, whose, tile, head, own, reach, nth, S,
+    k, v, rows, whose, tile, head, last, nth, S,
     HKV: tl.constexpr, C: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, KEY: tl.constexpr,
     UNION: tl.constexpr,
 ):  # fmt: skip
@@ -119,24 +119,23 @@ def _tile(
     if C < BN:  # several chunks; else a piece of one: one scalar
         offset = tl.arange(0, BN) % C
         slot += tl.arange(0, BN) // C
-    row = tl.load(rows + slot, mask=slot < S, other=-1) + 0 * offset
-    # the reach that a query needs to see a key: its distance behind `own`, 0 for earlier keys
-    need = tl.where(row < 0, FAR, tl.maximum(row + offset - own, 0))
-    visible = tl.expand_dims(need, 1 - KEY) <= tl.expand_dims(reach, KEY)
+    row = tl.load(rows + slot, mask=slot < S, other=-1)
+    at = tl.where(row < 0, FAR, row) + offset
+    visible = tl.expand_dims(at, 1 - KEY) <= tl.expand_dims(last, KEY)
     if UNION:  # of a list that neighbours share, `whose` tells who has selected what
         bits = tl.load(whose + slot, mask=slot < S, other=0).to(tl.int32) + 0 * offset
         visible &= (tl.expand_dims(bits, 1 - KEY) >> tl.expand_dims(nth, KEY)) & 1 == 1
-    place = ((row + offset).to(tl.int64) * HKV + head)[:, None] * D + tl.arange(0, D)[None, :]
-    seen = (need <= tl.max(reach, 0))[:, None]
+    place = (at.to(tl.int64) * HKV + head)[:, None] * D + tl.arange(0, D)[None, :]
+    seen = (at <= tl.max(last, 0))[:, None]
     key = tl.load(k + place, mask=seen, other=0.0)
     return place, seen, key, tl.load(v + place, mask=seen, other=0.0), visible
 
 
 @triton.jit
-def _tile_count(blocks, block, reach, S, C: tl.constexpr, BN: tl.constexpr):
+def _tile_count(blocks, block, last, S, C: tl.constexpr, BN: tl.constexpr):
     """Tiles of a block's list, of S chunks or as many as it may see, if fewer; 0: it sees none."""
-    listed = tl.minimum(tl.load(blocks + 5 * block + 4), S)
-    return tl.where(tl.max(reach, 0) >= 0, tl.cdiv(listed * C, BN), 0)
+    listed = tl.minimum(tl.load(blocks + 4 * block + 3), S)
+    return tl.where(tl.max(last, 0) >= 0, tl.cdiv(listed * C, BN), 0)
 
 
 @triton.jit
@@ -147,29 +146,29 @@ def _forward(
     UNION: tl.constexpr,
 ):  # fmt: skip
     """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq]: each split has its share of the
-    tiles of a list. rows and whose [NB, HS, S], blocks [NB, HB, 5]."""
+    tiles of a list. rows and whose [NB, HS, S], blocks [NB, HB, 4]."""
     block, head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
     rows += (block.to(tl.int64) * HS + head % HS) * S
     whose += (block.to(tl.int64) * HS + head % HS) * S
     block = block * HB + head % HB
-    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
+    at, live, last = _lanes(blocks, block, member, head, HKV, G, False)
     line = at[:, None] * D + tl.arange(0, D)[None, :]
     query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
     top = tl.full([BM], float("-inf"), lse.dtype.element_ty)
     total = tl.zeros([BM], lse.dtype.element_ty)
     acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
-    tiles = _tile_count(blocks, block, reach, S, C, BN)
+    SCALE: tl.constexpr = D**-0.5 * LOG2E
+    tiles = _tile_count(blocks, block, last, S, C, BN)
     share = tl.cdiv(tiles, tl.num_programs(2))
     for tile in range(split * share, tl.minimum(split * share + share, tiles)):
         place, seen, key, value, visible = _tile(
-            k, v, rows, whose, tile, head, own, reach, member // G, S, HKV, C, D, BN, KEY, UNION
+            k, v, rows, whose, tile, head, last, member // G, S, HKV, C, D, BN, KEY, UNION
         )
-        score = _scores(key, query, KEY) * (D**-0.5 * LOG2E)
-        score = tl.where(visible, score, float("-inf"))
-        new = tl.maximum(top, tl.max(score, KEY))
+        score = tl.where(visible, _scores(key, query, KEY), float("-inf"))
+        new = tl.maximum(top, tl.max(score, KEY) * SCALE)
         base = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet: no inf - inf
-        chance = tl.exp2(score - tl.expand_dims(base, KEY))
+        chance = tl.exp2(score * SCALE - tl.expand_dims(base, KEY))  # one operation and exp2
         decay = tl.exp2(top - base)
         total = total * decay + tl.sum(chance, KEY)
         acc = acc * tl.expand_dims(decay, KEY) + _sums(chance.to(value.dtype), value, KEY)
@@ -177,10 +176,9 @@ def _forward(
     safe = tl.where(total == 0, 1.0, total)
     acc = acc / tl.expand_dims(safe, KEY)
     acc = tl.trans(acc) if KEY == 0 else acc
-    lse += split.to(tl.int64) * ALL
-    out += split.to(tl.int64) * ALL * D
-    tl.store(lse + at, top + tl.log2(safe), mask=live)  # -inf: saw nothing, and out is 0
-    tl.store(out + line, acc.to(out.dtype.element_ty), mask=live[:, None])
+    part = split.to(tl.int64) * ALL
+    tl.store(lse + part + at, top + tl.log2(safe), mask=live)  # -inf: saw nothing, and out is 0
+    tl.store(out + part * D + line, acc.to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
@@ -190,12 +188,12 @@ def _unite(
 ):  # fmt: skip
     """Unites the lists [N, HS, S] of each group of up to BQ neighbours: key rows in order of ids,
     and a bit for each neighbour that has listed them, [groups, HS, WIDTH]; how many, into the line
-    of `unions` [groups, HS, 5]. Where they are more than half of all entries, the group's size
-    there becomes 0; elsewhere those of its queries in `alone` [N, HS, 5] do. marks: zeros
+    of `unions` [groups, HS, 4]. Where they are more than half of all entries, the group's size
+    there becomes 0; elsewhere those of its queries in `alone` [N, HS, 4] do. marks: zeros
     [stripe, HS, K]."""
     block, head = START + tl.program_id(0), tl.program_id(1)
     line = block.to(tl.int64) * HS + head
-    start, size = tl.load(unions + line * 5).to(tl.int64), tl.load(unions + line * 5 + 1)
+    start, size = tl.load(unions + line * 4).to(tl.int64), tl.load(unions + line * 4 + 1)
     low = tl.load(first + start, mask=size > 0, other=0)
     high = low + tl.load(past + start + size - 1, mask=size > 0, other=-1) + 1
     marks += (tl.program_id(0).to(tl.int64) * HS + head) * K
@@ -217,10 +215,10 @@ def _unite(
         tl.store(rows + line * WIDTH + to, row.to(tl.int32), mask=kept)
         tl.store(whose + line * WIDTH + to, mark.to(tl.int16), mask=kept)
         count += tl.sum(marked, 0)
-    tl.store(unions + line * 5 + 4, count)
-    tl.store(unions + line * 5 + 1, 0, mask=2 * count > every)
+    tl.store(unions + line * 4 + 3, count)
+    tl.store(unions + line * 4 + 1, 0, mask=2 * count > every)
     member = tl.arange(0, BQ)
-    at = alone + ((start + member) * HS + head) * 5 + 1
+    at = alone + ((start + member) * HS + head) * 4 + 1
     tl.store(at, 0 * member, mask=(member < size) & (2 * count <= every))
 
 
@@ -254,7 +252,7 @@ def _backward_q(
     rows += (block.to(tl.int64) * HS + head % HS) * S
     whose += (block.to(tl.int64) * HS + head % HS) * S
     block = block * HB + head % HB
-    at, live, own, reach = _lanes(blocks, block, member, head, HKV, G)
+    at, live, last = _lanes(blocks, block, member, head, HKV, G, False)
     line = at[:, None] * D + tl.arange(0, D)[None, :]
     query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
     slope = tl.load(grad + line, mask=live[:, None], other=0.0)
@@ -263,9 +261,9 @@ def _backward_q(
     shift = tl.sum(result * slope, 1)
     tl.store(delta + at, shift, mask=live)
     acc = tl.zeros([D, BM] if KEY == 0 else [BM, D], lse.dtype.element_ty)
-    for tile in range(0, _tile_count(blocks, block, reach, S, C, BN)):
+    for tile in range(0, _tile_count(blocks, block, last, S, C, BN)):
         place, seen, key, value, visible = _tile(
-            k, v, rows, whose, tile, head, own, reach, member // G, S, HKV, C, D, BN, KEY, UNION
+            k, v, rows, whose, tile, head, last, member // G, S, HKV, C, D, BN, KEY, UNION
         )
         chance = tl.exp2(_scores(key, query, KEY) * (D**-0.5 * LOG2E) - tl.expand_dims(log, KEY))
         chance = tl.where(visible, chance, 0.0)
@@ -275,8 +273,8 @@ def _backward_q(
         if SCATTER:
             if KEY == 1:
                 slide, chance = tl.trans(slide), tl.trans(chance)
-            tl.atomic_add(dk + place, _dot(slide, query) * D**-0.5, mask=seen)
-            tl.atomic_add(dv + place, _dot(chance, slope), mask=seen)
+            tl.atomic_add(dk + place, _dot(slide, query) * D**-0.5, mask=seen, sem="relaxed")
+            tl.atomic_add(dv + place, _dot(chance, slope), mask=seen, sem="relaxed")
     acc = tl.trans(acc) if KEY == 0 else acc
     tl.store(dq + line, (acc * D**-0.5).to(dq.dtype.element_ty), mask=live[:, None])
 
@@ -288,28 +286,31 @@ def _backward_kv(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Adds to dk, dv what the blocks order[begin:end] of a piece give BN keys of its chunk."""
-    piece = pieces + tl.program_id(0) * 5
-    first, size = tl.load(piece), tl.load(piece + 1).to(tl.int32)
-    head = tl.load(piece + 2).to(tl.int32) + tl.program_id(2)
-    begin, end = tl.load(piece + 3), tl.load(piece + 4)
-    lanes = (end - begin).to(tl.int32) * (BQ * G)
+    LANES: tl.constexpr = BQ * G  # of a block
+    piece = pieces + tl.program_id(0) * 4
+    first, head = tl.load(piece), tl.load(piece + 1) + tl.program_id(2)
+    begin, end = tl.load(piece + 2), tl.load(piece + 3)
+    lanes = (end - begin) * LANES
     if lanes > 0:
         d = tl.arange(0, D)
-        offset = tl.program_id(1) * BN + tl.arange(0, BN)
-        place = ((first + offset) * HKV + head)[:, None] * D + d[None, :]
-        exists = (offset < size)[:, None]
-        key = tl.load(k + place, mask=exists, other=0.0)  # [BN, D]
-        value = tl.load(v + place, mask=exists, other=0.0)
+        row = first + tl.program_id(1) * BN + tl.arange(0, BN)
+        place = (row.to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
+        furthest = blocks + 4 * tl.load(order + end - 1)  # the last block sees most
+        used = (row < tl.load(furthest + 2) + tl.load(furthest + 1))[:, None]
+        key = tl.load(k + place, mask=used, other=0.0)  # [BN, D]; others may hold NaN
+        value = tl.load(v + place, mask=used, other=0.0)
         sum_k = tl.zeros([BN, D], lse.dtype.element_ty)
         sum_v = tl.zeros([BN, D], lse.dtype.element_ty)
         for step in range(0, lanes, BM):
             lane = step + tl.arange(0, BM)
-            listed = lane < lanes
-            block = tl.load(order + begin + lane // (BQ * G), mask=listed, other=0)
-            at, live, own, reach = _lanes(blocks, block, lane % (BQ * G), head, HKV, G)
-            live &= listed
-            reach = tl.where((own == first) | (reach < 0), reach, C)  # a past chunk: all of it
-            seen = offset[:, None] <= reach[None, :]
+            if LANES % BM == 0:  # all of one block
+                block, member = step // LANES, step % LANES + tl.arange(0, BM)
+            else:  # those behind the end are the last one again
+                listed = tl.minimum(lane, lanes - 1)
+                block, member = listed // LANES, listed % LANES
+            block = tl.load(order + begin + block)
+            at, live, last = _lanes(blocks, block, member, head, HKV, G, BQ == 1)
+            seen = row[:, None] <= tl.where(lane < lanes, last, -1)[None, :]
             line = at[:, None] * D + d[None, :]
             query = tl.load(q + line, mask=live[:, None], other=0.0)  # [BM, D]
             slope = tl.load(grad + line, mask=live[:, None], other=0.0)
@@ -319,17 +320,17 @@ def _backward_kv(
             chance = tl.where(seen, chance, 0.0)  # [BN, BM]
             sum_v += _dot(chance.to(key.dtype), slope)
             slide = chance * (_dot(value, tl.trans(slope)) - shift[None, :])
-            sum_k += _dot(tl.where(seen, slide, 0.0).to(key.dtype), query)
-        tl.atomic_add(dk + place, sum_k * D**-0.5, mask=exists)
-        tl.atomic_add(dv + place, sum_v, mask=exists)
+            sum_k += _dot(slide.to(key.dtype), query)
+        tl.atomic_add(dk + place, sum_k * D**-0.5, mask=used, sem="relaxed")
+        tl.atomic_add(dv + place, sum_v, mask=used, sem="relaxed")
 
 
 @triton.jit
 def _past_of(blocks, first, past, block, NB):
     """Of blocks: their first query, the first chunk of its past, and how many (-1: sees none)."""
     listed = block < NB
-    lead = tl.load(blocks + 5 * block, mask=listed, other=0).to(tl.int64)
-    live = listed & (tl.load(blocks + 5 * block + 1, mask=listed, other=0) > 0)
+    lead = tl.load(blocks + 4 * block, mask=listed, other=0).to(tl.int64)
+    live = listed & (tl.load(blocks + 4 * block + 1, mask=listed, other=0) > 0)
     begin = tl.load(first + lead, mask=live, other=0)
     return lead, live, begin, tl.load(past + lead, mask=live, other=-1)
 
@@ -424,9 +425,9 @@ def _pick(
             found = tl.zeros([256], tl.int32)
             for tile in range(0, count, BC):
                 at = tile + tl.arange(0, BC)
-                score = tl.load(scores + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
-                score = score ^ 0x80000000
                 alike = at < count
+                score = tl.load(scores + at, mask=alike, other=0)
+                score = score.to(tl.uint32, bitcast=True) ^ 0x80000000
                 if shift < 24:
                     alike &= (score >> (shift + 8)) == last
                 found += tl.histogram(((score >> shift) & 255).to(tl.int32), 256, mask=alike)
@@ -439,47 +440,45 @@ def _pick(
     taken, equal = want * 0 + 1, want * 0
     for tile in range(0, count, BC):
         at = tile + tl.arange(0, BC)
-        score = tl.load(scores + at, mask=at < count, other=0).to(tl.uint32, bitcast=True)
-        score = score ^ 0x80000000
-        same = ((at < count) & (score == last)).to(tl.int32)
+        within = at < count
+        score = tl.load(scores + at, mask=within, other=0)
+        score = score.to(tl.uint32, bitcast=True) ^ 0x80000000
+        same = (within & (score == last)).to(tl.int32)
         first_of = (same > 0) & (equal + tl.cumsum(same, 0) <= left)  # ties: the lowest ids
-        keep = (((at < count) & (score > last)) | first_of).to(tl.int32)
+        keep = ((within & (score > last)) | first_of).to(tl.int32)
         tl.store(sel + taken + tl.cumsum(keep, 0) - 1, (begin + at).to(tl.int32), mask=keep > 0)
         taken += tl.sum(keep, 0)
         equal += tl.sum(same, 0)
 
 
-def _sizes(tables: Tables) -> Tensor:  # [NC] key rows of each chunk
-    return F.pad(tables.row, (0, 1), value=tables.rows).diff()
-
-
 def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
-    """int32 [NB, 5]: first query row, queries, first key row of the own chunk, place in it, and how
-    many chunks they may see.
+    """int32 [NB, 4]: first query row, queries, key row of the first query (-1: it sees nothing),
+    and how many chunks they may see.
 
     It is a plan: made once, it serves all layers, as `tables._replace(blocks=...)`. Blocks lie in
     chunks, so the chunks tell them, with as many as a full chunk has in each: some are empty, but
     their number is known without asking the device.
     """
     if query_block == 1:
-        own = tables.row[tables.own]
-        place = (tables.q_pos % tables.chunk_size).masked_fill(tables.past < 0, -1)
-        start = torch.arange(len(own), device=own.device)
-        columns = (start, torch.ones_like(own), own, place, tables.past + 1)
+        last = tables.row[tables.own] + tables.q_pos % tables.chunk_size
+        last = last.masked_fill(tables.past < 0, -1)
+        start = torch.arange(len(last), device=last.device)
+        columns = (start, torch.ones_like(last), last, tables.past + 1)
     else:
         place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
         start = tables.row[:, None] + place
-        size = (_sizes(tables)[:, None] - place).clamp(0, query_block)
+        sizes = F.pad(tables.row, (0, 1), value=tables.rows).diff()  # key rows of each chunk
+        size = (sizes[:, None] - place).clamp(0, query_block)
         seen = tables.past[start.clamp(max=tables.rows - 1)] + 1
-        columns = (start, size, start - place, place.expand_as(start), seen)
+        columns = (start, size, start, seen)
     return torch.stack(columns, dim=-1).int().flatten(0, -2)
 
 
 def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]:
     """The blocks that selected each chunk, in pieces of at most `limit` of them.
 
-    lists [NB, Hs, S] -> order int32 [NB * Hs * S], blocks by head and chunk; pieces int64 [P, 5]:
-    first key row, key rows, head, begin and end in `order`. P is an upper bound, the last pieces
+    lists [NB, Hs, S] -> order int32 [NB * Hs * S], blocks by head and chunk; pieces int32 [P, 4]:
+    first key row, head, begin and end in `order`. P is an upper bound, the last pieces
     are empty: nothing is copied to the host.
     """
     heads, width, many = lists.shape[1], lists.shape[2], len(tables.row)
@@ -494,8 +493,8 @@ def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]
     begin = edges[owner] + (piece - last[owner] + needed[owner]) * limit
     end = torch.minimum(begin + limit, edges[owner + 1])
     chunk = owner % many
-    pieces = (tables.row[chunk], _sizes(tables)[chunk], owner // many, begin, end)
-    return (order // (heads * width)).int(), torch.stack(pieces, dim=-1)
+    pieces = (tables.row[chunk], owner // many, begin, end)
+    return (order // (heads * width)).int(), torch.stack(pieces, dim=-1).int()
 
 
 INTERPRETED = not isinstance(_forward, triton.JITFunction)
@@ -580,9 +579,7 @@ def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     number = (tables.q_pos % many == 0).cumsum(0)
     starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=lists.device))
     begin = starts[:-1]
-    none = torch.zeros_like(begin)
-    # as plan_blocks, but reach counts from the first query's row
-    unions = torch.stack([begin, starts.diff(), begin, none, none], dim=-1).int()
+    unions = torch.stack([begin, starts.diff(), begin, 0 * begin], dim=-1).int()
     unions = unions[:, None].repeat(1, heads, 1)
     rows = lists.new_full((groups, heads, most), -1)
     whose = torch.zeros_like(rows, dtype=torch.int16)
@@ -691,8 +688,9 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, query_block=1) -> Ten
     shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
     assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
     blocks = plan_blocks(tables, query_block)
-    blocks[:, 4] = sel.shape[2]  # a list of a stranger may have gaps
-    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)].int()  # an empty block's list is not used
+    blocks[:, 3] = sel.shape[2]  # a list of a stranger may have gaps
+    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)].int()
+    lists = lists.masked_fill(blocks[:, 1, None, None] == 0, -1)  # of an empty block
     return _Attention.apply(q, k, v, lists, blocks, tables, query_block)
 
 
@@ -715,7 +713,7 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, quer
     if query_block == 1:
         return lists
     place = tables.q_pos % tables.chunk_size // query_block
-    return lists[(tables.first + tables.past) * (tables.chunk_size // query_block) + place]
+    return lists[tables.own * (tables.chunk_size // query_block) + place]
 
 
 def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  # [NB, Hs, S]
@@ -799,8 +797,8 @@ def plan_dense(positions: Tensor, length: int, heads: int) -> tuple:
     local = torch.arange(length // tile, device=past.device)
     rows = first[:, None] * length + local * tile
     rows = rows.masked_fill(local > past[:, None], -1)[:, None]  # [n * Hkv, 1, tiles]
-    place = positions.repeat_interleave(heads) % tile
-    columns = (first, torch.ones_like(past), first * length + past * tile, place, past + 1)
+    last = first * length + positions.repeat_interleave(heads)
+    columns = (first, torch.ones_like(past), last, past + 1)
     rows = rows.int()
     return (rows, rows, torch.stack(columns, dim=-1).int()[:, None]), tile
 
