@@ -66,7 +66,7 @@ PIECE_LANES = 8192  # most lanes in a piece of an inverse list
 PROGRAMS = 264  # decode splits its lists to have so many: two for each multiprocessor of an H200
 SPLITS = 64  # ... but never a list in more than these
 STRIPE = 512  # blocks whose scores are stored at once, for lists of more than STREAMED + 1
-SCORED, READ = 128, 1024  # chunks that are scored, and read again, in a tile
+SCORED, READ = 128, 2048  # chunks that are scored, and read again, in a tile
 UNITED = 16  # most neighbours whose lists become one ...
 LONG_CONTEXT = 1024  # ... in sequences of so many keys; below, launches cost more (not timed)
 MARKS = 1 << 26  # chunks that are marked at once: 256 MiB
@@ -98,12 +98,12 @@ def _lanes(
     Returns the rows of [N * Hq], whether they exist, and the last key row that each sees (-1:
     none). ONE: all blocks are single queries, in order, so masks by `live` cost nothing.
     """
-    query, start = member // G, tl.load(blocks + 4 * block)
-    live = query < tl.load(blocks + 4 * block + 1)
+    query, start = member // G, tl.load(blocks + 5 * block)
+    live = query < tl.load(blocks + 5 * block + 1)
     if ONE:
         query, start, live = 0 * member, block, tl.full(member.shape, True, tl.int1)
     at = (start + query).to(tl.int64) * (HKV * G) + head * G + member % G
-    return at, live, tl.where(live, tl.load(blocks + 4 * block + 2) + query, -1)
+    return at, live, tl.where(live, tl.load(blocks + 5 * block + 2) + query, -1)
 
 
 @triton.jit
@@ -134,7 +134,7 @@ def _tile(
 @triton.jit
 def _tile_count(blocks, block, last, S, C: tl.constexpr, BN: tl.constexpr):
     """Tiles of a block's list, of S chunks or as many as it may see, if fewer; 0: it sees none."""
-    listed = tl.minimum(tl.load(blocks + 4 * block + 3), S)
+    listed = tl.minimum(tl.load(blocks + 5 * block + 3), S)
     return tl.where(tl.max(last, 0) >= 0, tl.cdiv(listed * C, BN), 0)
 
 
@@ -146,7 +146,7 @@ def _forward(
     UNION: tl.constexpr,
 ):  # fmt: skip
     """out [splits, N * Hq, D] and log2-sum-exp2 [splits, N * Hq]: each split has its share of the
-    tiles of a list. rows and whose [NB, HS, S], blocks [NB, HB, 4]."""
+    tiles of a list. rows and whose [NB, HS, S], blocks [NB, HB, 5]."""
     block, head, split = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2)
     member = tl.program_id(0) % PARTS * BM + tl.arange(0, BM)
     rows += (block.to(tl.int64) * HS + head % HS) * S
@@ -183,19 +183,20 @@ def _forward(
 
 @triton.jit
 def _unite(
-    lists, first_row, first, past, marks, rows, whose, unions, alone, START, S, K, WIDTH,
+    lists, first_row, marks, rows, whose, unions, alone, START, S, K, WIDTH,
     HS: tl.constexpr, BQ: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Unites the lists [N, HS, S] of each group of up to BQ neighbours: key rows in order of ids,
     and a bit for each neighbour that has listed them, [groups, HS, WIDTH]; how many, into the line
-    of `unions` [groups, HS, 4]. Where they are more than half of all entries, the group's size
-    there becomes 0; elsewhere those of its queries in `alone` [N, HS, 4] do. marks: zeros
+    of `unions` [groups, HS, 5]. Where they are more than half of all entries, the group's size
+    there becomes 0; elsewhere those of its queries in `alone` [N, HS, 5] do. marks: zeros
     [stripe, HS, K]."""
     block, head = START + tl.program_id(0), tl.program_id(1)
     line = block.to(tl.int64) * HS + head
-    start, size = tl.load(unions + line * 4).to(tl.int64), tl.load(unions + line * 4 + 1)
-    low = tl.load(first + start, mask=size > 0, other=0)
-    high = low + tl.load(past + start + size - 1, mask=size > 0, other=-1) + 1
+    start, size = tl.load(unions + line * 5).to(tl.int64), tl.load(unions + line * 5 + 1)
+    own = alone + (start * HS + head) * 5
+    low = tl.load(own + 4, mask=size > 0, other=0)
+    high = low + tl.load(own + (size - 1) * HS * 5 + 3, mask=size > 0, other=0)
     marks += (tl.program_id(0).to(tl.int64) * HS + head) * K
     every, count = 0, 0
     for tile in range(0, size * S, BS):
@@ -215,11 +216,10 @@ def _unite(
         tl.store(rows + line * WIDTH + to, row.to(tl.int32), mask=kept)
         tl.store(whose + line * WIDTH + to, mark.to(tl.int16), mask=kept)
         count += tl.sum(marked, 0)
-    tl.store(unions + line * 4 + 3, count)
-    tl.store(unions + line * 4 + 1, 0, mask=2 * count > every)
+    tl.store(unions + line * 5 + 3, count)
+    tl.store(unions + line * 5 + 1, 0, mask=2 * count > every)
     member = tl.arange(0, BQ)
-    at = alone + ((start + member) * HS + head) * 4 + 1
-    tl.store(at, 0 * member, mask=(member < size) & (2 * count <= every))
+    tl.store(own + member * HS * 5 + 1, 0 * member, mask=(member < size) & (2 * count <= every))
 
 
 @triton.jit
@@ -295,7 +295,7 @@ def _backward_kv(
         d = tl.arange(0, D)
         row = first + tl.program_id(1) * BN + tl.arange(0, BN)
         place = (row.to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        furthest = blocks + 4 * tl.load(order + end - 1)  # the last block sees most
+        furthest = blocks + 5 * tl.load(order + end - 1)  # the last block sees most
         used = (row < tl.load(furthest + 2) + tl.load(furthest + 1))[:, None]
         key = tl.load(k + place, mask=used, other=0.0)  # [BN, D]; others may hold NaN
         value = tl.load(v + place, mask=used, other=0.0)
@@ -326,25 +326,30 @@ def _backward_kv(
 
 
 @triton.jit
-def _past_of(blocks, first, past, block, NB):
+def _past_of(blocks, block, NB):
     """Of blocks: their first query, the first chunk of its past, and how many (-1: sees none)."""
-    listed = block < NB
-    lead = tl.load(blocks + 4 * block, mask=listed, other=0).to(tl.int64)
-    live = listed & (tl.load(blocks + 4 * block + 1, mask=listed, other=0) > 0)
-    begin = tl.load(first + lead, mask=live, other=0)
-    return lead, live, begin, tl.load(past + lead, mask=live, other=-1)
+    line, listed = blocks + 5 * block, block < NB
+    lead = tl.load(line, mask=listed, other=0).to(tl.int64)
+    begin = tl.load(line + 4, mask=listed, other=0)
+    return lead, begin, tl.load(line + 3, mask=listed, other=0) - 1
+
+
+@triton.jit
+def _range_of(begin, count):
+    """The first chunk of all these pasts, and the one behind the last."""
+    return tl.min(tl.where(count > 0, begin, FAR), 0), tl.max(begin + count, 0)
 
 
 @triton.jit
 def _ordered(
-    q, keys, weights, lead, live, head, chunk, begin, stop,
+    q, keys, weights, lead, live, head, chunk, stop,
     HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr,
 ):  # fmt: skip
-    """Scores of chunks, as int32 [BR, BC] in the same order; and which of them are candidates."""
+    """Scores of chunks, those before `stop`, as int32 [BR, BC] in the same order."""
     d = tl.arange(0, D)
     wide: tl.constexpr = weights.dtype.element_ty
-    key = keys + (chunk * HS + head)[None, :] * D + d[:, None]
-    key = tl.load(key, mask=(chunk < tl.max(stop, 0))[None, :], other=0.0)  # [D, BC]
+    key = keys + (chunk.to(tl.int64) * HS + head)[None, :] * D + d[:, None]
+    key = tl.load(key, mask=(chunk < stop)[None, :], other=0.0)  # [D, BC]
     place = ((lead * HS + head) * G)[:, None] * D + d[None, :]
     score = tl.zeros([place.shape[0], key.shape[1]], wide)
     for g in range(G):
@@ -356,28 +361,25 @@ def _ordered(
         score += hit
     score = score.to(tl.float32)
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
-    inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < stop[:, None])
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), inside
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _select(
-    q, keys, weights, blocks, first, past, sel, NB, S,
+    q, keys, weights, blocks, sel, NB, S,
     HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """sel [NB, HS, S] of each block's first query: its own chunk, then the best of its past."""
     block, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
-    lead, live, begin, count = _past_of(blocks, first, past, block, NB)
-    stop = begin + tl.maximum(count, 0)
+    lead, begin, count = _past_of(blocks, block, NB)
     best = tl.full([BR, BS], LOWEST, tl.int64)  # ascending
-    low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0)
-    for tile in range(low, tl.max(stop, 0), BC):
-        chunk = tile + tl.arange(0, BC).to(tl.int64)
-        bits, inside = _ordered(
-            q, keys, weights, lead, live, head, chunk, begin, stop, HS, G, D, LEARNED
-        )
-        packed = (bits.to(tl.int64) << 32) + (0xFFFFFFFF - chunk)[None, :]
+    low, stop = _range_of(begin, count)
+    for tile in range(low, stop, BC):
+        chunk = tile + tl.arange(0, BC)
+        bits = _ordered(q, keys, weights, lead, count > 0, head, chunk, stop, HS, G, D, LEARNED)
+        packed = (bits.to(tl.int64) << 32) + (0xFFFFFFFF - chunk.to(tl.int64))[None, :]
+        inside = (chunk[None, :] >= begin[:, None]) & (chunk[None, :] < (begin + count)[:, None])
         packed = tl.where(inside, packed, LOWEST)
         if tl.max(tl.max(packed, 1) > tl.min(best, 1), 0):  # most tiles of a long past: no
             best = tl.bitonic_merge(tl.maximum(best, tl.topk(packed, BS)))
@@ -386,74 +388,85 @@ def _select(
     listed = block < NB
     sel += ((block.to(tl.int64) * HS + head) * S)[:, None]
     tl.store(sel + slot[None, :], ids.to(tl.int32), mask=listed[:, None] & (slot < S)[None, :])
-    tl.store(sel, tl.where(count >= 0, stop, -1).to(tl.int32)[:, None], mask=listed[:, None])
+    tl.store(sel, tl.where(count >= 0, begin + count, -1)[:, None], mask=listed[:, None])
 
 
 @triton.jit
 def _score(
-    q, keys, weights, blocks, first, past, scores, START, NB, K,
+    q, keys, weights, blocks, scores, START, NB, K,
     HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """scores int32 [stripe, HS, K] of the blocks from START on, by the place in a block's past."""
+    """scores int32 [stripe, HS, K] of the blocks from START on; those of BR blocks begin with the
+    first chunk of all their pasts."""
     row, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(2)
-    lead, live, begin, count = _past_of(blocks, first, past, START + row, NB)
-    stop = begin + tl.maximum(count, 0)
-    low = tl.min(tl.where(stop > begin, begin, 0x7FFFFFFF), 0) + tl.program_id(1) * BC
-    if low < tl.max(stop, 0):  # one tile of all that these blocks score
-        chunk = low + tl.arange(0, BC).to(tl.int64)
-        bits, inside = _ordered(
-            q, keys, weights, lead, live, head, chunk, begin, stop, HS, G, D, LEARNED
-        )
-        place = ((row.to(tl.int64) * HS + head) * K)[:, None] + (chunk[None, :] - begin[:, None])
-        tl.store(scores + place, bits, mask=inside)
+    lead, begin, count = _past_of(blocks, START + row, NB)
+    low, stop = _range_of(begin, count)
+    at = tl.program_id(1) * BC + tl.arange(0, BC)
+    if low + tl.program_id(1) * BC < stop:  # one tile of all that these blocks score
+        bits = _ordered(q, keys, weights, lead, count > 0, head, low + at, stop, HS, G, D, LEARNED)
+        line = scores + ((row.to(tl.int64) * HS + head) * K)[:, None]
+        tl.store(line + at[None, :], bits)
+
+
+@triton.jit
+def _read(scores, tile, begin, count, BC: tl.constexpr):
+    """A tile of a block's scores: their places, themselves without a sign, which it may see."""
+    at = tile + tl.arange(0, BC)
+    score = tl.load(scores + at).to(tl.uint32, bitcast=True) ^ 0x80000000
+    return at, score, (at >= begin) & (at < begin + count)
 
 
 @triton.jit
 def _pick(
-    blocks, first, past, scores, sel, START, NB, K, S, HS: tl.constexpr, BC: tl.constexpr,
+    blocks, scores, sel, START, NB, K, S, HS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """sel [NB, HS, S] of one block: its own chunk, then the best of its past in order of ids."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, begin, count = _past_of(blocks, first, past, START + row, NB)
+    _, begin, count = _past_of(blocks, START + row // BR * BR + tl.arange(0, BR), NB)
+    low, stop = _range_of(begin, count)
+    _, begin, count = _past_of(blocks, START + row, NB)
     scores += (row * HS + head) * K
     sel += ((START + row) * HS + head) * S
+    if START + row < NB:
+        tl.store(sel, tl.where(count >= 0, begin + count, -1))
+    begin -= low
+    first = begin // BC * BC
     want = tl.minimum(tl.maximum(count, 0), S - 1)
     left, last = want, want.to(tl.uint32) * 0  # so many of the scores that begin like `last`
     if count > want:
         for shift in tl.static_range(24, -1, -8):  # the next 8 bits of the last that is kept
             found = tl.zeros([256], tl.int32)
-            for tile in range(0, count, BC):
-                at = tile + tl.arange(0, BC)
-                alike = at < count
-                score = tl.load(scores + at, mask=alike, other=0)
-                score = score.to(tl.uint32, bitcast=True) ^ 0x80000000
+            for tile in range(first, begin + count, BC):
+                at, score, alike = _read(scores, tile, begin, count, BC)
                 if shift < 24:
                     alike &= (score >> (shift + 8)) == last
-                found += tl.histogram(((score >> shift) & 255).to(tl.int32), 256, mask=alike)
+                # hardly any score is like the last one but for 8 bits
+                some = True if shift > 0 else tl.max(alike.to(tl.int32), 0) > 0
+                if some:
+                    digit = ((score >> shift) & 255).to(tl.int32)
+                    found += tl.histogram(digit, 256, mask=alike)
             above = tl.cumsum(found, 0, reverse=True)
-            digit = tl.sum((above >= left).to(tl.int32), 0) - 1
-            left -= tl.sum(tl.where(tl.arange(0, 256) > digit, found, 0), 0)
-            last = (last << 8) + digit.to(tl.uint32)
-    if START + row < NB:
-        tl.store(sel, tl.where(count >= 0, begin + count, -1).to(tl.int32))
-    taken, equal = want * 0 + 1, want * 0
-    for tile in range(0, count, BC):
-        at = tile + tl.arange(0, BC)
-        within = at < count
-        score = tl.load(scores + at, mask=within, other=0)
-        score = score.to(tl.uint32, bitcast=True) ^ 0x80000000
-        same = (within & (score == last)).to(tl.int32)
-        first_of = (same > 0) & (equal + tl.cumsum(same, 0) <= left)  # ties: the lowest ids
-        keep = ((within & (score > last)) | first_of).to(tl.int32)
-        tl.store(sel + taken + tl.cumsum(keep, 0) - 1, (begin + at).to(tl.int32), mask=keep > 0)
-        taken += tl.sum(keep, 0)
-        equal += tl.sum(same, 0)
+            kept = tl.sum((above >= left).to(tl.int32), 0) - 1
+            left -= tl.sum(tl.where(tl.arange(0, 256) > kept, found, 0), 0)
+            last = (last << 8) + kept.to(tl.uint32)
+    taken, equal = want * 0, want * 0
+    for tile in range(first, begin + count, BC):
+        at, score, within = _read(scores, tile, begin, count, BC)
+        same = within & (score == last)
+        more = within & (score > last)
+        both = more.to(tl.int32) + (same.to(tl.int32) << 16)  # two sums in one
+        sums = tl.cumsum(both, 0)
+        ties = equal + (sums >> 16)  # the lowest ids are kept
+        to = taken + (sums & 0xFFFF) + tl.minimum(ties, left)
+        tl.store(sel + to, low + at, mask=more | (same & (ties <= left)))
+        taken += tl.sum(both, 0) & 0xFFFF
+        equal += tl.sum(both, 0) >> 16
 
 
 def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
-    """int32 [NB, 4]: first query row, queries, key row of the first query (-1: it sees nothing),
-    and how many chunks they may see.
+    """int32 [NB, 5]: first query row, queries, key row of the first query (-1: it sees nothing),
+    how many chunks they may see, and the first of them.
 
     It is a plan: made once, it serves all layers, as `tables._replace(blocks=...)`. Blocks lie in
     chunks, so the chunks tell them, with as many as a full chunk has in each: some are empty, but
@@ -463,14 +476,15 @@ def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
         last = tables.row[tables.own] + tables.q_pos % tables.chunk_size
         last = last.masked_fill(tables.past < 0, -1)
         start = torch.arange(len(last), device=last.device)
-        columns = (start, torch.ones_like(last), last, tables.past + 1)
+        columns = (start, torch.ones_like(last), last, tables.past + 1, tables.first)
     else:
         place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
         start = tables.row[:, None] + place
         sizes = F.pad(tables.row, (0, 1), value=tables.rows).diff()  # key rows of each chunk
         size = (sizes[:, None] - place).clamp(0, query_block)
-        seen = tables.past[start.clamp(max=tables.rows - 1)] + 1
-        columns = (start, size, start, seen)
+        lead = start.clamp(max=tables.rows - 1)
+        seen = (tables.past[lead] + 1) * (size > 0)
+        columns = (start, size, start, seen, tables.first[lead])
     return torch.stack(columns, dim=-1).int().flatten(0, -2)
 
 
@@ -579,7 +593,7 @@ def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     number = (tables.q_pos % many == 0).cumsum(0)
     starts = torch.searchsorted(number, torch.arange(1, groups + 2, device=lists.device))
     begin = starts[:-1]
-    unions = torch.stack([begin, starts.diff(), begin, 0 * begin], dim=-1).int()
+    unions = torch.stack([begin, starts.diff(), begin, 0 * begin, 0 * begin], dim=-1).int()
     unions = unions[:, None].repeat(1, heads, 1)
     rows = lists.new_full((groups, heads, most), -1)
     whose = torch.zeros_like(rows, dtype=torch.int16)
@@ -591,7 +605,7 @@ def _united(lists: Tensor, blocks: Tensor, tables: Tables, many: int) -> tuple:
     for start in range(0, groups, stripe):
         grid = (min(stripe, groups - start), heads)
         marks = lists.new_zeros(*grid, tables.widest)
-        inputs = (lists, tables.row, tables.first, tables.past, marks, rows, whose, unions, blocks)
+        inputs = (lists, tables.row, marks, rows, whose, unions, blocks)
         _launch(_unite, grid, *inputs, start, width, tables.widest, most, **sizes)
     return (rows, whose, unions), (rest, rest, blocks)
 
@@ -688,9 +702,8 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, query_block=1) -> Ten
     shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
     assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
     blocks = plan_blocks(tables, query_block)
-    blocks[:, 3] = sel.shape[2]  # a list of a stranger may have gaps
-    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)].int()
-    lists = lists.masked_fill(blocks[:, 1, None, None] == 0, -1)  # of an empty block
+    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)].masked_fill(blocks[:, 1:2, None] == 0, -1)
+    lists = lists.int().sort(-1, descending=True).values  # gaps come last
     return _Attention.apply(q, k, v, lists, blocks, tables, query_block)
 
 
@@ -736,40 +749,28 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     kind = torch.promote_types(q.dtype, means.dtype)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
     shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
-    inputs = (q.to(kind), means.to(kind), dsa.at_least_float32(weights))
-    inputs += (blocks, tables.first, tables.past)
+    inputs = (q.to(kind), means.to(kind), dsa.at_least_float32(weights), blocks)
     sel = torch.full((len(blocks), heads, width), -1, dtype=torch.int32, device=q.device)
-    if width > STREAMED + 1:
-        _long_lists(inputs, tables, sel, shape)
+    many, most = len(blocks), tables.widest
+    if width <= STREAMED + 1:
+        kept = triton.next_power_of_2(max(2, width - 1))
+        shape |= {"BC": max(32, kept), "BS": kept}
+        grid = (triton.cdiv(many, SCORE_ROWS), heads)
+        _launch(_select, grid, *inputs, sel, many, width, **shape)
         return sel
-    kept = triton.next_power_of_2(max(2, width - 1))
-    shape |= {"BC": max(32, kept), "BS": kept}
-    grid = (triton.cdiv(len(blocks), SCORE_ROWS), heads)
-    _launch(_select, grid, *inputs, sel, len(blocks), width, **shape)
-    return sel
-
-
-def _long_lists(inputs: tuple, tables: Tables, sel: Tensor, shape: dict) -> None:
-    """Fills `sel`, stripe by stripe; inputs and shape: what the kernels get."""
-    (many, heads, width), blocks, most = sel.shape, inputs[3:6], tables.widest
-    scores = sel.new_empty(min(many, STRIPE), heads, most)
     # neighbours score all of the longest sequence, and what begins among them
-    grid = (triton.cdiv(len(scores), SCORE_ROWS), triton.cdiv(most + SCORE_ROWS, SCORED), heads)
+    groups = triton.cdiv(min(many, STRIPE), SCORE_ROWS)
+    room = triton.cdiv(most + SCORE_ROWS, READ) * READ
+    scores = sel.new_empty(groups * SCORE_ROWS, heads, room)
+    shape |= {"num_warps": 8, "BC": SCORED}
+    pick = {"HS": heads, "BR": SCORE_ROWS, "BC": READ}
     for start in range(0, many, len(scores)):
         if width < most:  # otherwise all are kept, whatever they score
-            _launch(
-                _score,
-                grid,
-                *inputs,
-                scores,
-                start,
-                many,
-                most,
-                **shape | {"num_warps": 8},
-                BC=SCORED,
-            )
-        rows = (min(len(scores), many - start), heads)
-        _launch(_pick, rows, *blocks, scores, sel, start, many, most, width, HS=heads, BC=READ)
+            grid = (groups, room // SCORED, heads)
+            _launch(_score, grid, *inputs, scores, start, many, room, **shape)
+        grid = (min(len(scores), many - start), heads)
+        _launch(_pick, grid, blocks, scores, sel, start, many, room, width, **pick)
+    return sel
 
 
 def dsa_attention(q, k, v, tables: Tables, top_k: int, index=None, means=None, query_block=1):
@@ -798,7 +799,7 @@ def plan_dense(positions: Tensor, length: int, heads: int) -> tuple:
     rows = first[:, None] * length + local * tile
     rows = rows.masked_fill(local > past[:, None], -1)[:, None]  # [n * Hkv, 1, tiles]
     last = first * length + positions.repeat_interleave(heads)
-    columns = (first, torch.ones_like(past), last, past + 1)
+    columns = (first, torch.ones_like(past), last, past + 1, first)
     rows = rows.int()
     return (rows, rows, torch.stack(columns, dim=-1).int()[:, None]), tile
 

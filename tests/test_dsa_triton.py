@@ -147,7 +147,7 @@ def test_lists_of_neighbours_are_united_where_that_halves_them(chunk_size, many,
     found, ways = set(), set()
     rows, whose, unions = (x.tolist() for x in together)
     for block, by_head in enumerate(unions):
-        for head, (start, size, last, count) in enumerate(by_head):
+        for head, (start, size, last, count, _) in enumerate(by_head):
             if size:
                 assert last == start and size <= many
                 assert rows[block][head][:count] == sorted(set(rows[block][head][:count]))
