@@ -713,8 +713,9 @@ SHAPES = {  # D, chunk size, query block, S, cached, indexer heads and width
 }
 
 
-def compile_for_hopper(kernel, *args, **constants) -> tuple[str, int]:
-    """Compiles a launch for sm_90 without a GPU: resource usage, bytes of shared memory."""
+def compile_for_hopper(kernel, *args, **constants) -> tuple[str, int, list]:
+    """Compiles a launch for sm_90 without a GPU: registers and stack, bytes of shared memory, and
+    (address, instruction)s."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -735,9 +736,19 @@ def compile_for_hopper(kernel, *args, **constants) -> tuple[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return re.search(r"REG:\d+ STACK:\d+", usage)[0], compiled.metadata.shared
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", told)]
+    return re.search(r"REG:\d+ STACK:\d+", told)[0], compiled.metadata.shared, code
+
+
+def longest_loop(code: list) -> int:
+    """Instructions in the longest loop, 0 if there is none: what a tile costs a warp to issue."""
+    places, longest = {at: n for n, (at, _) in enumerate(code)}, 0
+    for n, (_, text) in enumerate(code):
+        if target := re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text):
+            longest = max(longest, n - places.get(int(target[1], 16), n))
+    return longest
 
 
 @compiler
@@ -774,10 +785,13 @@ def test_kernels_compile_for_sm_90_and_spill_nothing(name, monkeypatch):
 
 
 def compile_all(name: str, launches: list) -> None:
-    """No launch spills, and none needs more shared memory than there is."""
+    """No launch spills, needs more shared memory than there is, or orders its atomic additions:
+    that throws away the L1 cache with each."""
     for kernel, args, constants in launches:
-        usage, shared = compile_for_hopper(kernel, *args, **constants)
-        print(f"{name:16} {kernel.__name__:13} {usage} shared {shared}")
+        usage, shared, code = compile_for_hopper(kernel, *args, **constants)
+        size = f"instructions {len(code)} in a loop {longest_loop(code)}"
+        print(f"{name:16} {kernel.__name__:13} {usage} shared {shared} {size}")
+        assert not any("CCTL" in text for _, text in code), f"{kernel.__name__} orders its atomics"
         assert usage.endswith("STACK:0"), f"{kernel.__name__} spills: {usage}"
         assert shared <= 227 * 1024, f"{kernel.__name__} needs {shared} bytes of shared memory"
 
