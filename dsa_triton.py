@@ -27,11 +27,12 @@ alone. What it should bring stands in docs/design.md; it was not timed yet.
                 too, by atomic additions
   _backward_kv  dK and dV of a chunk from its inverse list, the blocks that selected it, made by
                 one sort without asking the GPU for a number; pieces of a list are added up
-                atomically, because a popular chunk (a sequence's first) may be in every list
+                atomically (in any order), because a popular chunk may be in every list
 
 What limits speed: a list is read for BQ * G query heads only, so the L2 cache is the limit until
-BQ * G is about 64 to 128 and tensor cores are. Scoring by means takes 1 / (2 C G) of the operations
-of dense attention, but in float32 (three TF32 products).
+BQ * G is about 64 to 128; then tensor cores and instructions are. So loops have few masks, and no
+number for each lane that could be one for all (docs/design.md counts). Scoring by means takes
+1 / (2 C G) of the operations of dense attention, but in float32 (three TF32 products).
 Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding. In half
 precision a query's rounding depends on up to 15 neighbours, later ones, too: they decide whether it
 is alone.
