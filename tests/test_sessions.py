@@ -26,7 +26,7 @@ SMALL = {"slots": 16, "group_size": 4, "groups_per_step": 4, "steps": 3, "eval_e
 
 
 def config_of(task: str, **flags) -> Config:
-    return dataclasses.replace(Config(), task=task, **{"reward_seconds": 0.5, **flags})
+    return dataclasses.replace(Config(), task=task, **{"reward_seconds": 20.0, **flags})
 
 
 def left_by(tag: str) -> list[int]:
@@ -74,15 +74,16 @@ def host_of(tmp_path, monkeypatch):
     (tmp_path / "states").mkdir()
 
     def make(faults: str) -> Host:
-        config = config_of(f"{SLOW}:0,{faults},{tmp_path}/states")
+        limit = 0.5 if faults == "hang" else 20.0
+        config = config_of(f"{SLOW}:0,{faults},{tmp_path}/states", reward_seconds=limit)
         hosts.append(Host(config, tmp_path / "log"))
         return hosts[-1]
 
     yield make
     for host in hosts:
         host.close()
-    wait_for(lambda: not left_by(tag), 5.0)
-    wait_for(lambda: not list((tmp_path / "tmp").iterdir()), 5.0)
+    wait_for(lambda: not left_by(tag))
+    wait_for(lambda: not list((tmp_path / "tmp").iterdir()))
 
 
 def ask(host: Host, *answers: str, key=(1, 2, 3), secret=5) -> object:
@@ -100,7 +101,7 @@ def test_a_session_keeps_its_state_and_closes_it(host_of, tmp_path):
     assert len(list((tmp_path / "states").glob("*.open"))) == 1
     last = ask(host, " 7", " 3", " 5")
     assert last.done and last.reward == pytest.approx(0.7) and not last.failure
-    wait_for(lambda: not list((tmp_path / "states").glob("*.open")), 5.0)
+    wait_for(lambda: not list((tmp_path / "states").glob("*.open")))
 
 
 def test_a_state_that_is_lost_is_made_again_from_the_answers(host_of):
@@ -115,9 +116,9 @@ def test_the_end_of_an_episode_closes_its_state(host_of, tmp_path):
     host = host_of("no")
     ask(host, " 7"), ask(host, " 7", key=(1, 2, 4)), ask(host, " 7", key=(9, 2, 4))
     host.send([Call((1, 2, 3), {}, None)])
-    wait_for(lambda: len(list((tmp_path / "states").glob("*.open"))) == 2, 5.0)
+    wait_for(lambda: len(list((tmp_path / "states").glob("*.open"))) == 2)
     host.send([Call((1,), {}, None)])  # all of a generator
-    wait_for(lambda: len(list((tmp_path / "states").glob("*.open"))) == 1, 5.0)
+    wait_for(lambda: len(list((tmp_path / "states").glob("*.open"))) == 1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def make(argument, seed, tokenizer):
 def test_quick_tasks_share_a_session_and_a_fault_costs_one_episode(tmp_path):
     place = tmp_path / "closed"
     (tmp_path / "quick.py").write_text(QUICK.replace("PLACE", str(place)))
-    host = Host(config_of(str(tmp_path / "quick.py")), tmp_path / "log")
+    host = Host(config_of(str(tmp_path / "quick.py"), reward_seconds=2.0), tmp_path / "log")
     try:
         answers = ["a", "hang", "b", "exit", "c"]
         host.send([Call((1, i, 0), {}, (said,)) for i, said in enumerate(answers)])
@@ -179,9 +180,9 @@ def test_quick_tasks_share_a_session_and_a_fault_costs_one_episode(tmp_path):
         # the state of the first was lost with its session, and is made again
         assert [result.observation for result in again] == [f"{process} 2"] * 2
         assert ask(host, "c", "d", "last", key=(1, 4, 0)).done
-        wait_for(lambda: place.exists() and place.read_text() == "closed", 5.0)
+        wait_for(lambda: place.exists() and place.read_text() == "closed")
         host.send([Call((1, 0, 0), {}, None)])  # cut off: its state is closed, too
-        wait_for(lambda: place.read_text() == "closed" * 2, 5.0)
+        wait_for(lambda: place.read_text() == "closed" * 2)
     finally:
         host.close()
 
@@ -190,7 +191,7 @@ def test_what_a_killed_worker_leaves_is_cleaned_up(host_of, tmp_path):
     host = host_of("hang")
     host.send([Call((1, 2, 3), {"prompt": "guess", "secret": 5}, (" 7",))])
     host.receive(0.1)
-    wait_for(lambda: (tmp_path / "states" / "faults").exists(), 5.0)
+    wait_for(lambda: (tmp_path / "states" / "faults").exists())
     os.kill(host.process.pid, signal.SIGKILL)  # the rest is checked by the fixture
 
 
@@ -228,7 +229,7 @@ def test_a_run_with_faults_ends_and_replays(tmp_path):
         command, env={**os.environ, name: value}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    wait_for(lambda: not left_by(tag), 5.0)
+    wait_for(lambda: not left_by(tag))
     ledger = load_result("summary", run)["ledger"]
     discarded = sum(ledger["discarded"].values())
     assert ledger["trained"] == 12 and ledger["in_flight"] == 0
