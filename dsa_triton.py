@@ -30,8 +30,8 @@ alone. What it should bring stands in docs/design.md; it was not timed yet.
                 atomically (in any order), because a popular chunk may be in every list
 
 What limits speed: a list is read for BQ * G query heads only, so the L2 cache is the limit until
-BQ * G is about 64 to 128; then tensor cores and instructions are. So loops have few masks, and no
-number for each lane that could be one for all (docs/design.md counts). Scoring by means takes
+BQ * G is about 64 to 128; then tensor cores and instructions are (docs/design.md counts them).
+Scoring by means takes
 1 / (2 C G) of the operations of dense attention, but in float32 (three TF32 products).
 Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding. In half
 precision a query's rounding depends on up to 15 neighbours, later ones, too: they decide whether it
@@ -58,7 +58,7 @@ from dsa import Tables
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-(1 << 63))  # below every packed score
-FAR = tl.constexpr(1 << 30)  # behind all that a query sees
+FAR = tl.constexpr((1 << 31) - (1 << 16))  # a row, or a chunk, behind all others
 WIDTHS = (16, 32, 64, 128)  # head widths; others would pad the tiles
 STREAMED = 64  # longest list `_select` keeps in registers (at D = 128, above 32, it spills a bit)
 ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ kernel
@@ -97,7 +97,8 @@ def _lanes(
     """What the lanes are: member = query * G + query head of a block, a line of `blocks`.
 
     Returns the rows of [N * Hq], whether they exist, and the last key row that each sees (-1:
-    none). ONE: all blocks are single queries, in order, so masks by `live` cost nothing.
+    none). ONE: all blocks are single queries, in order, and live (not so, if unions have some of
+    them): masks cost nothing.
     """
     query, start = member // G, tl.load(blocks + 5 * block)
     live = query < tl.load(blocks + 5 * block + 1)
@@ -134,7 +135,7 @@ def _tile(
 
 @triton.jit
 def _tile_count(blocks, block, last, S, C: tl.constexpr, BN: tl.constexpr):
-    """Tiles of a block's list, of S chunks or as many as it may see, if fewer; 0: it sees none."""
+    """Tiles of a block's list, of S chunks or those its line tells, if fewer; 0: it sees none."""
     listed = tl.minimum(tl.load(blocks + 5 * block + 3), S)
     return tl.where(tl.max(last, 0) >= 0, tl.cdiv(listed * C, BN), 0)
 
@@ -288,18 +289,17 @@ def _backward_kv(
 ):  # fmt: skip
     """Adds to dk, dv what the blocks order[begin:end] of a piece give BN keys of its chunk."""
     LANES: tl.constexpr = BQ * G  # of a block
-    piece = pieces + tl.program_id(0) * 4
-    first, head = tl.load(piece), tl.load(piece + 1) + tl.program_id(2)
-    begin, end = tl.load(piece + 2), tl.load(piece + 3)
+    piece = pieces + tl.program_id(0) * 5
+    first, size, head = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2) + tl.program_id(2)
+    begin, end = tl.load(piece + 3), tl.load(piece + 4)
     lanes = (end - begin) * LANES
     if lanes > 0:
         d = tl.arange(0, D)
-        row = first + tl.program_id(1) * BN + tl.arange(0, BN)
+        offset = tl.program_id(1) * BN + tl.arange(0, BN)
+        row, exists = first + offset, (offset < size)[:, None]
         place = (row.to(tl.int64) * HKV + head)[:, None] * D + d[None, :]
-        furthest = blocks + 5 * tl.load(order + end - 1)  # the last block sees most
-        used = (row < tl.load(furthest + 2) + tl.load(furthest + 1))[:, None]
-        key = tl.load(k + place, mask=used, other=0.0)  # [BN, D]; others may hold NaN
-        value = tl.load(v + place, mask=used, other=0.0)
+        key = tl.load(k + place, mask=exists, other=0.0)  # [BN, D]
+        value = tl.load(v + place, mask=exists, other=0.0)
         sum_k = tl.zeros([BN, D], lse.dtype.element_ty)
         sum_v = tl.zeros([BN, D], lse.dtype.element_ty)
         for step in range(0, lanes, BM):
@@ -321,9 +321,10 @@ def _backward_kv(
             chance = tl.where(seen, chance, 0.0)  # [BN, BM]
             sum_v += _dot(chance.to(key.dtype), slope)
             slide = chance * (_dot(value, tl.trans(slope)) - shift[None, :])
+            slide = tl.where(chance == 0, 0.0, slide)  # what is not seen may hold NaN
             sum_k += _dot(slide.to(key.dtype), query)
-        tl.atomic_add(dk + place, sum_k * D**-0.5, mask=used, sem="relaxed")
-        tl.atomic_add(dv + place, sum_v, mask=used, sem="relaxed")
+        tl.atomic_add(dk + place, sum_k * D**-0.5, mask=exists, sem="relaxed")
+        tl.atomic_add(dv + place, sum_v, mask=exists, sem="relaxed")
 
 
 @triton.jit
@@ -337,7 +338,7 @@ def _past_of(blocks, block, NB):
 
 @triton.jit
 def _range_of(begin, count):
-    """The first chunk of all these pasts, and the one behind the last."""
+    """The lowest chunk that any of these blocks may see, and the one behind all."""
     return tl.min(tl.where(count > 0, begin, FAR), 0), tl.max(begin + count, 0)
 
 
@@ -398,13 +399,13 @@ def _score(
     HS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, LEARNED: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """scores int32 [stripe, HS, K] of the blocks from START on; those of BR blocks begin with the
-    first chunk of all their pasts."""
+    """scores int32 [stripe, HS, K] of the blocks from START on; column 0 is the lowest chunk that
+    any of BR blocks may see."""
     row, head = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(2)
     lead, begin, count = _past_of(blocks, START + row, NB)
     low, stop = _range_of(begin, count)
     at = tl.program_id(1) * BC + tl.arange(0, BC)
-    if low + tl.program_id(1) * BC < stop:  # one tile of all that these blocks score
+    if tl.program_id(1) * BC < stop - low:  # one tile of all that these blocks score
         bits = _ordered(q, keys, weights, lead, count > 0, head, low + at, stop, HS, G, D, LEARNED)
         line = scores + ((row.to(tl.int64) * HS + head) * K)[:, None]
         tl.store(line + at[None, :], bits)
@@ -412,7 +413,8 @@ def _score(
 
 @triton.jit
 def _read(scores, tile, begin, count, BC: tl.constexpr):
-    """A tile of a block's scores: their places, themselves without a sign, which it may see."""
+    """A tile of a block's scores: columns, unsigned integers in the same order, whether it may see
+    them."""
     at = tile + tl.arange(0, BC)
     score = tl.load(scores + at).to(tl.uint32, bitcast=True) ^ 0x80000000
     return at, score, (at >= begin) & (at < begin + count)
@@ -465,9 +467,13 @@ def _pick(
         equal += tl.sum(both, 0) >> 16
 
 
+def _sizes(tables: Tables) -> Tensor:  # [NC] key rows of each chunk
+    return F.pad(tables.row, (0, 1), value=tables.rows).diff()
+
+
 def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
     """int32 [NB, 5]: first query row, queries, key row of the first query (-1: it sees nothing),
-    how many chunks they may see, and the first of them.
+    how many chunks they may see, and the first of them. Blocks without queries see none.
 
     It is a plan: made once, it serves all layers, as `tables._replace(blocks=...)`. Blocks lie in
     chunks, so the chunks tell them, with as many as a full chunk has in each: some are empty, but
@@ -481,9 +487,8 @@ def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
     else:
         place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
         start = tables.row[:, None] + place
-        sizes = F.pad(tables.row, (0, 1), value=tables.rows).diff()  # key rows of each chunk
-        size = (sizes[:, None] - place).clamp(0, query_block)
-        lead = start.clamp(max=tables.rows - 1)
+        size = (_sizes(tables)[:, None] - place).clamp(0, query_block)
+        lead = tables.row.clamp(max=tables.rows - 1)[:, None].expand_as(start)
         seen = (tables.past[lead] + 1) * (size > 0)
         columns = (start, size, start, seen, tables.first[lead])
     return torch.stack(columns, dim=-1).int().flatten(0, -2)
@@ -492,11 +497,12 @@ def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
 def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]:
     """The blocks that selected each chunk, in pieces of at most `limit` of them.
 
-    lists [NB, Hs, S] -> order int32 [NB * Hs * S], blocks by head and chunk; pieces int32 [P, 4]:
-    first key row, head, begin and end in `order`. P is an upper bound, the last pieces
+    lists [NB, Hs, S] -> order int32 [NB * Hs * S], blocks by head and chunk; pieces int32 [P, 5]:
+    first key row, key rows, head, begin and end in `order`. P is an upper bound, the last pieces
     are empty: nothing is copied to the host.
     """
-    heads, width, many = lists.shape[1], lists.shape[2], len(tables.row)
+    assert lists.numel() < 1 << 31, f"lists must have fewer than 2**31 ids, got {lists.numel()}"
+    (_, heads, width), many = lists.shape, len(tables.row)
     device, total = lists.device, heads * many
     key = lists + torch.arange(0, total, many, dtype=torch.int32, device=device)[:, None]
     key, order = torch.where(lists < 0, total, key).int().flatten().sort(stable=True)
@@ -506,9 +512,10 @@ def _inverse(lists: Tensor, tables: Tables, limit: int) -> tuple[Tensor, Tensor]
     piece = torch.arange(len(order) // limit + total, device=device)
     owner = torch.searchsorted(last, piece, right=True).clamp(max=total - 1)
     begin = edges[owner] + (piece - last[owner] + needed[owner]) * limit
-    end = torch.minimum(begin + limit, edges[owner + 1])
+    # those of empty pieces are far behind the end
+    begin, end = (torch.minimum(x, edges[owner + 1]) for x in (begin, begin + limit))
     chunk = owner % many
-    pieces = (tables.row[chunk], owner // many, begin, end)
+    pieces = (tables.row[chunk], _sizes(tables)[chunk], owner // many, begin, end)
     return (order // (heads * width)).int(), torch.stack(pieces, dim=-1).int()
 
 
@@ -695,15 +702,15 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, query_block=1) -> Ten
     q [N, Hq, D], k and v [M, Hkv, D] contiguous and of one dtype (float32, bfloat16, float16;
     float64 in the interpreter), D of WIDTHS, sel int64 [N, Hkv or 1, S] of global chunk ids, -1 =
     none -> [N, Hq, D]; a query that sees nothing gets 0. Gradients for q, k, v; dK and dV are
-    summed in float32. To check `sel` the host waits for the GPU; `dsa_attention`, whose lists are
-    its own, does not.
+    summed in float32. Lists are read from high ids to low ones. To check `sel` the host waits for
+    the GPU; `dsa_attention`, whose lists are its own, does not.
     """
     _check_attention(q, k, v, tables, query_block)
     dsa.check_selection(tables, sel, k.shape[1])
     shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
     assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
     blocks = plan_blocks(tables, query_block)
-    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)].masked_fill(blocks[:, 1:2, None] == 0, -1)
+    lists = sel[blocks[:, 0].clamp(max=len(sel) - 1)]  # an empty block's list is not used
     lists = lists.int().sort(-1, descending=True).values  # gaps come last
     return _Attention.apply(q, k, v, lists, blocks, tables, query_block)
 
@@ -752,7 +759,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
     inputs = (q.to(kind), means.to(kind), dsa.at_least_float32(weights), blocks)
     sel = torch.full((len(blocks), heads, width), -1, dtype=torch.int32, device=q.device)
-    many, most = len(blocks), tables.widest
+    many = len(blocks)
     if width <= STREAMED + 1:
         kept = triton.next_power_of_2(max(2, width - 1))
         shape |= {"BC": max(32, kept), "BS": kept}
@@ -761,12 +768,12 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
         return sel
     # neighbours score all of the longest sequence, and what begins among them
     groups = triton.cdiv(min(many, STRIPE), SCORE_ROWS)
-    room = triton.cdiv(most + SCORE_ROWS, READ) * READ
+    room = triton.cdiv(tables.widest + SCORE_ROWS, READ) * READ
     scores = sel.new_empty(groups * SCORE_ROWS, heads, room)
     shape |= {"num_warps": 8, "BC": SCORED}
     pick = {"HS": heads, "BR": SCORE_ROWS, "BC": READ}
     for start in range(0, many, len(scores)):
-        if width < most:  # otherwise all are kept, whatever they score
+        if width < tables.widest:  # otherwise all are kept, whatever they score
             grid = (groups, room // SCORED, heads)
             _launch(_score, grid, *inputs, scores, start, many, room, **shape)
         grid = (min(len(scores), many - start), heads)

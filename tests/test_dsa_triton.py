@@ -350,6 +350,26 @@ def test_gradients_through_a_cache_and_a_part_of_the_queries(monkeypatch):
 
 
 @kernels
+def test_queries_may_come_in_any_order():
+    tables, (q, k, v) = packed(0, 40, chunk_size=16), random_qkv(5, 40)
+    place = torch.tensor([39, 36, 33, 20, 5], device=DEVICE)
+    tables, inputs = some_queries(tables, place), [x.requires_grad_() for x in (q, k, v)]
+    results = []
+    for module in (dsa, dsa_triton):
+        out = module.sparse_attention(*inputs, tables.own[:, None, None], tables)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_without_queries_see_what_their_chunk_does():
+    """`_pick` makes room for no more than that."""
+    tables = dsa.packed_tables(torch.tensor([0, 40, *range(41, 60)]), 16)
+    blocks = dsa_triton.plan_blocks(tables, 4).view(-1, 4, 5)
+    assert (blocks[..., 4] == blocks[:, :1, 4]).all()
+    assert ((blocks[..., 3] == 0) == (blocks[..., 1] == 0)).all()
+
+
+@kernels
 def test_lists_may_have_any_strides():
     tables, (q, k, v) = packed(0, 5, chunk_size=2), random_qkv(5, 5)
     sel = random_selection(dsa.packed_tables(torch.tensor([0, 5]), 2), 2, 3).to(DEVICE)
@@ -380,16 +400,17 @@ def test_inverse_lists_are_the_naive_ones_in_bounded_pieces():
         lists = random_selection(tables, heads, 3)
         order, pieces = dsa_triton._inverse(lists, tables, limit)
         found = {}
-        for row, head, begin, end in pieces.tolist():
-            assert end - begin <= limit
+        for row, size, head, begin, end in pieces.tolist():
+            assert 0 <= end - begin <= limit  # a kernel multiplies it, in 32 bits
             if end > begin:
-                found.setdefault((head, row), []).extend(order[begin:end].tolist())
-        want = {}
+                found.setdefault((head, row, size), []).extend(order[begin:end].tolist())
+        want, rows = {}, [*tables.row.tolist(), tables.rows]
         for block, by_head in enumerate(lists.tolist()):
             for head, ids in enumerate(by_head):
                 for chunk in (c for c in ids if c >= 0):
-                    want.setdefault((head, tables.row[chunk].item()), []).append(block)
-        assert found == want  # blocks in order, too: the last one sees most
+                    place = (head, rows[chunk], rows[chunk + 1] - rows[chunk])
+                    want.setdefault(place, []).append(block)
+        assert found == want
 
 
 # Selection ----------------------------------------------------------------------------------------
