@@ -9,7 +9,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     plan = [
         fail_at("rollout", "send", "SIGKILL", after=8),
         fail_at("rollout", "send", "token", after=20),
-        fail_at("rollout", "place", "one bit", after=40),
+        fail_at("rollout", "place", "one bit", after=28),  # trained before version 8
         fail_at("reward", "send", "NaN reward", after=20),
         fail_at("learner", "train", "no tracker", after=2),
         fail_at("learner", "train", "NaN gradient", after=4),
