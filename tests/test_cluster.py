@@ -141,13 +141,13 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
     process.wait()
     gone(left)
     version = int(sorted((folder / "checkpoints").glob("*.pt"))[-1].stem.removeprefix("step"))
-    process = start(nodes.address, resume=folder, steps=version + 30)
-    wait_for_step(process, folder, version + 5)
+    process = start(nodes.address, resume=folder, steps=version + 60)
+    wait_for_step(process, folder, version + 8)
     os.kill(list(actors("Seat", nodes.address))[0], signal.SIGKILL)
     assert process.wait(120) == 0, process.stderr.read()
-    events = checked(folder, version + 30)
+    events = checked(folder, version + 60)
     exits = [e for e in events if e["kind"] == "exit" and e["reason"] != "end"]
-    assert len(exits) >= 5, exits
+    assert len(exits) >= 4, exits  # the keeper and the node may have cost none, or several
     gone(everybody(nodes.address))
 
 
