@@ -31,8 +31,8 @@ alone. What it should bring stands in docs/design.md; it was not timed yet.
 
 What limits speed: a list is read for BQ * G query heads only, so the L2 cache is the limit until
 BQ * G is about 64 to 128; then tensor cores and instructions are (docs/design.md counts them).
-Scoring by means takes
-1 / (2 C G) of the operations of dense attention, but in float32 (three TF32 products).
+Scoring by means takes 1 / (2 C G) of the operations of dense attention, but in float32 (three TF32
+products).
 Forward, dQ and selection are bitwise repeatable; dK and dV, atomic sums, to rounding. In half
 precision a query's rounding depends on up to 15 neighbours, later ones, too: they decide whether it
 is alone.
@@ -444,7 +444,7 @@ def _pick(
                 at, score, alike = _read(scores, tile, begin, count, BC)
                 if shift < 24:
                     alike &= (score >> (shift + 8)) == last
-                # hardly any score is like the last one but for 8 bits
+                # only few scores have the first 24 bits of the last one that is kept
                 some = True if shift > 0 else tl.max(alike.to(tl.int32), 0) > 0
                 if some:
                     digit = ((score >> shift) & 255).to(tl.int32)
@@ -473,7 +473,8 @@ def _sizes(tables: Tables) -> Tensor:  # [NC] key rows of each chunk
 
 def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
     """int32 [NB, 5]: first query row, queries, key row of the first query (-1: it sees nothing),
-    how many chunks they may see, and the first of them. Blocks without queries see none.
+    how many chunks they may see, and the first of them. Blocks without queries see none. (Where a
+    list is a union, or all that a slot has, its length stands in place of "how many".)
 
     It is a plan: made once, it serves all layers, as `tables._replace(blocks=...)`. Blocks lie in
     chunks, so the chunks tell them, with as many as a full chunk has in each: some are empty, but
@@ -488,6 +489,7 @@ def plan_blocks(tables: Tables, query_block: int = 1) -> Tensor:
         place = torch.arange(0, tables.chunk_size, query_block, device=tables.row.device)
         start = tables.row[:, None] + place
         size = (_sizes(tables)[:, None] - place).clamp(0, query_block)
+        # a chunk's first row speaks for all its blocks: those without queries may lie behind it
         lead = tables.row.clamp(max=tables.rows - 1)[:, None].expand_as(start)
         seen = (tables.past[lead] + 1) * (size > 0)
         columns = (start, size, start, seen, tables.first[lead])
@@ -758,8 +760,8 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
     shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
     inputs = (q.to(kind), means.to(kind), dsa.at_least_float32(weights), blocks)
-    sel = torch.full((len(blocks), heads, width), -1, dtype=torch.int32, device=q.device)
     many = len(blocks)
+    sel = torch.full((many, heads, width), -1, dtype=torch.int32, device=q.device)
     if width <= STREAMED + 1:
         kept = triton.next_power_of_2(max(2, width - 1))
         shape |= {"BC": max(32, kept), "BS": kept}
