@@ -62,21 +62,16 @@ class Starts(dict):
 
     def __setitem__(self, group_id: int, start: int):
         if group_id in self:
-            del self.own(group_id)[self.place(group_id)]
+            self.own(group_id).remove(self[group_id])
         super().__setitem__(group_id, start)
         insort(self.own(group_id), start)
 
     def __delitem__(self, group_id: int):
-        del self.own(group_id)[self.place(group_id)]
-        super().__delitem__(group_id)
+        self.own(group_id).remove(self.pop(group_id))
 
     def own(self, group_id: int) -> list:
         """The starts of a group's task."""
         return self.sorted[group_id % len(self.sorted)]
-
-    def place(self, group_id: int) -> int:
-        """Where among them its own is."""
-        return bisect_left(self.own(group_id), self[group_id])
 
 
 class Buffer:
@@ -104,10 +99,6 @@ class Buffer:
         self.outstanding = Starts(len(self.shares))
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
-
-    def own(self, kind: int, ids) -> list:
-        """Those of some group ids that are of one task."""
-        return [i for i in ids if i % len(self.shares) == kind]
 
     def count(self, kind: int) -> int:
         """Outstanding groups of a task."""
@@ -170,14 +161,13 @@ class Buffer:
             for group in list(self.completed.values()):
                 if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
-        if len(self.completed) < self.groups_per_step:
-            return None
         chosen = [self._choose(kind, version) for kind in range(len(self.shares))]
         return self.take(sum(chosen, []), version) if all(chosen) else None
 
     def _choose(self, kind: int, version: int) -> list | None:
         """One task's share of a batch; None: wait."""
-        complete, B = self.own(kind, self.completed), self.shares[kind]
+        B, tasks = self.shares[kind], len(self.shares)
+        complete = [i for i in self.completed if i % tasks == kind]
         if len(complete) < B:
             return None
         by_start = sorted(complete, key=self.outstanding.get)  # stable

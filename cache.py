@@ -73,7 +73,7 @@ def make_cache(model: GPT, slots: int, capacity: int, precision: str = "auto") -
     """An empty cache; capacity is rounded up to PAD_BLOCK. precision: see `kept_in`."""
     c, T = model.config, padded(capacity)
     like = model.flat.new_empty(0, dtype=kept_in(model, precision))
-    sparse = sparse_kernels(c, like.device) is not None
+    sparse = c.attention == "dsa"
     lengths = [SHORT << i for i in range(16) if not sparse and SHORT << i <= T / 1.5] + [T]
     numbers, racks = torch.arange(slots, device=like.device), []
     for length in lengths:
@@ -275,10 +275,7 @@ def decode(
                 outs.append(attend_dense(q[slots], keys, values, plan))
         if outs:
             return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, cache.place)
-        return attend_chunks(layer, q, index)
-
-    def attend_chunks(layer, q, index):
-        """Every query selects chunks of its slot by their means, and attends to those."""
+        # every query selects chunks of its slot by their means, and attends to those
         if index is not None:
             cache.scored[layer][reads[0][3]] = fitted(index[1][:, None], cache.scored)
         renew_means(cache, layer, tables.own)
@@ -305,7 +302,7 @@ def hide_future(positions: Tensor, length: int, *_) -> Tensor:
     """What is added to logits [n, length]: -inf after the positions [n]; -1 is taken for 0."""
     keys = torch.arange(length, device=positions.device)
     future = keys > positions.clamp(min=0)[:, None]
-    return torch.zeros(future.shape, device=future.device).masked_fill_(future, -torch.inf)
+    return torch.where(future, -torch.inf, 0.0)
 
 
 def attend_rows(
@@ -320,8 +317,7 @@ def attend_rows(
     """
     grouped = q.unflatten(1, (k.shape[2], -1))  # [n, Hkv, G, D]
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1).to(q.dtype)
-    k = k.transpose(1, 2).to(q.dtype)  # [n, Hkv, T, D]
-    v = v.transpose(1, 2).to(q.dtype)
+    k, v = (x.transpose(1, 2).to(q.dtype) for x in (k, v))  # [n, Hkv, T, D]
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
 
 

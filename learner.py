@@ -191,23 +191,21 @@ def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     rewards = torch.tensor([t.reward for t in trajectories]).float().view(G, -1)  # [G, n]
     turns = [len(t.turns) for t in trajectories]
     if config.advantage == "gae":
-        factor = 1 / max(float(rewards.std()), SMALLEST_SPREAD)
-        dead, credit = torch.zeros(G, dtype=torch.bool), [[factor] * T for T in turns]
+        factor = 1 / max(SMALLEST_SPREAD, float(rewards.std()))  # of a single one it is NaN
+        advantages, dead = torch.full_like(rewards, factor), torch.zeros(G, dtype=torch.bool)
+    elif config.advantage == "opob":
+        weights = weigh(learner, trajectories, config)
+        advantages, dead = losses.optimal_advantages(rewards, *weights)
     elif config.credit == "episode":
-        if config.advantage == "opob":
-            weights = weigh(learner, trajectories, config)
-            advantages, dead = losses.optimal_advantages(rewards, *weights)
-        else:
-            advantages, dead = losses.group_advantages(rewards, config.advantage)
-        credit = [[a] * T for a, T in zip(advantages.flatten().tolist(), turns, strict=True)]
+        advantages, dead = losses.group_advantages(rewards, config.advantage)
     else:
-        shape = *rewards.shape, max(turns)  # [G, n, T]
-        rows = [t.turn_rewards + [0.0] * (shape[-1] - len(t.turn_rewards)) for t in trajectories]
-        present = torch.arange(shape[-1]) < torch.tensor(turns)[:, None]
-        by_turn = torch.tensor(rows).float().view(shape), present.view(shape)
+        own = [torch.tensor(t.turn_rewards) for t in trajectories]
+        padded = nn.utils.rnn.pad_sequence(own, batch_first=True)
+        present = torch.arange(max(turns)) < torch.tensor(turns)[:, None]
+        by_turn = (x.view(*rewards.shape, -1) for x in (padded, present))  # [G, n, T]
         advantages, dead = losses.turn_advantages(*by_turn, config.advantage)
-        rows = advantages.flatten(0, 1).tolist()
-        credit = [row[:T] for row, T in zip(rows, turns, strict=True)]
+    rows = advantages.reshape(len(turns), -1).expand(-1, max(turns)).tolist()
+    credit = [row[:T] for row, T in zip(rows, turns, strict=True)]
     return [pair for pair in zip(trajectories, credit, strict=True) if pair[0].generated], dead
 
 
@@ -222,8 +220,7 @@ def weigh(learner: Learner, trajectories: list, config: Config) -> tuple:
         then = torch.from_numpy(t.logprobs[t.loss_mask])
         log = (now - then).sum().clamp(-losses.LOG_RATIO_LIMIT, losses.LOG_RATIO_LIMIT)
         rows.append([float(log.exp()), float((1 - now.exp()).norm())])
-    ratios, norms = torch.tensor(rows).view(-1, config.group_size, 2).unbind(-1)
-    return ratios, norms
+    return torch.tensor(rows).view(-1, config.group_size, 2).unbind(-1)
 
 
 def preferred(learner: Learner, groups: list, config: Config) -> tuple:
@@ -239,7 +236,8 @@ def preferred(learner: Learner, groups: list, config: Config) -> tuple:
     sums = []  # log-probs of whole answers, by the policy and by the reference
     for model in (learner.model, learner.reference):
         sums.append(torch.tensor([float(x.sum()) for x in seen_by(model, pairs, learner, config)]))
-    margins = (sums[0] - sums[1]).view(-1, 2) @ torch.tensor([1.0, -1.0])  # [pairs]
+    gaps = sums[0] - sums[1]  # [2 pairs]
+    margins = gaps[::2] - gaps[1::2]  # [pairs]
     push = losses.preference_advantages(margins, config.dpo_beta).T.flatten()  # [2 pairs]
     scale = sum(t.generated for t in pairs) / max(1, len(margins))
     credit = [[a * scale] * len(t.turns) for a, t in zip(push.tolist(), pairs, strict=True)]
@@ -264,11 +262,11 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
         said = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))
         advantages = losses.distilled(advantages, said, logprobs, config.teacher_weight)
     behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
-    sampled = (x.to(logprobs.device) for x in (behaviour, advantages, sequence))
     ages = np.concatenate([learner.version - t.versions[t.loss_mask] for t, _ in batch])
-    age = torch.from_numpy(ages).to(logprobs.device)
+    known = behaviour, advantages, sequence, torch.from_numpy(ages)
+    sampled = (x.to(logprobs.device) for x in known)
     # with one update a step, pi_p is the policy of this very forward pass: `logprobs.detach()`
-    return losses.Tokens(logprobs, logprobs.detach(), *sampled, age), entropy, lesson
+    return losses.Tokens(logprobs, logprobs.detach(), *sampled), entropy, lesson
 
 
 def bounds_of(config: Config) -> losses.Constants:

@@ -310,13 +310,11 @@ class GPT(nn.Module):
             x = layer.project("attention_out", out, x)  # x + out @ attention_out
             return layer.mlp(x)
 
+        if self.config.recompute and torch.is_grad_enabled():
+            block = partial(recomputed, block)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
-            arguments = (x, number, layer, rows if number == last else None)
-            if self.config.recompute and torch.is_grad_enabled():
-                x = recomputed(block, *arguments)
-            else:
-                x = block(*arguments)
+            x = block(x, number, layer, rows if number == last else None)
         return self.norm(x)
 
     def forward(self, packed: "Packed", rows=None) -> Tensor:

@@ -427,7 +427,7 @@ def train(config: SparseConfig) -> None:
         loss = f"loss: sparse {sparse:.3f}, dense {dense:.3f}"
         tqdm.write(f"after {stage:8} KL {kl:.3f}   {loss}")
     torch.save({"shape": vars(model.config), "weights": model.flat}, memory := io.BytesIO())
-    write_file(path, memory.getbuffer())  # what --init reads
+    write_file(path, memory.getvalue())  # what --init reads
 
 
 if __name__ == "__main__":

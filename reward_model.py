@@ -153,7 +153,7 @@ def train(config: PairConfig) -> float:
     facts = {"shape": vars(served.model.config), "weights": served.model.flat, "head": served.head}
     torch.save(facts | {"task": config.task}, memory := io.BytesIO())
     path = folder / f"{served.version}.pt"
-    write_file(path, memory.getbuffer())
+    write_file(path, memory.getvalue())
     share = right.float().mean().item()
     print(f"{path}: {share:.1%} of 512 held-out pairs are judged rightly")
     return share

@@ -258,6 +258,7 @@ class Generator:
             self.episodes[b], self.keys[b] = episode, key
             self.kinds[b] = group.group_id % len(self.rules)
             self.known[b], self.cached[b] = 0, first
+            self.logprobs[b], self.versions[b] = 0.0, -1
             self._begin_turn(b, prompt)
             if sample_index == 0:
                 self._event("start", group.group_id, n)
@@ -270,8 +271,6 @@ class Generator:
         episode, start = self.episodes[b], self.known[b]
         stop = start + len(tokens)
         self.tokens[b, start:stop] = tokens
-        self.logprobs[b, start:stop] = 0.0
-        self.versions[b, start:stop] = -1
         self.known[b] = stop
         most = self.rules[self.kinds[b]].turn_tokens
         most = self.groups[episode.group_id].problem.get("turn_tokens", most)

@@ -152,10 +152,8 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
             log_spawn(run, run.pool.workers[worker.name])
             run.lost.append(f"{worker.name} {reason}")
             run.sessions.update(worker.status if worker.role == "reward" else {})
-            if worker.role == "rollout":
-                generate_again(run, worker, reason, groups)
-            else:
-                verify_again(run, worker, reason, groups)
+            again = generate_again if worker.role == "rollout" else verify_again
+            again(run, worker, reason, groups)
 
 
 def land(

@@ -16,16 +16,17 @@ from rollout import COUNTED, generate, make_generator
 from runtime.advice import judge, renew
 from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
-from runtime.config import Config, flag_name, require, run_main
+from runtime.config import Config, require, run_main
 from runtime.messages import apply_judgement
 from runtime.setup import open_training
 
 
 def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
-    for name, only in {"learners": (0, 1), "rollout_weights": ("float32",)}.items():
-        value = getattr(config, name)  # one process, one model
-        require(value in only, f"{flag_name(name)} {value}: must be {only[-1]} in train_sync.py")
+    learners, weights = config.learners, config.rollout_weights  # one process, one model
+    require(learners < 2, f"--learners {learners}: must be 1 in train_sync.py")
+    said = f"--rollout-weights {weights}: must be float32 in train_sync.py"
+    require(weights == "float32", said)
     run = open_training(config, "sync")
     config, task, learner, log = run.config, run.task, run.learner, run.log
     generator = make_generator(config, task, learner.model)

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from lab.pipeline import Costs, Pipeline, PipelineLog, end
-from lab.plots import column
+from lab.plots import column, steps_of
 from runtime.folder import read_lines
 from runtime.runlog import stored_config
 
@@ -40,11 +40,10 @@ KEEP = 500  # groups of a task: enough to draw from
 def read_run(folder: Path) -> PipelineLog:
     """The log in a run folder."""
     config, stored = stored_config(folder, "--out")
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds" in row]
+    rows = steps_of(folder)
     events = defaultdict(list)
     for event in read_lines(folder / "events.jsonl"):
         events[event["kind"]].append(event)
-    config = replace(config, steps=len(rows), rollout_workers=1)
     synchronous = stored["mode"] == "sync"
     if synchronous:  # the trainer itself verifies, too
         config = replace(config, max_staleness=0, reward_workers=0)

@@ -75,12 +75,12 @@ def bench_disk(folder: Path) -> None:
     save_result(folder, "disk", everything(folder))
 
 
-def bench_faults(folder: Path, faults: int = 300) -> None:
+def bench_faults(folder: Path) -> None:
     """A randomised campaign of faults over all roles, and kills in the middle of checkpoints."""
     from faults import campaign, checkpoint_kills
 
     result = {"checkpoint_kills": checkpoint_kills(folder / "kills", rounds=5)}
-    for so_far in campaign(folder, faults):
+    for so_far in campaign(folder, faults=300):
         result |= so_far
         save_result(folder, "faults", result)
 

@@ -81,7 +81,7 @@ def cost(size: int, ray: bool) -> dict:
     return found
 
 
-def bench_cluster(folder: Path, losses: int = 30) -> None:
+def bench_cluster(folder: Path) -> None:
     """Costs, and losses; cluster.json in `folder`."""
     from cluster_faults import losses_of_a_cluster  # in tests/: see races.py
 
@@ -90,5 +90,5 @@ def bench_cluster(folder: Path, losses: int = 30) -> None:
         row = {"size": name, "by": "Ray" if ray else "pipe"} | cost(size, ray)
         result["costs"].append(row)
         save_result(folder, "cluster", result)
-    for so_far in losses_of_a_cluster(folder / "losses", losses):
+    for so_far in losses_of_a_cluster(folder / "losses", losses=30):
         save_result(folder, "cluster", result | {"losses": so_far})

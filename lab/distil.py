@@ -15,18 +15,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import (
-    between,
-    column,
-    grouped,
-    markdown,
-    save_result,
-    spread,
-    spread_text,
-)
+from lab.plots import between, column, grouped, markdown, median_text, save_result, steps_of
 from lab.races import run_command, run_each
 from reward_model import PairConfig, train
-from runtime.folder import read_lines
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
 JUDGES = {"the task itself": "", "a reward model, pairs of nearly the right length": "near"}
@@ -77,8 +68,7 @@ def bench_judge(folder: Path) -> None:
             flags["reward_model"] = judges.resolve()
         run = folder / f"{seed}-{lengths or 'task'}"
         row["true"] = run_command("train_async.py", run, **flags)["eval"]["after"]["reward"]
-        steps = [step for step in read_lines(run / "metrics.jsonl") if "reward" in step]
-        row["believed"] = float(np.mean(column(steps[-10:], "reward")))
+        row["believed"] = float(np.mean(column(steps_of(run)[-10:], "reward")))
         result["runs"].append(row)
         save_result(folder, "judge", result)
 
@@ -113,6 +103,6 @@ def distil_lines(result: dict) -> list[str]:
     rows = []
     for name, (run, when) in stages.items():
         exams = column(column(result["runs"], run), when)
-        rows.append([name, *(spread_text(spread(column(exams, x))) for x in ("reward", "solved"))])
+        rows.append([name, *(median_text(column(exams, x), ".2f") for x in ("reward", "solved"))])
     text = f"{len(result['runs'])} seeds, median and extremes of held-out scores.\n"
     return [text, *markdown(["", "reward", "solved"], rows)]

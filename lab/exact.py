@@ -36,7 +36,7 @@ from lab.estimators import (
 from lab.exact_pipeline import drop_part, swap_part
 from lab.exact_stale import baseline_part, damper_part, preference_part
 from lab.exact_turns import credit_part, critic_part, draw_credit
-from lab.plots import LOGARITHMIC, column, draw_panels, save_result
+from lab.plots import column, draw_panels, save_result
 
 # Corrections that are not objectives of their own: they go before one.
 CORRECTIONS = {"opsm": "decoupled_ppo", "sequence_is": "reinforce"}
@@ -192,7 +192,7 @@ def draw(folder: Path, result: dict) -> None:
             "ylabel": "bias / length of the true gradient\n(0 is drawn at 0.0001)",
             "ylim": (5e-5, 2),
         }
-        panels.append((curves, axis | LOGARITHMIC))
+        panels.append((curves, axis | {"xscale": "log", "yscale": "log"}))
     draw_panels(folder / "lab_kl.png", "k1 and k3: the value is right, the gradient wrong", panels)
 
 

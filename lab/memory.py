@@ -121,8 +121,7 @@ def measured_bytes(c: ModelConfig, tokens: int, precision: str) -> tuple[int, in
 
 def bench_memory(folder: Path) -> None:
     """Every shape, kind of attention and precision; of Qwen3-0.6B one layer is measured."""
-    result = {"tokens": TOKENS, "latent": LATENT}
-    result |= {"weights": {}, "rows": []}
+    result = {"tokens": TOKENS, "latent": LATENT, "weights": {}, "rows": []}
     for (name, shape), (kind, how) in product(SHAPES.items(), KINDS.items()):
         c = ModelConfig(**shape, **how, positions="rope", context=TOKENS)
         for precision in DTYPES:

@@ -89,13 +89,13 @@ def run_case(case: dict, folder: Path) -> dict:
     }
 
 
-def bench_parent(folder: Path, rounds: int = 2) -> None:
+def bench_parent(folder: Path) -> None:
     """Rates of every case, in turn (A B C A B C)."""
     cases = []
     for (workers, groups, steps), answers in product(SIZES, TOKENS):
         case = {"workers": workers, "answers": answers, "groups": groups, "steps": steps}
         cases.append(case)
-    found = [list(map(measure, cases)) for _ in tqdm(range(rounds), unit="round")]
+    found = [list(map(measure, cases)) for _ in tqdm(range(2), unit="round")]
     rows = []
     for case, *own in zip(cases, *found, strict=True):
         medians = {name: float(np.median(column(own, name))) for name in own[0]}

@@ -29,8 +29,6 @@ STYLES = [c + dashes for dashes in ("-", "--", ":") for c in (BLUE, ORANGE, GREE
 # of eight policy versions, dark to light (the map cividis of matplotlib)
 SHADES = "#00224e #213b6e #4c556c #6c6e72 #8e8978 #b1a570 #d9c55c #fee838".split()
 
-LOGARITHMIC = {"xscale": "log", "yscale": "log"}  # settings of an axis
-
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -56,8 +54,7 @@ def spread(values: list[float]) -> dict:
 
 def spread_text(found: dict, form: str = ".2f") -> str:
     """A spread as text."""
-    median, low, high = (format(found[key], form) for key in ("median", "min", "max"))
-    return f"{median} ({low} to {high})"
+    return median_text([*found.values()], form)
 
 
 def between(values: list[float], form: str) -> str:
@@ -131,6 +128,11 @@ def name_of(run: Path) -> str:
     return printable(f"{config['task']}, {config['mode']}")
 
 
+def steps_of(run: Path) -> list[dict]:
+    """The steps in metrics.jsonl of a run folder; evaluations that came late are left out."""
+    return [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+
+
 def score_curves(rows: list[dict]) -> dict[str, tuple]:
     """{label: (rows of metrics.jsonl, values)}: training reward and held-out score of each task."""
     steps = [row for row in rows if "reward" in row]
@@ -147,7 +149,7 @@ def score_curves(rows: list[dict]) -> dict[str, tuple]:
 def draw_reward(run: Path) -> None:
     """reward.png: reward and evaluation, and below them staleness, against wall-clock time."""
     rows = read_lines(run / "metrics.jsonl")
-    steps = [row for row in rows if "reward" in row]
+    steps = steps_of(run)
     if not steps:
         return
     scores = {}

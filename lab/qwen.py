@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 import cache as caches
-from lab.plots import save_result
+from lab.plots import save_result, steps_of
 from lab.races import run_command
 from lab.speed import bandwidth, full_cache, in_turn
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import one_of
-from runtime.folder import read_lines
 from runtime.huggingface import load_weights
 
 SIZES = {  # layers, width, heads, key heads, head width, hidden, vocabulary
@@ -130,6 +129,6 @@ def loop_speeds(folder: Path, model: Path, dtype: str) -> dict:
     for trainer in ("train_sync.py", "train_async.py"):
         run = folder / trainer.removesuffix(".py")
         run_command(trainer, run, **flags)
-        first, *rows = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+        first, *rows = steps_of(run)
         speeds[trainer] = sum(row["tokens"] for row in rows) / (rows[-1]["t"] - first["t"])
     return speeds

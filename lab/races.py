@@ -34,6 +34,7 @@ from lab.plots import (
     markdown,
     median_text,
     save_result,
+    steps_of,
 )
 from runtime.config import flag, one_of, require
 from runtime.folder import read_json, read_lines
@@ -180,7 +181,7 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     """
     events = read_lines(run / "events.jsonl")
     zero = next(event["t"] for event in events if event["kind"] == "generate")
-    steps = [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+    steps = steps_of(run)
     metric, goal = TARGETS[task]
     held = [[max(0.0, t - zero), *others] for t, *others in exams_of(run, metric)]
     target_s, target_samples = crossing(held, goal)

@@ -87,15 +87,19 @@ def rl_stage(model: GPT, config: RecipeConfig, seed: int) -> None:
     assert all(map(torch.equal, before, parts_of(model)["indexer"])), "RL moved the indexer"
 
 
-def accuracy_table(runs: list[dict], lengths: list[int], attended: int) -> list[str]:
+def recipe_lines(result: dict) -> list[str]:
     """Accuracies by variant and length, smallest to largest seed."""
-    head = ["held-out prompts solved (%)", *(f"{n} tokens, {n // attended}×" for n in lengths)]
+    found = column(result["runs"], "accuracy")
+    keys = result["settings"]["chunk_size"] * result["settings"]["top_k"]
+    lengths = found[0]["dense"]
+    head = ["held-out prompts solved (%)", *(f"{n} tokens, {int(n) // keys}×" for n in lengths)]
     rows = []
-    for variant in runs[0]["accuracy"]:
-        scores = column(column(runs, "accuracy"), variant)
+    for variant in found[0]:
+        scores = column(found, variant)
         solved = [between([100 * score[n] for score in scores], ".1f") for n in lengths]
         rows.append([variant, *solved])
-    return markdown(head, rows)
+    text = f"Every variant but the first attends to {keys} keys.\n"
+    return [text, *markdown(head, rows)]
 
 
 def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
@@ -123,7 +127,6 @@ def bench_recipe(folder: Path, config: RecipeConfig) -> None:
     result = {
         "settings": vars(config),
         "wall_s": round(time.monotonic() - begin, 1),
-        "table": "\n".join(accuracy_table(runs, config.lengths, config.attended)),
         "shown": verdict(runs, config.lengths),
         "runs": runs,
     }

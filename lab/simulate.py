@@ -188,7 +188,6 @@ def bench_scale(folder: Path) -> None:
     limits = [parent_limit(config, *case) for case in tqdm(LIMITS)]
     save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "parent": limits})
     print("assumed:", *ASSUMED, sep="\n")
-    print_table(published)
     print_table(limits)
 
 

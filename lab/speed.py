@@ -66,7 +66,7 @@ def bandwidth(device: torch.device | str) -> float:
 STEPS = 5  # decode steps that are timed together
 
 
-def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
+def bench_decode(folder: Path, slots: int = 16) -> None:
     """Model `small`, on a GPU or one CPU thread: one decoded token a slot at growing context, dense
     against sparse; on a GPU dense by flash decoding, as the generator does, and by SDPA."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,7 +84,7 @@ def bench_decode(folder: Path, slots: int = 16, rounds: int = 7) -> None:
             shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
             model = GPT(shape).on(device, torch.bfloat16 if device == "cuda" else None)
             ways[name] = partial(decode_steps, model, *full_cache(model, slots, length))
-        seconds = in_turn(ways | as_graphs(ways), rounds)
+        seconds = in_turn(ways | as_graphs(ways), rounds=7)
         row = {"length": length, "tokens_per_s": {}, "over_dense": {}}
         for name, times in seconds.items():
             dense = seconds["dense, graph" if name.endswith("graph") else "dense"]
@@ -143,7 +143,7 @@ def alike(length: int, *shape: int) -> torch.Tensor:
     return ((total[WINDOW:] - total[:-WINDOW]) / WINDOW**0.5).bfloat16()
 
 
-def bench_dsa(folder: Path, rounds: int = 3) -> None:
+def bench_dsa(folder: Path) -> None:
     """Forward, and forward with backward, of the sparse kernels (16 chunks of 64, and GLM-5's 2,048
     tokens; selection included) against dense attention at growing context, on a GPU in bfloat16.
     Queries are random, each by itself, or neighbours are alike."""
@@ -177,7 +177,7 @@ def bench_dsa(folder: Path, rounds: int = 3) -> None:
             runs = {}
             for name, (way, q) in ways.items():
                 runs[name] = partial(attend, way, (q, k, v), kind != "forward")
-            times = in_turn(runs | as_graphs(runs), rounds)
+            times = in_turn(runs | as_graphs(runs), rounds=3)
             row[kind] = {name: {"ms": spread(1e3 * np.array(each))} for name, each in times.items()}
         result["rows"].append(row)
         tqdm.write(str(row))

@@ -11,9 +11,9 @@ Left out: time (races.py). The rows of a plan are fixed before its first run: `p
 
 import copy
 import dataclasses
-import time
 from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +34,7 @@ from lab.plots import (
     spread,
     spread_text,
 )
+from lab.speed import in_turn
 from learner import Learner, learner_step, make_learner, new_groups
 from reward import Task, problem_of, task_of, verify_group
 from rollout import Generator, generate, make_generator
@@ -45,14 +46,14 @@ from runtime.models import make_model
 HELD_OUT, POINTS = 128, 6  # problems; how often in a run they are asked
 ALIKE = {"groups_per_step": 16, "slots": 256, "steps": 80, "lr": 1.2e-3}
 TASKS = ("reverse:4", "guess")
-CONDITIONS = {"η = 0": {}, "η = 2": {"lag": 2}, "η = 4": {"lag": 4}, "η = 16": {"lag": 16}}
+CONDITIONS = {f"η = {lag}": {"lag": lag} for lag in (0, 2, 4, 16)}
 CONDITIONS |= {"8-bit": {"rollout_weights": "float8_e4m3fn"}}
 SEEDS = {"η = 0": 3, "η = 2": 3, "η = 4": 5, "η = 16": 5, "8-bit": 3}
 MORE_SEEDS = 10  # at η = 4 and 16, of an objective alone
 STALE = ("η = 4", "η = 16")  # where a method must show what it is worth
-WINDOW = {"damper": "kl", "kl_threshold": 0.15}  # the threshold of articles about GLM-5
-FIXES = {"kl": WINDOW, "ess": {"damper": "ess"}, "gac": {"damper": "gac"}}
-FIXES |= {"brake": {"damper": "brake"}, "opob": {"advantage": "opob"}}
+FIXES = {damper: {"damper": damper} for damper in DAMPERS[:-1]}  # the last is none
+FIXES["kl"]["kl_threshold"] = 0.15  # that of articles about GLM-5
+FIXES["opob"] = {"advantage": "opob"}
 READING = """\
 What a method gains, and in brackets the 99% interval of Student's t over seeds: where 0 is inside,
 it cannot be told from chance. An objective is held against none (`reinforce`), what goes beside one
@@ -272,7 +273,7 @@ def bench_attempts(folder: Path) -> None:
     save_result(folder, "attempts", result | {"overhead": window_overhead()})
 
 
-def window_overhead(rounds: int = 12) -> dict:
+def window_overhead() -> dict:
     """Seconds of a learner's step with the KL to a reference, measured every 5 steps as by default,
     over those of a step without; the two in turn, the same batch."""
     torch.set_num_threads(1)
@@ -286,16 +287,13 @@ def window_overhead(rounds: int = 12) -> dict:
     generator = make_generator(config, task, copy.deepcopy(learner.model))
     prompts = new_groups(learner, task, config.groups_per_step)
     groups = judged(generator, prompts, task, config)
-    ratios = []
-    for _ in range(rounds):
-        seconds = []
-        for own, learner in pair:
-            begin = time.perf_counter()
-            for _ in range(config.reference_every):
-                learner_step(learner, groups, own)
-            seconds.append(time.perf_counter() - begin)
-        ratios.append(seconds[0] / seconds[1])
-    return spread(ratios)
+
+    def steps(own, learner):
+        for _ in range(config.reference_every):
+            learner_step(learner, groups, own)
+
+    seconds = in_turn({i: partial(steps, *one) for i, one in enumerate(pair)}, rounds=12)
+    return spread(np.divide(seconds[0], seconds[1]))
 
 
 def finals_of(result: dict) -> dict[tuple, list]:

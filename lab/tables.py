@@ -22,6 +22,7 @@ from lab.plots import (
     spread_text,
 )
 from lab.races import JUDGED, modes_of, race_lines
+from lab.recipe import recipe_lines
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
@@ -170,11 +171,6 @@ def folder_lines(result: dict) -> list[str]:
         rows.append([*cells, *(f"{run[f'{what}_bytes']:,}" for what in ("published", "optimizer"))])
     head = ["`reverse:4`, 1M parameters", "solved", "seconds to 95%", "same by transformers"]
     return markdown([*head, "bytes published", "of the optimizer"], rows)
-
-
-def recipe_lines(result: dict) -> list[str]:
-    keys = result["settings"]["chunk_size"] * result["settings"]["top_k"]
-    return [f"Every variant but the first attends to {keys} keys.\n", result["table"]]
 
 
 def decode_lines(result: dict) -> list[str]:

@@ -9,7 +9,7 @@ Left out: generation; a run of several learners is `python train_async.py --lear
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from itertools import product, repeat
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -68,16 +68,16 @@ def run_team(config: Config) -> list[tuple]:
     ranks = range(config.team_size)
     with tempfile.TemporaryDirectory() as folder:
         with ProcessPoolExecutor(len(ranks), get_context("spawn")) as processes:
-            found = [processes.submit(member, rank, config, folder) for rank in ranks]
-            return [one.result(timeout=300) for one in found][0]
+            arguments = ranks, repeat(config), repeat(folder)
+            return list(processes.map(member, *arguments, timeout=300))[0]
 
 
-def bench_learners(folder: Path, rounds: int = 3) -> None:
+def bench_learners(folder: Path) -> None:
     """Models `small` and `medium`, 1 and as many learners as there are cores (at most 4), in turn;
     learners.json in `folder`."""
     cases = list(product(("small", "medium"), (1, min(4, max(2, cores())))))
     found = {case: [] for case in cases}
-    for model, size in tqdm(cases * rounds, unit="team"):
+    for model, size in tqdm(cases * 3, unit="team"):
         found[model, size] += run_team(Config(model=model, learners=size, **ALIKE))
     rows = []
     for (model, size), steps in found.items():

@@ -47,7 +47,7 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
     """
     path, memory = checkpoint_path(folder, step), io.BytesIO()
     torch.save(state, memory)
-    data = memory.getbuffer()
+    data = memory.getvalue()  # no copy; a view of it in a traceback would crash Python 3.12.1
     write_file(path, data, hashlib.sha256(data).digest())
     for old in sorted(path.parent.glob("step*.pt"))[:-keep]:
         old.unlink()

@@ -687,7 +687,7 @@ def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, l
     path = folder / "mine.py"
     path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
     words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
-    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 5".split()
+    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 15".split()
     words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
     before = children()
     end = attempt(words, folder / "run", folder / "said")

@@ -585,7 +585,7 @@ def test_flash_decoding_is_dense_attention(width, heads, length, programs, dtype
     monkeypatch.setattr(dsa_triton, "PROGRAMS", programs)
     (query_heads, key_heads), n = heads, 4
     at = torch.tensor([0, length - 1, length // 2, -1], device=DEVICE)  # the last is nobody's
-    q = torch.randn(n, query_heads, width).to(DEVICE, dtype)
+    q = torch.randn(n, query_heads + 2, width).to(DEVICE, dtype)[:, :-2]  # of a row with k and v
     kv = torch.randn(2, n, key_heads, length, width).to(DEVICE, dtype)
     for slot, position in enumerate(at.tolist()):
         kv[:, slot, :, position + 1 :] = NAN

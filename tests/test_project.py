@@ -55,11 +55,13 @@ def code_size(path: Path) -> tuple[int, int]:
     }
     silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     silent |= {tokenize.ENDMARKER}
-    lines, tokens = set(), 0
+    lines, tokens, within = set(), 0, 0  # an f-string is one token, as before Python 3.12
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in silent and token.start[0] not in prose:
             lines.update(range(token.start[0], token.end[0] + 1))
-            tokens += 1
+            tokens += not within
+        kind = tokenize.tok_name[token.type]
+        within += (kind == "FSTRING_START") - (kind == "FSTRING_END")
     return len(lines), tokens
 
 
