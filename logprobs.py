@@ -19,7 +19,9 @@ from model import GPT, Packed, pack_tokens, padded, recomputed
 from reward import Task, alphabet_of
 from runtime.config import Config
 
-PIECE = 1 << 24  # logits that are there at once: 64 MiB in float32
+# logits that are there at once: 256 MiB in float32. Each piece reads and writes the gradient of the
+# whole output matrix: with 151,936 words and a quarter of this, that takes as long as the products
+PIECE = 1 << 26
 
 
 def words_of(task: Task, device="cpu") -> tuple:
@@ -95,8 +97,7 @@ def generated_logprobs(
     places = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
     places[alphabet] = torch.arange(len(alphabet), device=places.device)
     targets = places[packed.tokens[rows]]  # [M], places in the alphabet
-    outside = f"generated tokens must be in the alphabet {alphabet.tolist()}"
-    assert (targets >= 0).all(), outside
+    assert (targets >= 0).all(), f"generated tokens must be in the alphabet {alphabet}"
 
     def piece(hidden, targets, first=0):
         logits = model.logits(hidden, alphabet)  # [m, V']
@@ -107,7 +108,7 @@ def generated_logprobs(
             at = torch.arange(len(own), device=own.device).repeat_interleave(own)  # [k]
             left_out = torch.ones_like(logits, dtype=torch.bool)
             inside = places[kept[before : before + len(at)]]
-            assert (inside >= 0).all(), outside
+            assert (inside >= 0).all(), f"kept tokens must be in the alphabet {alphabet}"
             left_out[at, inside] = False
             logits = logits.masked_fill(left_out, -1e9)  # not -inf: 0 times it is NaN
         logprobs = torch.log_softmax(logits / temperature, -1)

@@ -221,7 +221,7 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
         stop = stop & ids or stop
     if not stop <= ids:
         raise TaskError(f"stop {set(stop)}: must be in the alphabet, or no answer can end")
-    task = replace(task, stop=stop)
+    task = replace(task, stop=frozenset(stop))
     for split in ("train", "eval"):
         problem_of(task, 0, split)
     return task
@@ -316,6 +316,8 @@ def complete(task: Task, problem: dict, episode: tuple) -> tuple:
             rewards += (float(step.reward),)
             if step.done and turn < len(answers):
                 raise ValueError(f"{len(answers)} answers, but the episode ended after {turn}")
+        if not abs(sum(rewards)) <= LARGEST_REWARD:
+            raise ValueError(f"the sum {sum(rewards)} of all rewards is not finite in float32")
         return rewards
     finally:
         forget(task, states, None)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import GPT, PRESETS, ModelConfig, pack_tokens
-from reward import Task, complete, make_task
+from reward import Task, alphabet_of, complete, make_task
 from runtime.checkpoint import load_tensors
 from runtime.config import Config, UserError, blame, flag, one_of, require, run_main
 from runtime.folder import write_file
@@ -93,7 +93,7 @@ def spoiled(answer: list, words: np.ndarray, random: np.random.Generator, length
 def pairs_of(task: Task, split: str, seed: int, lengths: str = "any") -> Iterator[tuple]:
     """(better, worse), token ids of prompt and answer, on one problem after the other."""
     random, encode, alike = np.random.default_rng(seed), task.tokenizer.encode, 0
-    words = np.array([token for token in task.alphabet if token not in task.stop])
+    words = np.array([token for token in alphabet_of(task).tolist() if token not in task.stop])
     for index in count():
         problem = task.reset(index if split == "train" else index % task.eval_size, split)
         prompt = task.tokenizer.encode_prompt(problem["prompt"])

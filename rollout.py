@@ -81,8 +81,9 @@ def sample(logits, uniform, temperature: float, top_k=0, top_p=1.0) -> tuple:
     # the last sum is 1 up to rounding; times it, no number lies beyond the last token
     level = uniform[:, None] * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, level, right=True)  # [B, 1]
-    if temperature == 0:
-        chosen = logits.argmax(-1, keepdim=True)
+    # a GPU rounds every sum in its own way, so that a token of probability 0 may be hit
+    greedy = (logprobs.gather(1, chosen).exp() == 0) | (temperature == 0)
+    chosen = torch.where(greedy, logits.argmax(-1, keepdim=True), chosen)
     return chosen[:, 0], logprobs.gather(1, chosen)[:, 0], *kept
 
 

@@ -35,7 +35,7 @@ def new_folder(config: Config, mode: str):
     """Make a run folder and lock it; UserError where something is already there.
 
     mode: "sync" or "async". Yields the folder and its lock. When what follows fails, it is as if
-    nothing had been tried.
+    nothing had been tried, unless a log has something to say.
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
     run = Path(config.out or f"runs/{name}")
@@ -47,7 +47,8 @@ def new_folder(config: Config, mode: str):
         write_config(run, {"mode": mode, **asdict(config)})
         yield run, lock
     except BaseException:
-        shutil.rmtree(run, ignore_errors=True)
+        if not any(log.stat().st_size for log in run.glob("logs/*")):
+            shutil.rmtree(run, ignore_errors=True)
         raise
 
 
