@@ -236,6 +236,8 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         command = f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
         if own_files(config["task"]):
             command += f" --task {shlex.quote(config['task'])}"
+        if config["export"]:
+            command += f" --export {shlex.quote(config['export'])}"
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: {command}")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")

@@ -45,9 +45,10 @@ from runtime.config import Config, TrainingStopped
 from runtime.folder import read_lines
 from runtime.ledger import audit, table
 from runtime.messages import (
+    ARRAYS,
     Answer,
     apply_verdicts,
-    group_to_parts,
+    lay_out,
     pack_messages,
     place_group,
     read_group,
@@ -318,7 +319,8 @@ def swap(seen) -> list[str]:
 
 def record(seen) -> list[str]:
     t, placed = seen.t, seen.placed[GROUP]
-    _, arrays = group_to_parts(read_group(placed, seen.arena))
+    _, laid, _ = lay_out(read_group(placed, seen.arena).trajectories)
+    arrays = dict(zip(ARRAYS, laid, strict=True))
     before = [arrays[name].nbytes for name in ("tokens", "loss_mask", "logprobs", "versions")]
     last = placed.offset + sum(before) - 1  # the last byte of the last version
     (byte,) = os.pread(seen.arena.descriptor, 1, last)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from learner import Learner, round_weights
 from runtime.config import Config, TrainingStopped, UserError, blame, printable, require
-from runtime.folder import check_log, open_plain, write_file
+from runtime.folder import check_log, open_plain, refuse_links, write_file
 from runtime.ledger import Ledger
-from runtime.messages import Group, group_flaw, group_from_parts, group_to_parts
+from runtime.messages import Group, group_flaw, pack_group, unpack_group, verdict_flaw
 from runtime.runlog import LOGS, RunLog
 from runtime.team import CALL, ORDER, gather_moments, share_state
 
@@ -88,6 +88,8 @@ def load_checkpoint(folder: Path, logs: Sequence = LOGS) -> dict:
 def newest_weights(place: Path) -> dict:
     """Shape and weights of a model: of a file (of pretrain.py, or a checkpoint), or of the newest
     checkpoint of a run folder that is whole; UserError."""
+    if place.is_dir():
+        refuse_links(place)
     state = load_checkpoint(place, logs=()) if place.is_dir() else load_tensors(place)
     require(not state["shape"].get("lora"), f"{place}: has adapters only; --export gives all")
     return state
@@ -96,8 +98,8 @@ def newest_weights(place: Path) -> dict:
 def drop_what_follows(folder: Path, state: dict) -> None:
     """Remove what came after a checkpoint: it is done again. (Opening the logs cuts them; a summary
     is of a run that has ended.)"""
-    for path in (folder / "checkpoints").glob("step*.pt"):
-        if path > checkpoint_path(folder, state["version"]):
+    for path in (folder / "checkpoints").glob("step*"):
+        if path.suffix == ".partial" or path > checkpoint_path(folder, state["version"]):
             path.unlink()
     (folder / "summary.json").unlink(missing_ok=True)
 
@@ -126,7 +128,7 @@ def state_of(learner: Learner, optimizer: dict, in_flight=(), completed=()) -> d
         "window": list(learner.damper.window),
         "reference": reference and reference.flat.cpu(),
         "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
-        "completed": [to_tensors(*group_to_parts(group)) for group in completed],
+        "completed": [*map(to_tensors, completed)],
         "critic": critic
         and {"net": critic.net.state_dict(), "moments": critic.optimizer.state_dict()["state"]},
         **{name: getattr(learner, name) for name in COUNTERS},
@@ -153,16 +155,18 @@ def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
         return {"step": states[0]["step"], **dict(zip(names, whole.cpu(), strict=True))}
 
 
-def to_tensors(header: dict, arrays: dict) -> tuple[dict, dict]:
-    return header, {name: torch.from_numpy(array) for name, array in arrays.items()}
+def to_tensors(group: Group) -> tuple:
+    """A group as it is pickled, with tensors in place of arrays."""
+    anew = replace(group, laid=None)  # empty arrays that came may share memory
+    *plain, laid, crc = pack_group(anew)
+    return *plain, [*map(torch.from_numpy, laid)], crc
 
 
 def completed_groups(state: dict) -> list[Group]:
     """The groups of a checkpoint that wait to be trained, in order of completion."""
     groups = []
-    for header, tensors in state["completed"]:
-        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-        groups.append(group_from_parts(header, arrays))
+    for *plain, laid, crc in state["completed"]:
+        groups.append(unpack_group(*plain, [tensor.numpy() for tensor in laid], crc))
     return groups
 
 
@@ -172,6 +176,10 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> No
         check_fit(learner, state, config)
         flying = set(state["in_flight"])
         require(ledger.flying == flying, "events.jsonl has other groups in flight")
+        done = [group.group_id for group in completed_groups(state)]
+        scored = {group for group in flying if ledger.states[group] == "scored"}
+        known = len(scored.intersection(done)) == len(done)  # each once
+        require(known, f"events.jsonl has other groups scored than {done}")
     set_state(learner, state)
     # a run that has all its steps, but no summary, has still to be ended
     least = learner.version + Path(config.resume, "summary.json").exists()
@@ -237,6 +245,8 @@ def check_fit(learner: Learner, state: dict, config: Config) -> None:
     for group in completed_groups(state):
         words = ours["shape"]["vocab_size"]
         flaw = group_flaw(group, config.group_size, state["version"], words, config.cut)
+        verdicts = [(t.reward, t.turn_rewards, t.failure) for t in group.trajectories]
+        flaw = flaw or verdict_flaw(verdicts, group.trajectories)
         require(not flaw, f"completed group {group.group_id} has {flaw}")
 
 

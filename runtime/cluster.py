@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -69,17 +70,16 @@ class Seat:
 
     def _run(self, started: SimpleQueue, name: str, function, number: int, arguments: list) -> None:
         """A thread that lives as long as the process, which would die with it."""
-        log = Path(f"/tmp/nanoglm-{os.getpid()}-{name}.log")
-        process, self.connection = start_here(
-            name, function, number, str(log), arguments, arenas=False
-        )
-        started.put(process.pid)
-        while delivery := next_delivery(self.connection):
-            self.said.put(delivery)
-        process.join()
-        text = log.read_bytes()[-10000:] if log.exists() else b""
-        log.unlink(missing_ok=True)
-        self.said.put((process.exitcode, text))
+        with tempfile.TemporaryFile() as log:  # it has no name: nothing is left behind
+            place = f"/proc/{os.getpid()}/fd/{log.fileno()}"
+            process, self.connection = start_here(
+                name, function, number, place, arguments, arenas=False
+            )
+            started.put(process.pid)
+            while delivery := next_delivery(self.connection):
+                self.said.put(delivery)
+            process.join()
+            self.said.put((process.exitcode, log.read()[-10000:]))
 
     def put(self, delivery: bytes) -> None:
         """For the process; blocks while it does not read."""

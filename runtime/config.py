@@ -229,7 +229,7 @@ def check(config: Config) -> Config:
         require(kind, f"{said} of type {f.type.__name__}")
         require(not choices or value in choices, f"{said} one of {', '.join(choices)}")
         if f.type is not str:
-            fits = low <= value <= high and math.isfinite(value)
+            fits = low <= value <= high and value < math.inf
             most = f" and at most {high}" if math.isfinite(high) else ""
             require(fits, f"{said} at least {low}{most}")
     if hasattr(config, "chunk_size"):

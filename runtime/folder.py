@@ -3,7 +3,7 @@
 A file is written under another name, flushed, and moved into its place. A log only grows, and each
 of its lines ends with a checksum of the log up to there: so a line that was torn, changed, taken
 out, doubled or moved is known by its number. What somebody else has put into a folder is data: a
-link, a pipe or a device in it is refused by name, so nothing outside is read or written.
+link, a pipe or a device in it is refused by name, so nothing outside is written through it.
 Left out: what the files mean (runlog.py, checkpoint.py).
 """
 
@@ -31,7 +31,8 @@ def own_folder(folder: Path) -> TextIO:
     It goes with the process, however that ends, and children do not have it (a POSIX record lock;
     also on NFS, if its server has locks). UserError names who has it.
     """
-    file = (folder / "lock").open("a+", errors="replace")
+    with blame(f"{folder}: must be writable", OSError):
+        file = (folder / "lock").open("a+", errors="replace")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
@@ -48,7 +49,10 @@ def own_folder(folder: Path) -> TextIO:
 def refuse_links(folder: Path) -> None:
     """UserError for the first thing in a folder that is neither a folder nor a file of its own."""
     for path in folder.rglob("*"):
-        facts = path.lstat()
+        try:
+            facts = path.lstat()
+        except FileNotFoundError:  # its owner is at work
+            continue
         plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
         said = f"{path}: must be a plain file, is a link, a pipe or a device"
         require(plain or stat.S_ISDIR(facts.st_mode), said)

@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 
 from runtime.config import UserError, fail, printable, require
-from runtime.folder import read_json, scan
+from runtime.folder import read_json, refuse_links, scan
 
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
 ALIVE = ("admitted", "started", "finished", "scored")
@@ -132,14 +132,13 @@ def read_books(path: Path, size: float = math.inf) -> Ledger:
 def audit(run: Path) -> Ledger:
     """The books by the log of a run folder, from its first line to its last, checked against its
     summary; UserError says what cannot be."""
+    refuse_links(run)
     mode = read_json(run / "config.json").get("mode")
     require(mode == "async", f"{run}: must be a run of train_async.py")
     ledger = read_books(run / "events.jsonl")
     if (run / "summary.json").is_file():
-        summary, totals = read_json(run / "summary.json"), ledger.totals()
-        told = summary.get("ledger", totals)
-        totals = {name: totals.get(name) for name in told}  # an earlier version told less
-        here, there = (ledger.steps, totals), (summary.get("steps"), told)
+        summary = read_json(run / "summary.json")
+        here, there = [ledger.steps, ledger.totals()], [*map(summary.get, ("steps", "ledger"))]
         require(here == there, f"steps and totals: {here} in the log, {there} in summary.json")
     return ledger
 

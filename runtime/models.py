@@ -49,8 +49,9 @@ def model_of(stored: dict, config: Config, task: Task) -> GPT:
     shape["recompute"], context = config.recompute == "yes", capacity_of(config, task)
     if shape["positions"] != "learned":
         shape["context"] = context
-    # what a stranger calls a shape may be larger than any memory
-    with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
+    # what a stranger calls a shape may be larger than any memory, and a tensor than what it stores
+    stored_bytes = weights.untyped_storage().nbytes()
+    with limits.time_limit(60.0), limits.memory_limit(4096 + stored_bytes / 2**18):
         model = GPT(ModelConfig(**shape), config.seed)
     same = (weights.dtype, weights.shape) == (model.flat.dtype, model.flat.shape)
     require(same, f"{weights.dtype} {list(weights.shape)} for its shape")

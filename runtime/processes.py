@@ -118,7 +118,7 @@ class Pool:
         self.closing = self.closed = False
         self.restarted, self.serials = {}, itertools.count()  # name -> times
         self.workers = {}  # name -> Worker
-        self.changed, (self.ear, self.bell) = SimpleQueue(), Pipe(duplex=False)  # see `_ring`
+        self.ear, self.bell = Pipe(duplex=False)  # see `_ring`
         for role, (_, count, *_) in roles.items():
             for number in range(count):
                 self._spawn(role, number)
@@ -237,14 +237,11 @@ class Pool:
         try:
             loop()
         except Exception as error:
-            failed = RuntimeError(f"a thread of the pool has failed, in {loop.__name__}")
-            failed.__cause__ = error
-            self._put(None, failed)
+            self._put(None, error)
 
     def _ring(self, worker: Worker) -> None:
         """Have `_carry` look at a worker's pipe: it is new, or has not taken all that was sent."""
-        self.changed.put(worker)
-        self.bell.send_bytes(b"!")
+        self.bell.send(worker.name)
 
     def _carry(self) -> None:
         """The thread that carries messages: take what workers send, and send what they had no room
@@ -255,8 +252,7 @@ class Pool:
             while not self.closed:
                 for key, ready in pipes.select(0.2):
                     if key.fileobj is self.ear:
-                        self.ear.recv_bytes()
-                        worker = self.changed.get()
+                        worker = self.workers[self.ear.recv()]
                         if not worker.port.closed:
                             known = worker.port in pipes.get_map()
                             change = pipes.modify if known else pipes.register
@@ -321,6 +317,8 @@ class Pool:
         """A call goes to the reward worker that has the episode's session, or will have it; the end
         of all episodes of a generator goes to every one."""
         workers = self.of("reward")
+        if call.answers is not None and call.key[0] not in [w.serial for w in self.of("rollout")]:
+            return  # whoever has asked is gone: nobody would end its session
         if len(call.key) > 1:
             workers = [workers[sum(call.key[1:]) % len(workers)]]
         for worker in workers:

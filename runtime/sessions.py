@@ -49,10 +49,11 @@ def reward_worker(line: Line, config: Config):
     sessions = Sessions(task, config, line.connection)
     try:
         while True:
-            line.status = dict(sessions.counts)
-            line.beat()
-            if results := sessions.results(0.5):
+            results = sessions.results(0.5)
+            if results or line.status != sessions.counts:
+                line.status = dict(sessions.counts)
                 line.send(*results)
+            line.beat()
             for work in line.receive(0.0):
                 if isinstance(work, Call):
                     sessions.take(work)

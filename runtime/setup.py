@@ -171,8 +171,7 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
         require(f.name in free or given in (f.default, had), said)
     known = config.task == old.task or not own_files(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
-    if Path(old.export, "config.json").exists():  # the run had ended
-        old = replace(old, export="")
     changed = {name: getattr(config, name) or getattr(old, name) for name in free}
-    changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
+    # no folder makes anybody connect to a machine, or write elsewhere
+    changed |= {name: getattr(config, name) for name in ("cluster", "export")}
     return check(replace(old, **changed)), stored

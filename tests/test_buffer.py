@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from toys import group_from_parts, group_to_parts
 
 import buffer as buffer_room
 from buffer import Buffer, may_admit, may_leave_behind, pack, staleness
@@ -32,8 +33,6 @@ from runtime.messages import (
     apply_verdicts,
     flaw,
     group_flaw,
-    group_from_parts,
-    group_to_parts,
     pack_messages,
     unpack_messages,
     verdict_flaw,

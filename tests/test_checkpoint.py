@@ -1,5 +1,6 @@
 """Checkpoints: whole or refused by name, whenever the writing is killed; nothing is forgotten."""
 
+import contextlib
 import dataclasses
 import os
 
@@ -21,6 +22,7 @@ from runtime.checkpoint import (
 )
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
+from runtime.ledger import Ledger
 from runtime.messages import Group, Trajectory, apply_verdicts, pack_messages, unpack_messages
 from runtime.models import make_model
 from runtime.runlog import LOGS, RunLog
@@ -114,6 +116,43 @@ def test_completed_groups_come_back_as_they_were(folder):
         assert old.digest == new.digest
         for a, b in zip(old.trajectories, new.trajectories, strict=True):
             assert (a.swaps, a.noise_key) == (b.swaps, b.noise_key)
+
+
+def spoil_reward(groups: list, value) -> None:
+    groups[1].trajectories[0].reward = value
+
+
+SPOILED = {  # what is wrong with waiting groups -> what is said of it
+    "nothing": (lambda groups: None, None),
+    "NaN": (lambda groups: spoil_reward(groups, float("nan")), "group 1 has reward nan"),
+    "text": (lambda groups: spoil_reward(groups, "much"), "must fit the run"),
+    "another": (lambda groups: setattr(groups[1], "group_id", 9), "other groups scored"),
+    "twice": (lambda groups: groups.append(groups[1]), "other groups scored"),
+    "unscored": (lambda groups: setattr(groups[1], "group_id", 7), "other groups scored"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_waiting_groups_of_a_checkpoint_are_looked_at_before_anything_changes(folder, what):
+    config, (spoil, said) = config_of("", task="guess"), SPOILED[what]
+    task = task_of(config)
+    learner = make_learner(config, task, make_model(config, task))
+    groups = generate(make_generator(config, task, learner.model), new_groups(learner, task, 3))
+    for group in groups:
+        apply_verdicts(group, verify_group(group, task, config))
+    spoil(groups)
+    for group in groups:
+        for t in group.trajectories:
+            t.group_id = group.group_id
+    ledger = Ledger()
+    ledger.states = {0: "scored", 1: "scored", 2: "scored", 7: "generated"}
+    ledger.flying = {0, 1, 2, 7}
+    stored = checkpoint.state_of(learner, whole_moments(learner), sorted(ledger.flying), groups)
+    path = save_checkpoint(folder, 0, stored | state(0.0) | {"weights": stored["weights"]})
+    loaded = load_tensors(path, digest=True) | {"seconds": 0.0}
+    raises = pytest.raises(UserError, match=said) if said else contextlib.nullcontext()
+    with raises:
+        checkpoint.restore(learner, loaded, config, ledger)
 
 
 def digest_after(**changes) -> int:

@@ -45,6 +45,7 @@ def refused(capsys, *argv) -> str:
         (["--max-stale", "9"], ["--max-stale: must be a flag (such as --max-staleness)"]),
         (["hello"], ["hello: must be a flag (such as --help)"]),
         (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
+        (["--silence", "inf"], ["--silence inf", "at least 1"]),
         (["--slots", "-1"], ["--slots", "-1", "at least 0"]),
         (["--group-size", "1"], ["--group-size", "1", "at least 2"]),
         (["--groups-per-step", "-4"], ["--groups-per-step", "-4"]),
@@ -187,6 +188,10 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path, there):
     assert not run.exists()
 
 
+def test_a_whole_number_of_any_length_is_one():
+    assert check(dataclasses.replace(Config(), steps=10**400)).steps == 10**400
+
+
 def test_only_steps_may_change_on_resume(tmp_path):
     run = made(out=str(tmp_path / "run"), lr=0.01, steps=5)
     config, record = resumed(dataclasses.replace(Config(), resume=str(run), steps=9))
@@ -195,6 +200,13 @@ def test_only_steps_may_change_on_resume(tmp_path):
         resumed(dataclasses.replace(Config(), resume=str(run), lr=0.2))
     with pytest.raises(UserError, match="must be a run folder"):
         resumed(dataclasses.replace(Config(), resume=str(tmp_path)))
+
+
+def test_where_a_folder_exports_is_said_anew_on_resume(tmp_path):
+    run = made(out=str(tmp_path / "run"), export="/where/a/stranger/likes")
+    for export in ("", str(tmp_path / "mine")):
+        config, _ = resumed(dataclasses.replace(Config(), resume=str(run), export=export))
+        assert config.export == export
 
 
 def test_a_setting_that_no_longer_exists_is_ignored_on_resume(tmp_path):

@@ -151,6 +151,21 @@ def test_bfloat16_is_exact_both_ways(tmp_path):
     assert torch.equal(loaded(tmp_path / "out").flat, ours.flat)
 
 
+def test_sums_of_float16_may_be_larger_than_a_float16(small, tmp_path):
+    copy_folder(small, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    name = "model.embed_tokens.weight"
+    tensors[name] = torch.full_like(tensors[name], 9.0).half()
+    safetensors.save_file(tensors, path)
+    assert (loaded(tmp_path).embed_tokens.weight == 9).all()
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        tensors[name][3, 5] = wrong
+        safetensors.save_file(tensors, path)
+        with pytest.raises(UserError, match="must be finite floats"):
+            loaded(tmp_path)
+
+
 def test_a_tied_folder_may_have_the_output_matrix_twice(small, tmp_path):
     copy_folder(small, tmp_path)
     path = tmp_path / "model.safetensors"

@@ -20,7 +20,7 @@ from toys import answer_with, mute, pool_of, short_lived, started, toy, wait_for
 import __main__
 from runtime import processes
 from runtime.config import TrainingStopped
-from runtime.messages import Answer, Group, unpack_messages
+from runtime.messages import Answer, Call, Group, unpack_messages
 from runtime.pipes import Line, start_here
 from runtime.processes import Lost, Pool, Silent, last_words
 
@@ -425,9 +425,23 @@ def test_failure_of_the_watching_thread_is_not_silent(make_pool, monkeypatch):
     monkeypatch.setattr(Pool, "_replace", lambda pool, worker, reason: {}["group"])
     pool = make_pool({})
     pool.losses.put((None, "died"))
-    with pytest.raises(RuntimeError, match="a thread of the pool has failed, in _watch") as failure:
+    with pytest.raises(KeyError, match="group"):
         gather(pool, lambda got: False)
-    assert isinstance(failure.value.__cause__, KeyError)
+
+
+def test_a_call_of_a_generator_that_is_gone_goes_to_nobody(make_pool):
+    """Nobody would end its session."""
+    pool = make_pool({"rollout": (toy, 1), "reward": (toy, 1)})
+    started(pool)
+    (rollout,), (reward,) = pool.of("rollout"), pool.of("reward")
+    sent = []
+    pool.send = lambda worker, messages: sent.append((worker, messages))
+    calls = [Call((serial, 5, 0), {}, ()) for serial in (rollout.serial, rollout.serial + 99)]
+    for call in calls:
+        pool._ask(call)
+    assert sent == [(reward, calls[:1])] and [*reward.calls.values()] == calls[:1]
+    del pool.send
+    reward.calls.clear()
 
 
 # ---------------------------------------------------------------------------------------- the end

@@ -84,6 +84,11 @@ def test_verify_sums_turn_rewards_and_keeps_those_of_a_cut_episode():
     verdict = verify(task, {}, ["a"] * 5)
     assert verdict.reward == 0 and verdict.turn_rewards == (0.0,) * 5
     assert verdict.error == "verifier_error: ValueError: 5 answers, but the episode ended after 3"
+    large = replace(task, step=lambda problem, answers: Step("go on", 3e38, False))
+    assert verify(large, {}, ["a"]).error is None
+    assert verify(large, {}, ["a", "b"]).error.startswith(
+        "verifier_error: ValueError: the sum 6e+38"
+    )
 
 
 def failing_step(problem, answers):

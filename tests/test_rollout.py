@@ -205,6 +205,17 @@ def test_no_number_selects_a_token_without_probability():
         assert chosen.tolist() == [1, 0]
 
 
+def test_a_sum_that_is_rounded_in_parallel_selects_no_token_without_probability(monkeypatch):
+    """On a GPU sums need not grow from token to token: here the search ends at the wrong one."""
+    wrong = torch.tensor([[1], [0], [3]])
+    monkeypatch.setattr(torch, "searchsorted", lambda *_, **__: wrong)
+    logits = torch.tensor(
+        [[0.5, -torch.inf, 1.0, 0.0], [-1e9, 0.0, 1.0, 2.0], [0.0, 0.0, 0.0, 1.0]]
+    )
+    chosen, logprobs = sample(logits, torch.full((3,), 0.5), 1.0)
+    assert chosen.tolist() == [2, 3, 3] and logprobs.min() > -5
+
+
 def test_noise_is_a_pure_function_and_differs_everywhere_else():
     keys = np.concatenate([noise_keys(0, g, 10) for g in range(20)])
     positions = np.arange(200) % 50

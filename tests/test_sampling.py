@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_replay import replay, wander
 from test_rollout import LETTERS, VOCAB, assert_same, environment, group_of, learners, make, play
+from toys import group_from_parts, group_to_parts
 
 import logprobs as logprobs_room
 import train_async
@@ -25,7 +26,7 @@ from runtime import setup as setup_room
 from runtime.checkpoint import completed_groups, load_tensors, to_tensors
 from runtime.config import Config
 from runtime.folder import read_lines
-from runtime.messages import ARRAYS, Group, group_flaw, group_from_parts, group_to_parts
+from runtime.messages import ARRAYS, Group, group_flaw
 from runtime.models import make_model
 from tasks.environment import make_environment
 from tasks.exam import Host, evaluate, verify_alone
@@ -262,7 +263,7 @@ def flaw_of(group: Group, cut=(5, 0.8)) -> str | None:
 def test_what_was_kept_arrives(tmp_path):
     """In a message, and through a checkpoint's file."""
     group = cut_group()
-    torch.save({"completed": [to_tensors(*group_to_parts(group))]}, tmp_path / "state.pt")
+    torch.save({"completed": [to_tensors(group)]}, tmp_path / "state.pt")
     (stored,) = completed_groups(load_tensors(tmp_path / "state.pt"))
     for again in (pickle.loads(pickle.dumps(group)), stored):
         assert again.digest == group.digest and flaw_of(again) is None

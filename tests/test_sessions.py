@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,8 @@ def test_a_reward_worker_has_the_threads_that_it_was_given(threads, expected):
     own = Path(__file__).parent / "slow.py"  # it may need torch
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
-    line = SimpleNamespace(connection=None, status={}, beat=beat)
+    here, _there = Pipe()
+    line = SimpleNamespace(connection=here, status={}, beat=beat, send=lambda *_: None)
     try:
         with pytest.raises(Begun):
             sessions.reward_worker(line, config_of(f"{own}:0,no", threads=threads))

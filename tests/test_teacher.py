@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from qwen3 import write_folder
+from toys import group_from_parts, group_to_parts
 
 import losses
 import train_async
@@ -32,8 +33,6 @@ from runtime.messages import (
     apply_verdicts,
     flaw,
     group_flaw,
-    group_from_parts,
-    group_to_parts,
 )
 from runtime.models import make_model
 from runtime.teacher import ask_teacher, teacher_of

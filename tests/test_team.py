@@ -12,7 +12,7 @@ from learners import config_of, scored_batches
 from buffer import deal
 from learner import learner_step, make_learner
 from reward import task_of
-from runtime.checkpoint import completed_groups, group_to_parts, to_tensors
+from runtime.checkpoint import completed_groups, to_tensors
 from runtime.models import make_model
 from runtime.team import Team, meeting
 
@@ -25,7 +25,7 @@ def batches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("batches")
     config = config_of()
     groups = scored_batches(config, 20)
-    parts = [to_tensors(*group_to_parts(group)) for group in groups]
+    parts = [to_tensors(group) for group in groups]
     torch.save({"completed": parts}, folder / "batches.pt")
     return folder
 

@@ -17,16 +17,39 @@ from runtime import pipes
 from runtime.arena import Arena
 from runtime.messages import (
     ARRAYS,
+    PLAIN,
     Answer,
     Group,
     Judgement,
     Trajectory,
+    lay_out,
     pack_messages,
+    pieces_of,
     place_group,
+    plain_of,
     stray,
 )
 from runtime.pipes import Line, announce
 from runtime.processes import Pool
+
+
+def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
+    """A group as plain data with names, to be spoiled, and the arrays laid end to end."""
+    lengths, laid, _ = lay_out(group.trajectories)
+    header = {name: getattr(group, name) for name in ("group_id", "start", "problem")}
+    header["fields"] = [dict(zip(PLAIN, plain_of(t), strict=True)) for t in group.trajectories]
+    header["lengths"] = dict(zip(ARRAYS, lengths, strict=False))  # none of no episodes
+    return header, dict(zip(ARRAYS, laid, strict=False))
+
+
+def group_from_parts(header: dict, arrays: dict[str, np.ndarray]) -> Group:
+    """The inverse of `group_to_parts`."""
+    episodes = [Trajectory(**plain) for plain in header["fields"]]
+    for name, array in arrays.items():
+        pieces = pieces_of(array, header["lengths"][name])
+        for trajectory, piece in zip(episodes, pieces, strict=False):
+            setattr(trajectory, name, piece)
+    return Group(header["group_id"], header["start"], header["problem"], episodes)
 
 
 def answer_with(group: Group) -> Answer:
