@@ -233,13 +233,13 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
     config, lines, last = read_json(run / "config.json"), [], steps[-10:]
     solved = summary["eval"]["after"]["solved"]
     if summary["stopped_early"]:
-        command = f"python train_{config['mode']}.py --resume {shlex.quote(str(run))}"
+        words = ["python", f"train_{config['mode']}.py", "--resume", str(run)]
         if own_files(config["task"]):
-            command += f" --task {shlex.quote(config['task'])}"
+            words += ["--task", config["task"]]
         if config["export"]:
-            command += f" --export {shlex.quote(config['export'])}"
+            words += ["--export", config["export"]]
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
-        lines.append(f"{stopped}; go on with: {command}")
+        lines.append(f"{stopped}; go on with: {shlex.join(words)}")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if not config.get("teacher") and dead > 0.85 * groups and solved <= 0.5:
         lines += [
@@ -292,11 +292,11 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     kind = function.__annotations__.get("config", NoFlags)
     config = parse(text, flags, kind)
     function(folder) if kind is NoFlags else function(folder, config)
-    print(*tables_of(folder), f"\nwritten: {folder}/", sep="\n")
-    if "--record" in arguments:
+    if "--record" in arguments:  # before the tables, in case that they cannot be made
         for file in (*folder.glob("*.json"), *folder.glob("*.png")):
             shutil.copy(file, RESULTS)
             print(f"recorded: results/{file.name}")
+    print(*tables_of(folder), f"\nwritten: {folder}/", sep="\n")
 
 
 def replay(config: Config) -> None:

@@ -58,7 +58,7 @@ class Cache:
     lengths: np.ndarray  # of their rows
     rack: np.ndarray  # [B] in which rack its sequence lies, and in which row
     row: np.ndarray  # [B]
-    place: Tensor  # [B] the number of this row, through all racks
+    place: Tensor  # [B] this row's number, counted across racks
     scored: Tensor | None = None  # keys that selection scores (dsa): k, or [L, B, T, 1, E]
     means: Tensor | None = None  # mean keys of chunks (dsa): [L, B, K, Hkv, D] or [L, B, K, 1, E]
     tables: dsa.Tables | None = None  # where the chunks lie (dsa)

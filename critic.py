@@ -35,7 +35,7 @@ def make_critic(config: Config, model: GPT) -> Critic:
     return Critic(net, torch.optim.AdamW(net.parameters(), config.critic_lr, weight_decay=0.0))
 
 
-def criticise(critic: Critic, batch: list, hidden: Tensor, config: Config) -> tuple:
+def estimate_advantages(critic: Critic, batch: list, hidden: Tensor, config: Config) -> tuple:
     """Advantages [M] of the generated tokens by skip-observation GAE; and what the critic learns
     from: hidden states and what followed.
 
@@ -55,7 +55,7 @@ def criticise(critic: Critic, batch: list, hidden: Tensor, config: Config) -> tu
     return advantages, (hidden.float(), (advantages + values).to(hidden.device))
 
 
-def teach(critic: Critic, lessons: list, config: Config) -> float:
+def update_critic(critic: Critic, lessons: list, config: Config) -> float:
     """A few steps of the critic towards what it has seen; returns its loss before them."""
     hidden, targets = (torch.cat(part) for part in zip(*lessons, strict=True))
     first = 0.0

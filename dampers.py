@@ -67,7 +67,7 @@ def together(looks: list) -> Look:
     return Look(math.hypot(*norms), math.fsum(products), math.hypot(*others))
 
 
-def bend(kind: str, whole: Look) -> tuple:
+def damped_gradient(kind: str, whole: Look) -> tuple:
     """(a, b, cosine, norm): the damped gradient a g + b u, the cosine of g and u, and how long the
     damped gradient is."""
     size = whole.norm * whole.beside

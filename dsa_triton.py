@@ -825,5 +825,6 @@ def dense_decode(q: Tensor, k: Tensor, v: Tensor, plan: tuple) -> Tensor:
     flat = [x.transpose(1, 2).contiguous().view(-1, 1, width) for x in (k, v)]
     assert flat[0].data_ptr() == k.data_ptr(), "the heads of k must lie outside its positions"
     _check_kind("q", q)
-    q = q.contiguous()  # with one key head, a part of rows that hold keys and values, too
-    return _walk(q.view(n * heads, -1, width), *flat, *plan, split=True)[0].view(q.shape)
+    # contiguous: with one key head q may be a part of rows that hold keys and values, too
+    rows = q.contiguous().view(n * heads, -1, width)
+    return _walk(rows, *flat, *plan, split=True)[0].view(q.shape)

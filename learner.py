@@ -23,8 +23,8 @@ from torch.optim.adamw import adamw
 import dampers
 import losses
 from buffer import deal, pack, repaired
-from critic import Critic, criticise, make_critic, teach
-from logprobs import seen_by, token_logprobs, words_of
+from critic import Critic, estimate_advantages, make_critic, update_critic
+from logprobs import policy_logprobs, token_logprobs, words_of
 from model import GPT, pack_tokens
 from reward import Task, problem_of
 from runtime.config import Config
@@ -175,17 +175,18 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     loss = sum(loss for loss, _, _ in facts)
     metrics |= update_weights(learner, config, loss, dampers.together(looks), metrics)
     if learner.critic and parts:
-        metrics["critic_loss"] = teach(learner.critic, [lesson for *_, lesson in facts], config)
+        lessons = [lesson for *_, lesson in facts]
+        metrics["critic_loss"] = update_critic(learner.critic, lessons, config)
     counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
     return metrics | counts | {"seconds": time.monotonic() - begin}
 
 
 def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     """What a step learns from, (trajectory, the advantage of each of its turns), and which groups
-    are dead [G]. With a critic, in place of an advantage the factor on the critic's: 1 over the
-    spread of all rewards."""
+    are dead [G]. With a critic: only the factor on its advantages, 1 / spread of all
+    rewards."""
     if config.objective == "dpo":
-        return preferred(learner, groups, config)
+        return preference_pairs(learner, groups, config)
     trajectories = [t for group in groups for t in repaired(group)]
     G = len(groups)
     rewards = torch.tensor([t.reward for t in trajectories]).float().view(G, -1)  # [G, n]
@@ -194,7 +195,7 @@ def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
         factor = 1 / max(SMALLEST_SPREAD, float(rewards.std()))  # of a single one it is NaN
         advantages, dead = torch.full_like(rewards, factor), torch.zeros(G, dtype=torch.bool)
     elif config.advantage == "opob":
-        weights = weigh(learner, trajectories, config)
+        weights = importance_weights(learner, trajectories, config)
         advantages, dead = losses.optimal_advantages(rewards, *weights)
     elif config.credit == "episode":
         advantages, dead = losses.group_advantages(rewards, config.advantage)
@@ -209,13 +210,13 @@ def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     return [pair for pair in zip(trajectories, credit, strict=True) if pair[0].generated], dead
 
 
-def weigh(learner: Learner, trajectories: list, config: Config) -> tuple:
+def importance_weights(learner: Learner, trajectories: list, config: Config) -> tuple:
     """pi / mu of whole answers, and about how long the gradients of their log-probs are, [G, n].
 
-    The length is that of the gradient with respect to the logits, and of that the entry of the
-    token itself, 1 - pi: exact lengths would take a backward pass for every answer.
+    Of the gradient with respect to the logits only the token's own entry is taken, 1 - pi: exact
+    lengths would take a backward pass for every answer.
     """
-    rows, seen = [], seen_by(learner.model, trajectories, learner, config)
+    rows, seen = [], policy_logprobs(learner.model, trajectories, learner, config)
     for t, now in zip(trajectories, seen, strict=True):
         then = torch.from_numpy(t.logprobs[t.loss_mask])
         log = (now - then).sum().clamp(-losses.LOG_RATIO_LIMIT, losses.LOG_RATIO_LIMIT)
@@ -223,7 +224,7 @@ def weigh(learner: Learner, trajectories: list, config: Config) -> tuple:
     return torch.tensor(rows).view(-1, config.group_size, 2).unbind(-1)
 
 
-def preferred(learner: Learner, groups: list, config: Config) -> tuple:
+def preference_pairs(learner: Learner, groups: list, config: Config) -> tuple:
     """Online DPO's samples: the best and the worst answer of a group, and what pushes them apart.
 
     Divided by tokens later, as every loss is; so multiplied here: the loss is a mean over pairs.
@@ -235,7 +236,8 @@ def preferred(learner: Learner, groups: list, config: Config) -> tuple:
         pairs += [] if dead[-1] else [sound[0], sound[-1]]
     sums = []  # log-probs of whole answers, by the policy and by the reference
     for model in (learner.model, learner.reference):
-        sums.append(torch.tensor([float(x.sum()) for x in seen_by(model, pairs, learner, config)]))
+        logprobs = policy_logprobs(model, pairs, learner, config)
+        sums.append(torch.tensor([float(x.sum()) for x in logprobs]))
     gaps = sums[0] - sums[1]  # [2 pairs]
     margins = gaps[::2] - gaps[1::2]  # [pairs]
     push = losses.preference_advantages(margins, config.dpo_beta).T.flatten()  # [2 pairs]
@@ -256,7 +258,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
     credit = torch.tensor([a for _, turns in batch for a in turns])
     advantages, lesson = credit.repeat_interleave(spans), ()  # [M]
     if learner.critic:
-        own, lesson = criticise(learner.critic, batch, hidden.detach(), config)
+        own, lesson = estimate_advantages(learner.critic, batch, hidden.detach(), config)
         advantages = advantages * own
     if config.teacher:
         said = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))
@@ -269,7 +271,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
     return losses.Tokens(logprobs, logprobs.detach(), *sampled), entropy, lesson
 
 
-def bounds_of(config: Config) -> losses.Constants:
+def constants_of(config: Config) -> losses.Constants:
     """The constants of the objectives, as configured."""
     return losses.Constants(double_low=config.double_low, double_high=config.double_high)
 
@@ -290,7 +292,7 @@ def micro_batch_loss(
         with torch.no_grad():
             reference, *_ = token_logprobs(learner.reference, batch, learner, config)  # [M]
     tokens, entropy, lesson = tokens_of(learner, batch, config)
-    loss, touched = losses.policy_loss(config.objective, tokens, count, bounds_of(config))
+    loss, touched = losses.policy_loss(config.objective, tokens, count, constants_of(config))
     loss = loss - config.entropy * losses.token_mean(entropy, count)
     if measured:
         # weighted with pi / mu: the samples may be stale
@@ -341,7 +343,7 @@ def update_weights(
         progress = min(1.0, learner.version / max(1, config.steps))
         lr = config.lr * (1 - progress * (1 - config.lr_end))
         lr *= dampers.step_scale(config.damper, learner.damper, metrics)
-        a, b, cosine, norm = dampers.bend(config.damper, whole)
+        a, b, cosine, norm = dampers.damped_gradient(config.damper, whole)
         for own, remembered in learner.slices:
             dampers.apply_bend(config.damper, own.grad, remembered, a, b)
             if norm > config.grad_clip > 0:

@@ -61,7 +61,7 @@ def token_logprobs(model: GPT, batch: list, who, config: Config) -> tuple:
 
 
 @torch.no_grad()
-def seen_by(model: GPT, trajectories: list, who, config: Config) -> list:
+def policy_logprobs(model: GPT, trajectories: list, who, config: Config) -> list:
     """What a policy says of whole episodes: log-probs of the generated tokens of each [M]; on the
     CPU, no gradient. who: see `token_logprobs`."""
     found = [torch.empty(0)] * len(trajectories)

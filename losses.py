@@ -296,7 +296,7 @@ def optimal_baseline(
 
     VCPO (arXiv 2602.17616): b = sum w^2 |g|^2 R / sum w^2 |g|^2, with w = pi / mu of the whole
     answer and |g| the norm of the gradient of its log-prob. On-policy, with equal norms, it is the
-    mean. So it is where all weights are 0.
+    mean. Also where all weights are 0.
     """
     weights = (ratios * norms).square()
     weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)

@@ -79,7 +79,7 @@ def scores(served: RewardModel, sequences: list) -> Tensor:
 
 def spoiled(answer: list, words: np.ndarray, random: np.random.Generator, lengths: str) -> list:
     """An answer in which some tokens are others; sometimes one too many or too few, or, with "any",
-    cut anywhere: what no pair shows, a policy will find ("near": that to say nothing is best)."""
+    cut anywhere: a policy exploits what no pair shows ("near": empty answers win)."""
     tokens = np.array(answer)
     if lengths == "any" and random.random() < 0.5:
         tokens = tokens[: random.integers(len(tokens) + 1)]
@@ -168,14 +168,12 @@ def newest_version(folder: Path) -> int:
     return max([int(name) for name in names if re.fullmatch("[1-9][0-9]*", name)], default=0)
 
 
-def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel | None:
-    """The newest reward model of the configured folder, read if it is another one than before;
-    None where none is configured. Who has one keeps it where the newest cannot be read.
+def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel:
+    """The newest reward model of the configured folder, read if it is another one than before. If
+    it cannot be read, the one before stays.
 
     UserError for a first one that does not fit the task.
     """
-    if not config.reward_model:
-        return None
     newest = newest_version(Path(config.reward_model))
     if not served:
         return read_reward_model(config, task, newest)

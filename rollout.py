@@ -119,12 +119,12 @@ class Generator:
         if self.policy.flat.dtype == torch.float32:  # bfloat16 rounds most of what they add away
             self.model = merged(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
-        self.rules = self.environment.parts or (self.environment,)  # of each task
-        self.stops = np.array([[w in x.stop for w in range(shape.vocab_size)] for x in self.rules])
-        self.allowed = allowed_of(self.alphabet, [own.alphabet for own in self.rules])
+        self.parts = self.environment.parts or (self.environment,)  # of each task
+        self.stops = np.array([[w in x.stop for w in range(shape.vocab_size)] for x in self.parts])
+        self.allowed = allowed_of(self.alphabet, [own.alphabet for own in self.parts])
         self.cache = make_cache(self.model, slots, capacity, self.precision.cache)
         few = 2 * len(self.alphabet) < shape.vocab_size
-        self.head = self._output_matrix() if few else None  # of many it would be a second copy
+        self.head = self._output_matrix() if few else None  # a large one would double the matrix
         self.tokens, self.versions = np.zeros((2, slots, capacity), np.int32)
         self.logprobs = np.zeros((slots, capacity), np.float32)
         # idle slots feed position 0
@@ -196,7 +196,7 @@ class Generator:
     def hear(self, key: tuple, answer):
         """The reply of an environment outside: `key` is (group id, sample index)."""
         if (b := self.asked.pop(key, None)) is not None:
-            self._go_on(b, self.rules[self.kinds[b]].read(answer))
+            self._go_on(b, self.parts[self.kinds[b]].read(answer))
 
     def _event(self, kind: str, group_id: int, size: int):
         self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
@@ -257,7 +257,7 @@ class Generator:
             episode.started = time.monotonic()
             episode.swaps = [first, self.version]
             self.episodes[b], self.keys[b] = episode, key
-            self.kinds[b] = group.group_id % len(self.rules)
+            self.kinds[b] = group.group_id % len(self.parts)
             self.known[b], self.cached[b] = 0, first
             self.logprobs[b], self.versions[b] = 0.0, -1
             self._begin_turn(b, prompt)
@@ -273,7 +273,7 @@ class Generator:
         stop = start + len(tokens)
         self.tokens[b, start:stop] = tokens
         self.known[b] = stop
-        most = self.rules[self.kinds[b]].turn_tokens
+        most = self.parts[self.kinds[b]].turn_tokens
         most = self.groups[episode.group_id].problem.get("turn_tokens", most)
         self.turn_end[b] = min(stop + most, self.capacity)
         episode.turns.append((int(stop), -1))  # it ends in `_end_turns`
@@ -330,7 +330,11 @@ class Generator:
         """The policy's turn is over in these slots: ask the environment, here or outside."""
         requests = {}  # slot -> what its environment is asked, here
         for b in ended:
-            episode, known, own = self.episodes[b], int(self.known[b]), self.rules[self.kinds[b]]
+            episode, known, own = (
+                self.episodes[b],
+                int(self.known[b]),
+                self.parts[self.kinds[b]],
+            )
             episode.turns[-1] = (episode.turns[-1][0], known)
             if len(episode.turns) == own.max_turns and not own.judges_all:
                 self._go_on(b, Reply([], None))
@@ -342,7 +346,7 @@ class Generator:
                 self.calls.append(own.call(request))
             else:
                 requests[b] = request
-        for kind, own in enumerate(self.rules):
+        for kind, own in enumerate(self.parts):
             mine = [b for b in requests if self.kinds[b] == kind]
             replies = own.respond([requests[b] for b in mine]) if mine else []
             for b, reply in zip(mine, replies, strict=True):
@@ -351,7 +355,7 @@ class Generator:
     def _go_on(self, b: int, reply: Reply):
         """After a turn: begin the next one, or end the episode and free its slot. A group leaves
         when all its samples are in."""
-        episode, own, n = self.episodes[b], self.rules[self.kinds[b]], self.known[b]
+        episode, own, n = self.episodes[b], self.parts[self.kinds[b]], self.known[b]
         if reply.reward is not None and not reply.failure:
             episode.turn_rewards.append(float(reply.reward))
         finish = reply.failure or "stop"

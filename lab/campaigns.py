@@ -7,6 +7,7 @@ Left out: synchronous against asynchronous (races.py).
 import math
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -90,7 +91,7 @@ def fault_facts(result: dict) -> dict:
     waits, kinds = result["noticed_after_s"], ("dead", "stopped", "learners again")
     none = {"median": math.nan, "max": math.nan}  # there was no such fault
     dead, silent, again = (waits.get(kind, none) for kind in kinds)
-    kills, ends = result["checkpoint_kills"], result["ends"]
+    kills, ends = result["checkpoint_kills"], Counter(result["ends"])
     hangs = sum("hangs" in said for said in column(result["failures"], "said"))
     by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
     return {

@@ -80,8 +80,9 @@ def judge_lines(result: dict) -> list[str]:
         names = ("right", "believed", "true")
         rows.append([judge, *(between(column(runs, name), ".2f") for name in names)])
     text = f"""\
-`reverse`, 150 steps, {len(runs)} seeds, smallest to largest. Believed: the mean reward
-that the judge gave in the last 10 steps; true: what the task says, held out.
+`reverse`, 150 steps, {len(runs)} seeds, smallest to largest. Believed: the mean reward that the
+judge gave to sampled answers of the last 10 steps; true: what the task says of greedy ones to
+problems that are held out.
 """
     return [text, *markdown(["judge", "pairs judged rightly", "believed", "true"], rows)]
 
@@ -98,7 +99,7 @@ def distil_lines(result: dict) -> list[str]:
         "`reverse`, taught at staleness 0": ("fresh", "after"),
         "`reverse`, the same episodes with rewards": ("alone", "after"),
         "`sort`, before it was taught": ("sort", "after"),
-        "`sort`, after": ("sort after", "before"),
+        "`sort`, after `reverse` was taught": ("sort after", "before"),
     }
     rows = []
     for name, (run, when) in stages.items():

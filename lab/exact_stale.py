@@ -43,7 +43,7 @@ def baseline_part(task: EnumeratedTask) -> dict:
     response, so no baseline has a bias.
 
     `mean` of the rewards; `optimal`, from the true lengths of the gradients; `near`, from the
-    lengths that a training step takes for them (learner.py, `weigh`).
+    lengths that a training step takes for them (learner.py, `importance_weights`).
     """
     chain, found = policies(task), defaultdict(list)
     for theta in chain:

@@ -26,7 +26,7 @@ import losses
 from buffer import pack
 from lab.plots import column, grouped, score_curves
 from lab.replay import played_again, read_script, recorded
-from learner import Learner, bounds_of, samples_of, tokens_of
+from learner import Learner, constants_of, samples_of, tokens_of
 from reward import part_of, task_of
 from runtime.config import Config, TrainingStopped, UserError, blame, flag, parse, require
 from runtime.folder import read_lines, write_file
@@ -151,7 +151,7 @@ def facts_of(learner: Learner, batch: list, own: list, config: Config) -> tuple[
     for indices in pack([len(t.tokens) for t, _ in samples], config.token_budget):
         part = [samples[i] for i in indices]
         tokens, entropy, _ = tokens_of(learner, part, config)
-        _, touched = losses.policy_loss(config.objective, tokens, 1, bounds_of(config))
+        _, touched = losses.policy_loss(config.objective, tokens, 1, constants_of(config))
         known = tokens.behaviour, tokens.logprobs, tokens.advantages, entropy, *touched.values()
         rows = torch.stack([x.float() for x in known]).cpu()
         pieces = rows.split([t.generated for t, _ in part], dim=1)

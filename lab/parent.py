@@ -95,9 +95,12 @@ def bench_parent(folder: Path) -> None:
     for (workers, groups, steps), answers in product(SIZES, TOKENS):
         case = {"workers": workers, "answers": answers, "groups": groups, "steps": steps}
         cases.append(case)
-    found = [list(map(measure, cases)) for _ in tqdm(range(2), unit="round")]
-    rows = []
-    for case, *own in zip(cases, *found, strict=True):
+    rows, found = [], []
+    for case in tqdm(cases * 2):
+        found.append(measure(case))
+        save_result(folder, "parent", {"cases": cases, "found": found})
+    for i, case in enumerate(cases):
+        own = found[i :: len(cases)]
         medians = {name: float(np.median(column(own, name))) for name in own[0]}
         rows.append(case | medians | {"rounds": spread(column(own, "groups_per_s"))})
     costs = [fit_costs(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]

@@ -66,9 +66,9 @@ FLAGS = {"guess": ALIKE | {"steps": 240, "slots": 256}, "sum": ALIKE | {"steps":
 GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536}
 GPU_FLAGS |= {"steps": 60, "slots": 256, "reward_workers": 1}
 READING = """\
-Medians over the seeds, and from lowest to highest. × best sync is the ratio of two median times to
-the score and, in brackets, where it lies in 90% of 2,000 resamplings of the seeds: where 1 is
-inside, it may be chance. A run that ended below the score took infinitely long."""
+Medians over the seeds, and from lowest to highest. × best sync: the median time of the best
+synchronous mode to the score, over that of this one; in brackets its 90% bootstrap interval over
+seeds: with 1 inside, it may be chance. A run that ended below the score took infinitely long."""
 MEASURED = ("target_s", "target_samples", "final", "samples_per_s", "staleness")
 SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5 minutes at most
 
@@ -240,6 +240,12 @@ def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000)
     return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
 
 
+def interval(best: dict, row: dict) -> str:
+    """Between which values a gain lies, as text; nothing where there are fewer than three seeds."""
+    few = min(len(best["target_s"]), len(row["target_s"])) < 3
+    return "" if few else f" ({between(row['gains'], '.2f')})"
+
+
 def race_lines(result: dict) -> list[str]:
     """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
     lines = [READING]
@@ -251,9 +257,9 @@ def race_lines(result: dict) -> list[str]:
         rows = []
         for mode, row in found.items():
             cells = [
-                f"{mode}{' (best sync)' * (mode == best)}, {len(row['target_s'])} seeds",
+                f"{mode}{' (best sync)' * (mode == best)}, seeds: {len(row['target_s'])}",
                 median_text(row["target_s"], ".1f"),
-                f"{row['gain']:.2f} ({between(row['gains'], '.2f')})",
+                f"{row['gain']:.2f}{interval(found[best], row)}",
                 f"{np.median(row['target_samples']):,.0f}",
                 f"{np.median(row['samples_per_s']):,.0f}",
                 f"{np.median(row['staleness']):.2f}",

@@ -185,6 +185,7 @@ def bench_scale(folder: Path) -> None:
     for what, source, devices, billions, claim in tqdm(PUBLISHED):
         row = {"what": what, "source": source, "billions": billions, "published": claim}
         published.append(row | compare(config, language_model(billions), devices))
+        save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "parent": []})
     limits = [parent_limit(config, *case) for case in tqdm(LIMITS)]
     save_result(folder, "scale", {"assumed": ASSUMED, "published": published, "parent": limits})
     print("assumed:", *ASSUMED, sep="\n")

@@ -35,13 +35,12 @@ TOKENS, STEPS = 130, 3  # of an answer, about; that are timed in a process
 
 def made_up(config: Config, alphabet: np.ndarray) -> list[Group]:
     """Groups of random answers with random rewards: a step costs what it costs with real ones."""
-    random, groups = np.random.default_rng(0), []
-    for _ in range(config.groups_per_step):
-        groups.append(episodes(0, {}, config.group_size, TOKENS))
-        for t in groups[-1].trajectories:  # equal ones would be computed once
-            t.tokens = random.choice(alphabet, len(t.tokens)).astype(np.int32)
-            t.reward = float(t.sample_index % 2)
-    return groups
+    random, n = np.random.default_rng(0), config.group_size
+    whole = episodes(0, {}, config.groups_per_step * n, TOKENS).trajectories
+    for t in whole:  # equal ones would be computed once
+        t.tokens = random.choice(alphabet, len(t.tokens)).astype(np.int32)
+        t.reward = float(t.sample_index % 2)
+    return [Group(i, 0, {}, whole[i * n : (i + 1) * n]) for i in range(config.groups_per_step)]
 
 
 def member(rank: int, config: Config, folder: str) -> list[tuple]:

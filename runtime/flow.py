@@ -154,7 +154,7 @@ def settle(run: AsyncRun) -> None:
 
 
 def log_discards(run: AsyncRun) -> None:
-    """Groups that were too old, with --on-stale drop."""
+    """Groups that were taken out untrained, and why."""
     version = run.learner.version
     for group, reason in run.buffer.dropped:
         run.log.event("learner", "discard", group=group, reason=reason, version=version)

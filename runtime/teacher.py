@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from logprobs import seen_by, words_of
+from logprobs import policy_logprobs, words_of
 from model import GPT
 from reward import Task
 from runtime.checkpoint import checkpoint_path, newest_weights
@@ -76,7 +76,7 @@ def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.nda
                 t.loss_mask[start:stop] = True
     judged = zip(episodes, verdicts, strict=True)
     sound = [t for t, (*_, error) in judged if not t.failed and error is None]
-    seen = seen_by(teacher.model, sound, teacher, teacher.config)
+    seen = policy_logprobs(teacher.model, sound, teacher, teacher.config)
     said = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
     said |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
     return [*said.values()]

@@ -23,7 +23,7 @@ def slices(kind, gradient, other, parts):
     for own, beside in zip(gradient.tensor_split(parts), other.tensor_split(parts), strict=True):
         pieces.append((own.clone(), {"exp_avg": beside.clone(), "previous": beside.clone()}))
     whole = dampers.together([dampers.look(kind, *piece) for piece in pieces])
-    a, b, cosine, norm = dampers.bend(kind, whole)
+    a, b, cosine, norm = dampers.damped_gradient(kind, whole)
     for own, remembered in pieces:
         dampers.apply_bend(kind, own, remembered, a, b)
     return torch.cat([own for own, _ in pieces]), cosine, norm, [kept for _, kept in pieces]

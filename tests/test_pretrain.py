@@ -406,7 +406,8 @@ def test_the_whole_recipe_leaves_its_table(tmp_path, capsys):
     recipe.bench_recipe(tmp_path, RecipeConfig(top_k=8, tokens=64, problems=4, **steps))
     record = json.loads((tmp_path / "recipe.json").read_text())
     run = record["runs"][0]
-    variants = "dense, random indexer, mean keys, warm-up only, full recipe, after RL"
+    variants = "dense, random indexer, mean keys, warm-up only, full recipe, "
+    variants += "dense, after it, after RL"
     assert ", ".join(run["accuracy"]) == variants
     assert all(set(row) == {"16", "32", "64", "128"} for row in run["accuracy"].values())
     assert record["machine"]["cores"] and record["settings"]["top_k"] == 8
@@ -418,6 +419,7 @@ def test_the_verdict_looks_at_every_seed():
 
     def run(**changed) -> dict:  # as recipe.py's, with one value put in place of a good one
         good = {"dense": 1.0, "random indexer": 0.0, "warm-up only": 0.5, "full recipe": 0.99}
+        good["dense, after it"] = 1.0
         rows = {variant: dict.fromkeys(lengths, value) for variant, value in good.items()}
         rows |= {variant: rows[variant] | row for variant, row in changed.items()}
         return {"accuracy": rows}
@@ -432,6 +434,7 @@ def test_the_verdict_looks_at_every_seed():
     assert held(run(), run(**{"warm-up only": {128: 0.995}})) == [7, False, True]
     assert held(run(**{"random indexer": {32: 0.5}}), run()) == [7, False, True]
     assert held(run(), run(**{"full recipe": {64: 0.98}})) == [8, True, False]
+    assert held(run(), run(**{"dense, after it": {64: 1.01}})) == [8, True, False]
 
 
 def test_too_few_keys_are_refused(tmp_path):

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 import losses
 import train_sync
 from lab import distil, stale
-from learner import learner_step, make_learner, new_groups, preferred, samples_of, weigh
+from learner import (
+    importance_weights,
+    learner_step,
+    make_learner,
+    new_groups,
+    preference_pairs,
+    samples_of,
+)
 from logprobs import token_logprobs
 from reward import task_of, verify_group
 from rollout import generate, make_generator
@@ -63,7 +70,7 @@ def sums(learner, trajectories, config, model=None) -> torch.Tensor:
 def test_answers_are_weighed_by_ratio_and_length_of_gradient():
     config, learner, groups = stale_batch()
     trajectories = [t for group in groups for t in group.trajectories]
-    ratios, norms = weigh(learner, trajectories, config)
+    ratios, norms = importance_weights(learner, trajectories, config)
     assert ratios.shape == norms.shape == (4, 4)
     now = sums(learner, trajectories, config).detach()
     then = torch.tensor([float(t.logprobs[t.loss_mask].sum()) for t in trajectories])
@@ -82,7 +89,7 @@ def test_the_optimal_baseline_is_what_a_step_uses():
     config, learner, groups = stale_batch(advantage="opob")
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = torch.tensor([t.reward for t in trajectories]).view(4, 4)
-    ratios, norms = weigh(learner, trajectories, config)
+    ratios, norms = importance_weights(learner, trajectories, config)
     samples, dead = samples_of(learner, groups, config)
     found = torch.tensor([credit[0] for _, credit in samples]).view(4, 4)
     w = (ratios * norms) ** 2
@@ -108,7 +115,7 @@ def test_a_step_of_online_dpo_has_the_gradient_of_its_loss():
     (-F.logsigmoid(0.3 * margins).mean()).backward()
     expected = learner.model.flat_grad.clone()
 
-    samples, dead = preferred(learner, groups, config)
+    samples, dead = preference_pairs(learner, groups, config)
     assert len(samples) == 8 and not dead.any()
     found = {}
 
@@ -128,7 +135,7 @@ def test_groups_without_a_better_answer_teach_dpo_nothing():
         t.reward = 0.5
     for t in groups[2].trajectories[1:]:
         t.finish = "env_error"
-    samples, dead = preferred(learner, groups, config)
+    samples, dead = preference_pairs(learner, groups, config)
     assert dead.tolist() == [False, True, True, False] and len(samples) == 4
     for group in groups:
         for t in group.trajectories:
@@ -254,7 +261,7 @@ def test_the_plan_has_every_method_in_every_condition_once():
     for name, seeds in stale.SEEDS.items():
         partners = 10 if name in stale.STALE else 2  # 10 objectives, 5 remedies; DPO takes 4
         expected = (11 + 5 * partners - (name in stale.STALE)) * seeds
-        expected += 11 * 5 * (name in stale.STALE)  # objectives alone have ten seeds there
+        expected += 11 * 10 * (name in stale.STALE)  # objectives alone have ten fresh seeds there
         assert sum(key[1] == name for key in keys) == expected * 2
     assert len(set(keys)) == len(keys)
     assert all(
@@ -272,6 +279,22 @@ def made_up(gain: float, noise: float) -> list[dict]:
                 row = {"arm": arm, "task": task, "seed": seed, "area": area, "flags": {}}
                 rows += [row | {"condition": name} for name in stale.CONDITIONS]
     return rows
+
+
+def test_fresh_seeds_decide_where_there_are_any():
+    """What was seen in the first five is not counted once more."""
+    runs = made_up(0.3, 0.01)
+    for row in list(runs):
+        for fresh in (10, 15):
+            area = (
+                0.5
+                + 0.001 * row["seed"]
+                + (0.01 if fresh == 10 else -0.01) * (row["arm"] == "cispo")
+            )
+            runs.append(row | {"seed": row["seed"] + fresh, "area": area})
+    word, mean, *_ = stale.compared(runs, "cispo")
+    assert word == "cannot be told" and mean == pytest.approx(0.0, abs=1e-9)
+    assert stale.compared(made_up(0.3, 0.01), "cispo")[0] == "helps"
 
 
 @pytest.mark.parametrize(

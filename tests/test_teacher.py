@@ -17,7 +17,7 @@ import losses
 import train_async
 import train_sync
 from learner import make_learner, micro_batch_loss, new_groups, samples_of
-from logprobs import seen_by
+from logprobs import policy_logprobs
 from model import pack_tokens
 from reward import task_of, verify_group
 from rollout import generate, make_generator
@@ -112,7 +112,7 @@ def test_a_step_uses_what_the_teacher_said(taught):
     samples, _ = samples_of(learner, groups, config)
     count = sum(t.generated for t, _ in samples)
     loss, *_ = micro_batch_loss(learner, samples, False, count, config)
-    now = seen_by(learner.model, [t for t, _ in samples], learner, config)
+    now = policy_logprobs(learner.model, [t for t, _ in samples], learner, config)
     own, said = torch.cat(now), torch.from_numpy(np.concatenate([t.teacher for t, _ in samples]))
     expected = -((said - own) * own).sum() / count
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-4)
@@ -203,7 +203,9 @@ def test_a_failed_episode_is_nothing_to_a_teacher(taught):
     verdicts = [(0.0, (), "raised" if i == 1 else None) for i in range(len(episodes))]
     episodes[2].finish = "env_error"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "seen_by", lambda *args: packs.append(args[1]) or seen_by(*args))
+        patch.setattr(
+            room, "policy_logprobs", lambda *args: packs.append(args[1]) or policy_logprobs(*args)
+        )
         found = ask_teacher(teacher, episodes, verdicts)
     assert packs == [[episodes[0], episodes[3]]]
     assert not found[1].any() and not found[2].any() and found[0].any()
