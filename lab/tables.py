@@ -121,8 +121,8 @@ def claims() -> str:
 | Asynchronous training is faster to the same score | over the best synchronous mode on the same \
 two cores: {"; ".join(gains)} | in brackets, where the ratio lies in 90% of resamplings; tiny \
 models, short answers | `python bench.py race --seeds 5` |
-| Nothing is trained that is too old | oldest token over the bound in {len(ages)} runs: {over:+d} \
-versions; {missing} groups lost or dropped | one task, tiny models | `python bench.py staleness` |
+| Nothing is trained that is too old | in {len(ages)} runs the oldest token was {over} versions \
+beyond the bound; {missing} groups lost or dropped | one task, tiny models | `python bench.py staleness` |
 | Nothing is lost, and runs can be replayed | {faults["faults"]} faults on purpose: \
 {faults["lost"]} groups lost, {faults["duplicated"]} trained twice; {sum(same)} of {len(same)} \
 runs without faults replayed to the same weights | faults of processes on one machine; replay \

@@ -69,6 +69,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def gpu_memory():
+    """Several processes may share a GPU: what a test has used goes back at once."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def handlers():
     """A trainer takes over Ctrl-C; give it back after each test."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
