@@ -122,7 +122,8 @@ def claims() -> str:
 two cores: {"; ".join(gains)} | in brackets, where the ratio lies in 90% of resamplings; tiny \
 models, short answers | `python bench.py race --seeds 5` |
 | Nothing is trained that is too old | in {len(ages)} runs the oldest token was {over} versions \
-beyond the bound; {missing} groups lost or dropped | one task, tiny models | `python bench.py staleness` |
+beyond the bound; {missing} groups lost or dropped | one task, tiny models | \
+`python bench.py staleness` |
 | Nothing is lost, and runs can be replayed | {faults["faults"]} faults on purpose: \
 {faults["lost"]} groups lost, {faults["duplicated"]} trained twice; {sum(same)} of {len(same)} \
 runs without faults replayed to the same weights | faults of processes on one machine; replay \
