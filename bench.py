@@ -4,7 +4,8 @@
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
-    python bench.py look RUN           # a run as one page to look into, token by token: look.html
+    python bench.py compare RUN RUN    # the curves of runs over each other: compare.png
+    python bench.py look RUN           # execute a run again, for a page to look into: look.html
     python bench.py split N [TASK] [--billions B]  # how to split N devices, in one line
     python bench.py tables             # write docs/measured.md from results/*.json
 
@@ -318,6 +319,10 @@ def main(arguments: list[str]) -> None:
         elif name == "episode":
             for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
                 show_episode(make_task(spec))
+        elif name == "compare":
+            from lab.plots import compare
+
+            print(printable(compare(rest)))
         elif name == "look":
             from lab.look import look
 
@@ -331,7 +336,7 @@ def main(arguments: list[str]) -> None:
 
             print(f"written: {write_tables()}")
         else:
-            names = [*MEASUREMENTS, "episode", "look", "split", "tables"]
+            names = [*MEASUREMENTS, "episode", "compare", "look", "split", "tables"]
             raise UserError(f"{name!r}: must be {', '.join(names)} (--help says what they are)")
     except UserError as error:
         fail(error)

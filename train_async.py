@@ -2,7 +2,7 @@
 
     python train_async.py                        # guess a number, from random weights
     python train_async.py --max-staleness 0      # bitwise the synchronous algorithm
-    python train_async.py --swap recompute       # --help lists the flags
+    python train_async.py --swap recompute       # --help-all lists all flags
 
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
 adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights

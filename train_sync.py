@@ -1,10 +1,11 @@
 """train_sync.py: reinforcement learning, one thing at a time: generate, verify, learn, repeat.
 
     python train_sync.py                     # guess a number, from random weights
-    python train_sync.py --task reverse:6    # --help lists the flags
+    python train_sync.py --task reverse:6    # --help-all lists all flags
 
 This is the honest baseline and the place to start reading: `train` is the whole algorithm in one
-flat loop. `learner_step` is the one that train_async.py uses, too.
+flat loop. `learner_step` is the one that train_async.py uses, too. Here all data are fresh and
+every ratio is 1, so most objectives make the same step; --lr moves the curve.
 Left out: processes, queues, staleness (here it is always 0).
 """
 

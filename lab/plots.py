@@ -7,14 +7,16 @@ Left out: pictures of one measurement only, which stand beside it.
 import io
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from runtime.config import printable
+from runtime.config import Config, flag_name, printable, require
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_file
+from runtime.runlog import stored_config
 
 # colour-blind safe (Okabe & Ito, 2008)
 BLUE = "#0072B2"
@@ -167,6 +169,28 @@ def draw_reward(run: Path) -> None:
     judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
     panels = [(scores, above), (ages, below)]
     draw_panels(run / "reward.png", name_of(run) + judge, panels, (7, 5), columns=1)
+
+
+def compare(runs: list[str]) -> str:
+    """Lay the curves of several runs over each other, step by step, each named by the flags in
+    which they differ; returns where the picture is."""
+    require(len(runs) > 1, f"compare {' '.join(runs)}: must be given two run folders, or more")
+    configs = {run: vars(stored_config(Path(run), "compare")[0]) for run in runs}
+    own = {"out", "resume", "export"}
+    values = {name: [c[name] for c in configs.values()] for name in Config.__annotations__}
+    differ = [name for name, each in values.items() if name not in own and len({*each}) > 1]
+    panels = defaultdict(dict)
+    for run, config in configs.items():
+        flags = [f"{flag_name(name)} {config[name]}" for name in differ]
+        label = printable(", ".join([Path(run).name, *flags]))
+        curves = score_curves(read_lines(Path(run) / "metrics.jsonl"))
+        for title, (rows, scores) in curves.items():
+            panels[title][label] = (None, column(rows, "step"), scores)
+    axis = {"xlabel": "step", "ylim": (-0.02, 1.05)}
+    shown = [(curves, axis | {"ylabel": title}) for title, curves in panels.items()]
+    path = Path(runs[-1]) / "compare.png"
+    draw_panels(path, "", shown, (8, 3 * len(shown)), columns=1)
+    return f"written: {path}"
 
 
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:

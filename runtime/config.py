@@ -6,8 +6,10 @@ the task (setup.py) to be judged.
 """
 
 import argparse
+import errno
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
+from typing import TextIO
 
 if os.name == "nt":
     sys.exit("nanoGLM needs Linux (time limits and signals are POSIX); on Windows use WSL")
@@ -36,6 +39,9 @@ ONLY_WITH = {
     "double_high": ("objective", "double_sided"),
     "kl_threshold": ("damper", "kl"),
     "gae_lambda": ("advantage", "gae"),
+    "scoring": ("attention", "dsa"),
+    "chunk_size": ("attention", "dsa"),
+    "top_k": ("attention", "dsa"),
 }
 
 # what a plain --help shows
@@ -347,6 +353,31 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
         raise SystemExit(1) from error
 
 
+class Stream:
+    """stdout or stderr. When nobody reads it any more, that is the end of a terminal: SIGHUP."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        self._do(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._do(self.stream.flush)
+
+    def _do(self, method: Callable, *arguments) -> None:
+        try:
+            method(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            signal.raise_signal(signal.SIGHUP)
+
+
 def open_streams() -> None:
     """A closed stdout or stderr swallows what is written; one that cannot print a character prints
     its number."""
@@ -355,4 +386,4 @@ def open_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
         stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, stream)
+        setattr(sys, name, Stream(stream))

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -38,7 +38,9 @@ def new_folder(config: Config, mode: str):
     nothing had been tried, unless a log has something to say.
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
-    run = Path(config.out or f"runs/{name}")
+    run, number = Path(config.out or f"runs/{name}"), 1
+    while not config.out and run.exists():  # two in one second
+        run, number = Path(f"runs/{name}-{number + 1}"), number + 1
     with blame(f"--out {run}: must be writable", OSError):
         run.mkdir(parents=True, exist_ok=True)
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
@@ -70,9 +72,13 @@ def write_config(run: Path, record: dict) -> None:
     write_json(run / "config.json", record | {"machine": describe_machine()})
 
 
+FIRST = b"\nstopping: a checkpoint comes first (once more: at once, without one)\n"
+LAST = b"\nended at once: steps behind the last checkpoint are lost\n"
+
+
 class Stop:
     """Ctrl-C, or another signal that ends processes, sets a number that the loops look at; a second
-    one ends the process at once, as `kill -9` would."""
+    one ends the process at once, as `kill -9` would. Terminals that close may say so twice."""
 
     def __init__(self):
         self.asked = 0
@@ -81,6 +87,10 @@ class Stop:
                 signal.signal(number, self)
 
     def __call__(self, number, frame):
+        if number == signal.SIGHUP and self.asked:
+            return
+        with suppress(OSError):  # nobody may be there to read it
+            os.write(2, LAST if self.asked else FIRST)
         if self.asked:
             os._exit(128 + number)
         self.asked = number

@@ -152,7 +152,7 @@ def evaluate_now(run: Run) -> dict:
     run.log.rest()
     result = evaluate(run.learner, run.config, run.task, run.host)
     for kind, (count, words) in result["failures"].items():
-        run.log.say(f"evaluation: {count} failed, {kind}: {words}")
+        run.log.say(f"evaluation: {count} failed, {': '.join(filter(None, (kind, words)))}")
     return result
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,7 @@ def refused(capsys, *argv) -> str:
         (["--groups-per-step", "-4"], ["--groups-per-step", "-4"]),
         (["--max-staleness", "-1"], ["--max-staleness", "-1"]),
         (["--lr", "nan"], ["--lr", "nan"]),
+        (["--top-k", "3"], ["--top-k 3: must be left out with --attention dense"]),
         (["--lr", "2"], ["--lr", "2.0", "at most 1.0"]),
         (["--swap", "hot"], ["--swap", "hot", "keep", "recompute", "drain"]),
         (["--objective", "vpg"], ["--objective", "vpg", "decoupled_ppo"]),
@@ -186,6 +188,32 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path, there):
         with new_folder(dataclasses.replace(Config(), out=str(run)), "sync"):
             raise RuntimeError("no memory")
     assert not run.exists()
+
+
+def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "1126-120000")
+    assert [made().name for _ in range(3)] == [
+        f"guess-sync-1126-120000{x}" for x in ("", "-2", "-3")
+    ]
+
+
+def test_a_run_that_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path):
+    """As when its terminal is closed, or it is piped into `head`."""
+    command = [sys.executable, "train_sync.py", "--steps=100000", f"--out={tmp_path / 'run'}"]
+    command += ["--groups-per-step=4", "--group-size=4", "--slots=16", "--eval-every=100000"]
+    here = {"cwd": Path(__file__).parent.parent, "stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **here, stderr=subprocess.PIPE)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None
+        os.read(process.stderr.fileno(), 1 << 16)
+    process.stderr.close()
+    assert process.wait(timeout=60) == 129
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["stopped_early"] and summary["steps"] >= 3
+    newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
+    assert newest.name == f"step{summary['steps']:07d}.pt"
 
 
 def test_a_whole_number_of_any_length_is_one():

@@ -318,7 +318,7 @@ def link(folder):
 
 NORM = "model.norm.weight"
 DAMAGED = {
-    "no config": (drop("config.json"), "config.json: must be a file"),
+    "no config": (drop("config.json"), "must have a config.json"),
     "no weights": (drop("model.safetensors"), "model.embed_tokens.weight is missing"),
     "no tokenizer": (drop("tokenizer.json"), "tokenizer.json: must be a file"),
     "truncated": (cut_short, "model.safetensors: must be a whole safetensors file"),

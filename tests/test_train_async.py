@@ -252,6 +252,7 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
     assert process.returncode == 130, err
     assert group_is_gone(process.pid, 5)
     assert "Traceback" not in err and "steps," in out
+    assert err.count("stopping: a checkpoint comes first") == 1
     assert f"go on with: python train_async.py --resume {folder}" in out
     stopped = load_checkpoint(folder)
     assert stopped["version"] >= killed["version"] + 6 and stopped["in_flight"]
