@@ -250,7 +250,7 @@ def decode(
     c, reads, tables = model.config, [], None
     sparse = sparse_kernels(c, positions.device)
     if sparse is not None:
-        tables = dsa.move_tables(cache.tables, positions + 1)
+        tables = cache.tables._replace(q_pos=positions)
         tables = tables._replace(blocks=sparse.plan_blocks(tables))
     plan_dense, attend_dense = dense_kernels(c, cache.racks[0].kv)
     for rack in cache.racks:

@@ -153,25 +153,11 @@ def cache_tables(
     edges = _range(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
     first = full.first[::capacity].clone()  # a view would keep a number for every key
-    return move_tables(full._replace(cached=True, first=first), lengths)
+    return full._replace(cached=True, first=first, q_pos=lengths - 1)
 
 
 def plan_blocks(tables: Tables) -> None:
     """Nothing: only the kernels have a plan (dsa_triton.py)."""
-
-
-def move_tables(tables: Tables, lengths: Tensor) -> Tables:
-    """Moves cache tables to new lengths, int64 [B], without building the chunks again.
-
-    On a GPU the lengths are not looked at: the host would wait, and no graph could be captured.
-    """
-    slots = len(tables.first)
-    capacity = tables.rows // slots
-    fits = tables.cached and len(lengths) == slots
-    if lengths.device.type == "cpu":
-        fits = fits and lengths.clamp(0, capacity).equal(lengths)
-    assert fits, f"lengths must be 0..{capacity} for each of {slots} cache slots, got {lengths}"
-    return tables._replace(q_pos=lengths - 1)
 
 
 def chunk_means(

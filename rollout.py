@@ -330,11 +330,7 @@ class Generator:
         """The policy's turn is over in these slots: ask the environment, here or outside."""
         requests = {}  # slot -> what its environment is asked, here
         for b in ended:
-            episode, known, own = (
-                self.episodes[b],
-                int(self.known[b]),
-                self.parts[self.kinds[b]],
-            )
+            episode, known, own = self.episodes[b], int(self.known[b]), self.parts[self.kinds[b]]
             episode.turns[-1] = (episode.turns[-1][0], known)
             if len(episode.turns) == own.max_turns and not own.judges_all:
                 self._go_on(b, Reply([], None))

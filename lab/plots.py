@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.config import Config, flag_name, printable, require
+from runtime.config import flag_name, printable, require
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines, write_file
 from runtime.runlog import stored_config
@@ -175,19 +175,16 @@ def compare(runs: list[str]) -> str:
     """Lay the curves of several runs over each other, step by step, each named by the flags in
     which they differ; returns where the picture is."""
     require(len(runs) > 1, f"compare {' '.join(runs)}: must be given two run folders, or more")
-    configs = {run: vars(stored_config(Path(run), "compare")[0]) for run in runs}
-    own = {"out", "resume", "export"}
-    values = {name: [c[name] for c in configs.values()] for name in Config.__annotations__}
-    differ = [name for name, each in values.items() if name not in own and len({*each}) > 1]
+    configs = [vars(stored_config(Path(run), "compare")[0]) for run in runs]
+    differ = [name for name in configs[0] if len({config[name] for config in configs}) > 1]
     panels = defaultdict(dict)
-    for run, config in configs.items():
-        flags = [f"{flag_name(name)} {config[name]}" for name in differ]
+    for run, config in zip(runs, configs, strict=True):
+        flags = [f"{flag_name(name)} {config[name]}" for name in differ if name != "out"]
         label = printable(", ".join([Path(run).name, *flags]))
         curves = score_curves(read_lines(Path(run) / "metrics.jsonl"))
         for title, (rows, scores) in curves.items():
             panels[title][label] = (None, column(rows, "step"), scores)
-    axis = {"xlabel": "step", "ylim": (-0.02, 1.05)}
-    shown = [(curves, axis | {"ylabel": title}) for title, curves in panels.items()]
+    shown = [(own, {"xlabel": "step", "ylabel": title}) for title, own in panels.items()]
     path = Path(runs[-1]) / "compare.png"
     draw_panels(path, "", shown, (8, 3 * len(shown)), columns=1)
     return f"written: {path}"

@@ -244,7 +244,8 @@ def check(config: Config) -> Config:
     if getattr(config, "model", "tiny") not in SIZES:
         needed = "must be tiny, small, medium or a folder of Qwen3 weights"
         there = "(config.json, *.safetensors, tokenizer.json)"
-        require(os.path.isdir(config.model), f"--model {config.model}: {needed} {there}")
+        whole = os.path.isfile(f"{config.model}/config.json")
+        require(whole, f"--model {config.model}: {needed} {there}")
     if isinstance(config, Config):
         check_together(config)
     return config

@@ -75,9 +75,8 @@ COPIED = (
 
 def read_shape(folder: Path, context: int) -> dict:
     """The shape of a folder's model, for so many positions; UserError where it is no Qwen3."""
-    path = folder / "config.json"
-    require(path.is_file(), f"--model {folder}: must have a config.json")
     refuse_links(folder)
+    path = folder / "config.json"
     facts, shape = {"model_type": "missing"} | read_json(path), {}
     with blame(f"{path}: must be a dense Qwen3"):
         ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]

@@ -181,7 +181,7 @@ def test_curves_of_runs_are_named_by_the_flags_that_differ(tmp_path, monkeypatch
     picture = runs[1] / "compare.png"
     assert str(picture) in capsys.readouterr().out
     assert picture.read_bytes().startswith(b"\x89PNG")
-    ((_, _, panels),) = drawn
+    ((_, _, panels, *_),) = drawn
     assert [axis["ylabel"] for _, axis in panels] == ["training reward", "held-out, solved"]
     for curves, _ in panels:
         assert [*curves] == [f"one, --lr {Config.lr}", "two, --lr 0.006"]

@@ -563,9 +563,6 @@ def test_a_decode_step_asks_the_gpu_for_no_number_and_plans_once(kind, monkeypat
     cache, plans = make_cache(model, 2, 40), []
     prefill(model, cache, [0, 1], [[1, 2, 3], [4]])
     tokens, positions = (torch.tensor(x, device=DEVICE) for x in ([4, 5], [3, 1]))
-    monkeypatch.setattr(  # on a CPU it may look at the lengths
-        dsa, "move_tables", lambda tables, lengths: tables._replace(q_pos=lengths - 1)
-    )
     name = "plan_dense" if kind == "dense" else "plan_blocks"
     make = getattr(dsa_triton, name)
     monkeypatch.setattr(dsa_triton, name, lambda *args: plans.append(0) or make(*args))

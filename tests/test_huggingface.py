@@ -318,7 +318,7 @@ def link(folder):
 
 NORM = "model.norm.weight"
 DAMAGED = {
-    "no config": (drop("config.json"), "must have a config.json"),
+    "no config": (drop("config.json"), "config.json: must be a file"),
     "no weights": (drop("model.safetensors"), "model.embed_tokens.weight is missing"),
     "no tokenizer": (drop("tokenizer.json"), "tokenizer.json: must be a file"),
     "truncated": (cut_short, "model.safetensors: must be a whole safetensors file"),
@@ -367,6 +367,7 @@ def test_flags_that_do_not_fit_a_folder_are_refused(small, tmp_path, capsys, mon
     full = f"--export {small}: must be new or an empty folder"
     nothing = "--model /nowhere: must be tiny, small, medium or a folder of Qwen3 weights "
     for flags, words in [
+        (["--model", "/proc"], f"{nothing.replace('/nowhere', '/proc')}(config.json"),
         (["--model", "/nowhere"], f"{nothing}(config.json, *.safetensors, tokenizer.json)"),
         ([*folder, "--positions", "rope"], f"--positions rope: must be left out with {folder[0]}"),
         ([*folder, "--qk-norm", "yes"], "--qk-norm yes: must be left out"),
