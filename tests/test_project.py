@@ -23,8 +23,8 @@ CEILINGS = {
     "fast and measured": (1260, 17090, None),
     "tasks": (695, 6400, None),
     # Hugging Face folders and tokenizers have taken 3,200, several learners 2,700, Ray 2,600,
-    # 8 bits 900, a teacher and a reward model 1,000, arrays in shared memory 900, terminals that are
-    # closed 150
+    # 8 bits 900, a teacher and a reward model 1,000, arrays in shared memory 900, terminals that
+    # are closed 150
     "runtime": (3312, 31580, 9.6),
     # what a parent, several learners and a cluster do has taken 4,900, bytes at 128k tokens 1,300,
     # a look into a run 2,400, methods on stale data, distillation and judges 4,900, how alike
