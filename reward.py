@@ -299,7 +299,7 @@ def checked(step) -> Step:
     """What a task has returned; TypeError or ValueError for what cannot be."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.80}, must be a reward.Step")
-    if not abs(step.reward) <= LARGEST_REWARD:  # NaN is not
+    if not abs(float(step.reward)) <= LARGEST_REWARD:  # NaN is not
         raise ValueError(f"the reward {step.reward} is not finite in float32")
     if not step.done and not isinstance(step.observation, str):
         raise TypeError(f"the observation {step.observation!r:.80} must be a str")

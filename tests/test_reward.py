@@ -105,7 +105,8 @@ def failing_step(problem, answers):
         with contextlib.suppress(BaseException):
             time.sleep(30)
         time.sleep(30)
-    return {"fine": Step(None, 1.0, True), "nan": Step(None, float("nan"), True)}.get(answers[-1])
+    rewards = {"fine": 1.0, "nan": float("nan"), "text": "good"}
+    return Step(None, rewards[answers[-1]], True) if answers[-1] in rewards else None
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def failing_step(problem, answers):
         ("raise", "verifier_error: RuntimeError: several lines xxx"),
         ("recurse", "verifier_error: RecursionError: "),
         ("nan", "verifier_error: ValueError: the reward nan is not finite"),
+        ("text", "verifier_error: ValueError: could not convert string to float: 'good'"),
         ("something else", "verifier_error: TypeError: "),
         ("sleep", "verifier_timeout"),
         ("spin", "verifier_timeout"),
