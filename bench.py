@@ -237,7 +237,7 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         words = ["python", f"train_{config['mode']}.py", "--resume", str(run)]
         if own_files(config["task"]):
             words += ["--task", config["task"]]
-        if config["export"]:
+        if config.get("export"):
             words += ["--export", config["export"]]
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: {shlex.join(words)}")

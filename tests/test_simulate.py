@@ -11,6 +11,7 @@ from lab import simulate
 from lab.calibrate import calibrate, fit, read_run, refill_rows
 from lab.pipeline import Costs, Pipeline, PipelineLog, pipeline_metrics, predict
 from lab.plots import load_result, save_result
+from lab.tables import tables_of
 from runtime.config import Config
 from runtime.folder import Log
 from runtime.ledger import Ledger
@@ -305,7 +306,8 @@ def test_scale_compares_devices(tmp_path, monkeypatch, capsys):
     assert row["published"] == "about 2x" and 0.5 < row["speed_up"] < 4
     (limit,) = result["parent"]  # more devices than the 128 that leave the parent idle at times
     assert 0 < limit["parent_busy"] < 1 and limit["limit"] > limit["devices"]
-    assert "a paper" in capsys.readouterr().out
+    assert "| a run  | about 2x  |" in "\n".join(tables_of(tmp_path))
+    assert "assumed:" in capsys.readouterr().out
 
 
 def test_the_best_split_is_the_best_of_all():

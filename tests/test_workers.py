@@ -25,7 +25,7 @@ class Script:
     worker, over = 0, False
 
     def __init__(self, *groups: Group):
-        self.groups, self.sent = list(groups), []
+        self.groups, self.sent, self.status = list(groups), [], {}
 
     def receive(self, seconds: float = 0.0):
         if self.groups:
