@@ -183,8 +183,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
 
 def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
     """What a step learns from, (trajectory, the advantage of each of its turns), and which groups
-    are dead [G]. With a critic: only the factor on its advantages, 1 / spread of all
-    rewards."""
+    are dead [G]. With a critic: only the factor on its advantages, 1 / spread of all rewards."""
     if config.objective == "dpo":
         return preference_pairs(learner, groups, config)
     trajectories = [t for group in groups for t in repaired(group)]
@@ -201,7 +200,8 @@ def samples_of(learner: Learner, groups: list, config: Config) -> tuple:
         advantages, dead = losses.group_advantages(rewards, config.advantage)
     else:
         own = [torch.tensor(t.turn_rewards) for t in trajectories]
-        padded = nn.utils.rnn.pad_sequence(own, batch_first=True)
+        own.append(torch.zeros(max(turns)))  # this long, also where rewards are missing
+        padded = nn.utils.rnn.pad_sequence(own, batch_first=True)[:-1]
         present = torch.arange(max(turns)) < torch.tensor(turns)[:, None]
         by_turn = (x.view(*rewards.shape, -1) for x in (padded, present))  # [G, n, T]
         advantages, dead = losses.turn_advantages(*by_turn, config.advantage)

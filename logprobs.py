@@ -20,7 +20,7 @@ from reward import Task, alphabet_of
 from runtime.config import Config
 
 # logits that are there at once: 256 MiB in float32. Each piece reads and writes the gradient of the
-# whole output matrix: with 151,936 words and a quarter of this, that takes as long as the products
+# whole output matrix: by arithmetic, 151,936 words and a quarter of this double the products' time
 PIECE = 1 << 26
 
 

@@ -3,7 +3,7 @@
 A file is written under another name, flushed, and moved into its place. A log only grows, and each
 of its lines ends with a checksum of the log up to there: so a line that was torn, changed, taken
 out, doubled or moved is known by its number. What somebody else has put into a folder is data: a
-link, a pipe or a device in it is refused by name, so nothing outside is written through it.
+link, a pipe or a device in it is refused by name, so nothing is read or written through it.
 Left out: what the files mean (runlog.py, checkpoint.py).
 """
 

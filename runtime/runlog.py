@@ -72,8 +72,8 @@ def write_config(run: Path, record: dict) -> None:
     write_json(run / "config.json", record | {"machine": describe_machine()})
 
 
-FIRST = b"\nstopping: a checkpoint comes first (once more: at once, without one)\n"
-LAST = b"\nended at once: steps behind the last checkpoint are lost\n"
+STOPPING = b"\nstopping: a checkpoint comes first (once more: at once, without one)\n"
+ENDED = b"\nended at once: steps behind the last checkpoint are lost\n"
 
 
 class Stop:
@@ -90,7 +90,7 @@ class Stop:
         if number == signal.SIGHUP and self.asked:
             return
         with suppress(OSError):  # nobody may be there to read it
-            os.write(2, LAST if self.asked else FIRST)
+            os.write(2, ENDED if self.asked else STOPPING)
         if self.asked:
             os._exit(128 + number)
         self.asked = number

@@ -56,7 +56,7 @@ def teacher_of(config: Config, task: Task) -> Teacher:
 
 def pinned(config: Config) -> Config:
     """The config; a run as teacher becomes the checkpoint that is its newest now. So it teaches the
-    same, also when the teacher learns on: as long as that keeps it, among its last three."""
+    same when the teacher learns on, until that has three newer ones and removes it."""
     place = Path(config.teacher)
     if not config.teacher or not (place / "checkpoints").is_dir():
         return config
