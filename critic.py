@@ -16,6 +16,9 @@ import losses
 from model import GPT
 from runtime.config import Config
 
+LAMBDA = 1.0  # of GAE: rewards only; with less, the critic is trusted more
+LEARNING_RATE, UPDATES = 3e-3, 2  # of the critic; its updates a step
+
 
 @dataclass
 class Critic:
@@ -32,10 +35,10 @@ def make_critic(config: Config, model: GPT) -> Critic:
         torch.manual_seed(config.seed)
         net = nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, 1)).to(device)
     nn.init.zeros_(net[2].weight)
-    return Critic(net, torch.optim.AdamW(net.parameters(), config.critic_lr, weight_decay=0.0))
+    return Critic(net, torch.optim.AdamW(net.parameters(), LEARNING_RATE, weight_decay=0.0))
 
 
-def estimate_advantages(critic: Critic, batch: list, hidden: Tensor, config: Config) -> tuple:
+def estimate_advantages(critic: Critic, batch: list, hidden: Tensor) -> tuple:
     """Advantages [M] of the generated tokens by skip-observation GAE; and what the critic learns
     from: hidden states and what followed.
 
@@ -51,15 +54,15 @@ def estimate_advantages(critic: Critic, batch: list, hidden: Tensor, config: Con
     with torch.no_grad():
         values = critic.net(hidden.float())[:, 0].cpu()  # [M]
     rewards = torch.tensor(rewards)
-    advantages = losses.skip_observation_gae(rewards, values, lengths, config.gae_lambda)
+    advantages = losses.skip_observation_gae(rewards, values, lengths, LAMBDA)
     return advantages, (hidden.float(), (advantages + values).to(hidden.device))
 
 
-def update_critic(critic: Critic, lessons: list, config: Config) -> float:
+def update_critic(critic: Critic, lessons: list) -> float:
     """A few steps of the critic towards what it has seen; returns its loss before them."""
     hidden, targets = (torch.cat(part) for part in zip(*lessons, strict=True))
     first = 0.0
-    for update in range(config.critic_updates):
+    for update in range(UPDATES):
         loss = (critic.net(hidden)[:, 0] - targets).square().mean()
         critic.optimizer.zero_grad()
         loss.backward()

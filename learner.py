@@ -176,7 +176,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     metrics |= update_weights(learner, config, loss, dampers.together(looks), metrics)
     if learner.critic and parts:
         lessons = [lesson for *_, lesson in facts]
-        metrics["critic_loss"] = update_critic(learner.critic, lessons, config)
+        metrics["critic_loss"] = update_critic(learner.critic, lessons)
     counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
     return metrics | counts | {"seconds": time.monotonic() - begin}
 
@@ -258,7 +258,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
     credit = torch.tensor([a for _, turns in batch for a in turns])
     advantages, lesson = credit.repeat_interleave(spans), ()  # [M]
     if learner.critic:
-        own, lesson = estimate_advantages(learner.critic, batch, hidden.detach(), config)
+        own, lesson = estimate_advantages(learner.critic, batch, hidden.detach())
         advantages = advantages * own
     if config.teacher:
         said = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -38,7 +38,6 @@ ONLY_WITH = {
     "double_low": ("objective", "double_sided"),
     "double_high": ("objective", "double_sided"),
     "kl_threshold": ("damper", "kl"),
-    "gae_lambda": ("advantage", "gae"),
     "scoring": ("attention", "dsa"),
     "chunk_size": ("attention", "dsa"),
     "top_k": ("attention", "dsa"),
@@ -171,9 +170,6 @@ class Config:
     damper: str = one_of("how a step is made smaller when data are stale (dampers.py)", *DAMPERS)
     advantage: str = one_of("inside a group, or (gae) by a critic", *ADVANTAGES)
     credit: str = one_of("what a turn is credited with", "episode", "turn")
-    gae_lambda: float = flag(1.0, "gae: 1 trusts rewards only, less trusts the critic more", 0, 1)
-    critic_lr: float = flag(3e-3, "gae: learning rate of the critic", 0, 1.0)
-    critic_updates: int = flag(2, "gae: its updates a step", 1, 100)
     keep_dead: str = one_of("groups whose rewards are all equal; no: replace", "yes", "no")
     lr: float = flag(6e-4, "learning rate of AdamW at the first step", 0, 1.0)
     lr_end: float = flag(0.0, "share of it that is left at the last step (linear)", 0, 1.0)
@@ -355,7 +351,8 @@ def run_main(train: Callable[[Config], None], description: str, kind: type = Con
 
 
 class Stream:
-    """stdout or stderr. When nobody reads it any more, that is the end of a terminal: SIGHUP."""
+    """stdout or stderr. When nobody reads it any more, the run ends as with its terminal, by
+    SIGUSR1 (runlog.py): nohup ignores SIGHUP."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -376,7 +373,9 @@ class Stream:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            signal.raise_signal(signal.SIGHUP)
+            with suppress(OSError):  # the other stream may have a reader
+                os.write(2, f"\nnobody reads {self.stream.name} any more".encode())
+            signal.raise_signal(signal.SIGUSR1)
 
 
 def open_streams() -> None:

@@ -1,18 +1,26 @@
-"""Shared by all tests: one thread (bitwise comparisons, two cores), and tests that skip where no
-CUDA device is.
+"""Shared by all tests: one thread (bitwise comparisons, two cores), tests that skip where no CUDA
+device is, and an end for every process that a test has started.
 
 With IMPL set (exercises/README.md), a learner's file is judged: only the exercises are collected.
 """
 
 import importlib.util
+import itertools
 import os
 import signal
+import time
+from contextlib import suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+for number in SIGNALS:  # a script's background ignores SIGINT, nohup SIGHUP: children would, too
+    if signal.getsignal(number) is signal.SIG_IGN:
+        ours = signal.default_int_handler if number == signal.SIGINT else lambda *_: None
+        signal.signal(number, ours)  # a handler is not inherited
 
 IMPL = os.environ.get("IMPL")
 LONG = (  # the longest tests: they begin first, two of them in each process
@@ -46,9 +54,14 @@ def pytest_cmdline_main(config):
 
 def pytest_configure(config):
     torch.set_num_threads(1)
+    config.mark = add_mark("session")
     if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
         quick = importlib.import_module("quick_interpreter")
         quick.install()
+
+
+def pytest_unconfigure(config):
+    end_all(config.mark)
 
 
 def pytest_ignore_collect(collection_path):
@@ -79,8 +92,57 @@ def gpu_memory():
 @pytest.fixture(autouse=True)
 def handlers():
     """A trainer takes over Ctrl-C; give it back after each test."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    saved = [(n, signal.getsignal(n)) for n in numbers]
+    saved = [(n, signal.getsignal(n)) for n in SIGNALS]
     yield
     for number, handler in saved:
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def processes():
+    """Whatever a test has started ends with it, also what has left its session or lost its parent:
+    children inherit a mark in their environment. Forks of this process are its children."""
+    outer, older = os.environ[MARK], children()
+    mark = add_mark(f"test {next(COUNT)}")
+    yield
+    os.environ[MARK] = outer
+    end_all(mark, older)
+
+
+MARK, COUNT = "NANOGLM_STARTED_BY", itertools.count()
+
+
+def add_mark(name: str) -> str:
+    """Children from now on carry this mark, beside those that this process has inherited."""
+    os.environ[MARK] = mark = f"{os.environ.get(MARK, '')}{os.getpid()} {name};"
+    return mark
+
+
+def children() -> set[int]:
+    """Direct children of this process."""
+    found = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for path in found for pid in path.read_text().split()}
+
+
+def end_all(mark: str, older: set[int] | None = None) -> None:
+    """Kill every process with this mark, and the children of this process that are not `older`."""
+    kept = {os.getpid(), resource_tracker._resource_tracker._pid}  # serves later tests, too
+    deadline = time.monotonic() + 10
+    while left := (marked(mark) | (children() - older if older is not None else set())) - kept:
+        assert time.monotonic() < deadline, f"{left} do not end"
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in left & children():
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def marked(mark: str) -> set[int]:
+    """Processes that live and have this mark in their environment."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # another's, or gone; a zombie has none
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -198,11 +199,14 @@ def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
     ]
 
 
-def test_a_run_that_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path):
-    """As when its terminal is closed, or it is piped into `head`."""
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_run_that_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path, nohup):
+    """As when its terminal is closed, or it is piped into `head`; also under nohup."""
     command = [sys.executable, "train_sync.py", "--steps=100000", f"--out={tmp_path / 'run'}"]
     command += ["--groups-per-step=4", "--group-size=4", "--slots=16", "--eval-every=100000"]
     here = {"cwd": Path(__file__).parent.parent, "stdout": subprocess.DEVNULL}
+    if nohup:
+        command = ["nohup", *command]
     process = subprocess.Popen(command, **here, stderr=subprocess.PIPE)
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 4:
@@ -214,6 +218,23 @@ def test_a_run_that_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path):
     assert summary["stopped_early"] and summary["steps"] >= 3
     newest = sorted((tmp_path / "run" / "checkpoints").iterdir())[-1]
     assert newest.name == f"step{summary['steps']:07d}.pt"
+
+
+def test_a_run_says_that_nobody_reads_it(tmp_path):
+    """`train_sync.py | head`, and somebody looks at stderr."""
+    code = "from runtime.config import open_streams; open_streams(); print(1, flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=(pipe := os.pipe())[1],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(pipe[1])
+    os.close(pipe[0])
+    _, err = process.communicate(timeout=60)
+    assert err == "\nnobody reads <stdout> any more" and process.returncode == -signal.SIGUSR1
 
 
 def test_a_whole_number_of_any_length_is_one():

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,10 +91,7 @@ def start(folder: Path, *flags: str) -> subprocess.Popen:
     if "--resume" in flags:
         command = [sys.executable, "train_async.py", *flags]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # under nohup SIGHUP is ignored, and children inherit that
-    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    options = {"start_new_session": True, "preexec_fn": heard}
-    return subprocess.Popen(command, cwd=ROOT, **options, **pipes)
+    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
 
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
