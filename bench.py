@@ -6,7 +6,6 @@
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file
     python bench.py compare RUN RUN    # the curves of runs over each other: compare.png
     python bench.py look RUN           # execute a run again, for a page to look into: look.html
-    python bench.py split N [TASK] [--billions B]  # how to split N devices, in one line
     python bench.py tables             # write docs/measured.md from results/*.json
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
@@ -46,18 +45,16 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
     "judge": ("distil", 8, "judge.json", "a reward model in place of the task"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
-    "learners": ("team", 3, "learners.json", "a step of several learners, a CPU thread each"),
     "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
     "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
     "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
+    "gpu": ("gpu", 9, "*.json, tables.md", "on one GPU: all that it can be asked, in 9 minutes"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
-    "unions": ("unions", 10, "unions.json", "how alike the lists of neighbouring queries are"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
-    "parent": ("parent", 5, "parent.json", "how many groups a second one parent sustains"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
     "simulate": ("simulate", 15, "simulate.json", "the simulator against real runs"),
     "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
@@ -292,12 +289,15 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     function = getattr(room, f"bench_{name.replace('-', '_')}")
     kind = function.__annotations__.get("config", NoFlags)
     config = parse(text, flags, kind)
+    folder = Path(getattr(config, "out", "") or folder)
     function(folder) if kind is NoFlags else function(folder, config)
     if "--record" in arguments:  # before the tables, in case that they cannot be made
         for file in (*folder.glob("*.json"), *folder.glob("*.png")):
             shutil.copy(file, RESULTS)
             print(f"recorded: results/{file.name}")
-    print(*tables_of(folder), f"\nwritten: {folder}/", sep="\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tables.md").write_text("\n".join(lines := tables_of(folder)) + "\n")
+    print(*lines, f"\nwritten: {folder}/", sep="\n")
 
 
 def replay(config: Config) -> None:
@@ -327,16 +327,12 @@ def main(arguments: list[str]) -> None:
             from lab.look import look
 
             print(printable(look(rest)))
-        elif name == "split":
-            from lab.simulate import suggest
-
-            print(suggest(rest))
         elif name == "tables" and not rest:
             from lab.tables import write_tables
 
             print(f"written: {write_tables()}")
         else:
-            names = [*MEASUREMENTS, "episode", "compare", "look", "split", "tables"]
+            names = [*MEASUREMENTS, "episode", "compare", "look", "tables"]
             raise UserError(f"{name!r}: must be {', '.join(names)} (--help says what they are)")
     except UserError as error:
         fail(error)

@@ -8,7 +8,7 @@ where they do not. Softmax is online and in base 2; sums are in float32.
 
 With BQ = 1 (every query selects for itself) the G lanes, say 16, do little with the keys they read.
 But neighbours select much the same: in a model that has learned text, the lists of 8 hold 1.8 times
-as many different chunks as one (`python bench.py unions`). So in half precision, in sequences of
+as many different chunks as one (docs/measured.md). So in half precision, in sequences of
 1,024 keys and more, they read the union of their lists together; bits tell who sees what, and the
 result stays that of each query's own list. Where a union would not halve what is read, they stay
 alone. What it should bring stands in docs/design.md; it was not timed yet.

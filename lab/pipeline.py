@@ -52,7 +52,7 @@ class Costs:
     publish: float = 0.0  # new weights are written for the workers
     after: float = 0.0  # metrics and books after a step
     parent_group: float = 0.0  # the parent's, to issue a group, take it in, pass it on and note it
-    parent_mb: float = 0.0  # added for each megabyte of it (parent.py)
+    parent_mb: float = 0.0  # added for each megabyte of it
     alone: float = 1.0  # factor on generation in the learner's own process (synchronous)
     # One row a group: version at its start, tokens of its prompt, tokens of each episode.
     groups: list[list[int]] = field(default_factory=list)

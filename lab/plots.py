@@ -43,6 +43,12 @@ def save_result(folder: Path, name: str, result: dict) -> None:
     (folder / f"{name}.json").write_text(text)
 
 
+def go_on(folder: Path, name: str, begin: dict) -> dict:
+    """What a measurement that was cut short has left in its folder, else `begin`."""
+    path = folder / f"{name}.json"
+    return read_json(path) if path.exists() else begin
+
+
 def load_result(name: str, folder: Path = RESULTS) -> dict:
     """A recorded measurement."""
     return read_json(folder / f"{name}.json")

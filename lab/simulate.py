@@ -6,16 +6,14 @@ version, where staleness is less) and the idle share of all processes is within 
 
 `bench_scale` predicts what published systems have gained over synchronous training, from costs
 that arithmetic gives for a language model on a GPU (`ASSUMED`): nobody has published an event log.
-It also says at how many GPUs the parent, as measured by parent.py, becomes the limit.
-`python bench.py split N [TASK] [--billions B]` suggests how to split N devices (`suggest`).
+It also says at how many GPUs the parent becomes the limit.
 
 Left out: how costs are found in a log (calibrate.py), and memory: every split of the devices fits.
 """
 
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +21,9 @@ from tqdm import tqdm
 
 from lab.calibrate import KEEP, calibrate, read_run
 from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
-from lab.plots import column, load_result, print_table, save_result
+from lab.plots import column, print_table, save_result
 from lab.races import run_each
-from runtime.config import Config, flag, parse, require
+from runtime.config import Config
 
 COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more
 
@@ -121,7 +119,7 @@ ASSUMED = (
     "answers: 16 to a prompt, 512 prompts a step, log-normal with sigma 0.6 between prompts and "
     "0.6 inside a group, mean about 6,000 tokens, at most 27,648; prompts of 512 tokens",
     "eta = 2, caches kept, nobody fails; a verification takes 0.1 s, and 16 run at once",
-    "one parent, on two cores of the machine of parent.json, beside the learner's step",
+    "one parent, on two cores of an Intel Xeon, beside the learner's step",
     "the baseline generates with continuous batching, then trains, on the same devices",
 )
 
@@ -135,13 +133,8 @@ PUBLISHED = (  # what, source, devices, billions of parameters, their speed-up
 
 PROMPTS = 512  # a step
 ANSWER = 6000  # tokens, about, on the mean
-PARENT_WORKERS = 64  # the case of parent.json that speaks for a parent
-
-
-def parent_costs() -> dict:
-    """What a group costs the parent, and a megabyte of it, as measured (parent.py)."""
-    (row,) = (r for r in load_result("parent")["costs"] if r["workers"] == PARENT_WORKERS)
-    return {"parent_group": row["group_s"], "parent_mb": row["mb_s"]}
+# seconds of a group of the parent's time, and more for each megabyte of it (docs/scale.md)
+PARENT = {"parent_group": 7.07e-4, "parent_mb": 8.78e-4}
 
 
 def language_model(billions: float, answer: float = ANSWER) -> Costs:
@@ -159,7 +152,7 @@ def language_model(billions: float, answer: float = ANSWER) -> Costs:
         train_token=8 * weights / 4e14,
         all_reduce=2 * 2 * weights / 1e11,
         publish=1.0,
-        **parent_costs(),
+        **PARENT,
         groups=[[0, 512, *row] for row in lengths.tolist()],
     )
 
@@ -204,38 +197,3 @@ def parent_limit(config: Config, billions: float, answer: float, devices: int = 
     row = {"billions": billions, "answer": answer, "devices": devices}
     row["groups_per_s"] = float(found["tokens_per_s"] / tokens)
     return row | {"parent_busy": found["parent"], "limit": round(devices / found["parent"])}
-
-
-# ----------------------------------------------------------------------------- how to split devices
-
-
-@dataclass(frozen=True)
-class SplitConfig:
-    """What is to be split, and for what."""
-
-    devices: int = flag(8, "how many", 2)
-    task: str = flag("", "on cores of a CPU, as calibrated ('': a language model on GPUs)")
-    billions: float = flag(7.0, "parameters of the language model", 0.01)
-
-
-def suggest(words: list[str]) -> str:
-    """One line: a split of N devices for a task, and what to expect of it."""
-    plain = list(takewhile(lambda word: not word.startswith("-"), words))
-    require(len(plain) <= 2, f"split {' '.join(plain)}: must be split N [TASK] [--billions B]")
-    flags = [word for pair in zip(("--devices", "--task"), plain, strict=False) for word in pair]
-    asked = parse("how to split devices", flags + words[len(plain) :], SplitConfig)
-    known, devices = load_result("simulate")["costs"], asked.devices
-    require(asked.task in ("", *known), f"--task {asked.task}: must be one of {', '.join(known)}")
-    if asked.task:
-        costs, what = Costs(**known[asked.task] | parent_costs()), f"{asked.task} on CPU cores"
-        config = Config(task=asked.task, steps=12, reference_every=0)
-    else:
-        costs, what = language_model(asked.billions), f"{asked.billions:g}B on H100s"
-        config = Config(**SCALE, groups_per_step=min(PROMPTS, 16 * devices))
-    found = best_split(config, costs, devices)
-    return (
-        f"for {devices} devices ({what}, {config.groups_per_step} prompts a step): "
-        f"{found['learners']} learners, {found['rollout_workers']} rollout workers, "
-        f"expected {found['tokens_per_s']:,.0f} tokens/s, staleness {found['staleness']:.1f}, "
-        f"parent busy {found['parent']:.2%}"
-    )

