@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -21,6 +22,9 @@ for number in SIGNALS:  # a script's background ignores SIGINT, nohup SIGHUP: ch
     if signal.getsignal(number) is signal.SIG_IGN:
         ours = signal.default_int_handler if number == signal.SIGINT else lambda *_: None
         signal.signal(number, ours)  # a handler is not inherited
+
+if not os.access(Path.home(), os.W_OK):  # where Triton keeps what it has compiled
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="triton-"))
 
 IMPL = os.environ.get("IMPL")
 LONG = (  # the longest tests: they begin first, two of them in each process
