@@ -55,7 +55,9 @@ def wait_for_step(process, folder: Path, step: int, seconds: float = 90.0) -> No
     deadline = time.monotonic() + seconds
     while steps_of(folder) < step:
         assert process.poll() is None, process.stderr.read()[-2000:]
-        assert time.monotonic() < deadline, f"no step {step}"
+        if time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(f"no step {step}: {process.stderr.read()[-2000:]}")
         time.sleep(0.05)
 
 

@@ -142,7 +142,7 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
     gone(left)
     version = int(sorted((folder / "checkpoints").glob("*.pt"))[-1].stem.removeprefix("step"))
     process = start(nodes.address, resume=folder, steps=version + 60)
-    wait_for_step(process, folder, version + 8)
+    wait_for_step(process, folder, version + 8, seconds=180.0)
     os.kill(list(actors("Seat", nodes.address))[0], signal.SIGKILL)
     assert process.wait(120) == 0, process.stderr.read()
     events = checked(folder, version + 60)
