@@ -56,7 +56,6 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
-    "simulate": ("simulate", 15, "simulate.json", "the simulator against real runs"),
     "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
 }
 

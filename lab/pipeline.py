@@ -7,7 +7,7 @@ and a group goes to the least busy worker, as in train_async.py. What takes time
 A simulation leaves events and metrics like those of a run, so one function measures both.
 
 Synchronous training is the same pipeline with eta = 0: all devices generate, then all train.
-Left out: where the costs come from (calibrate.py) and what a simulation is good for (simulate.py),
+Left out: where the costs come from, and what a simulation is good for (simulate.py),
 faults, environments that run beside generation, reward workers that are rollout workers too, and
 networks, except for one all-reduce a step.
 """

@@ -196,6 +196,40 @@ def compare(runs: list[str]) -> str:
     return f"written: {path}"
 
 
+def draw_both(synchronous: Path, asynchronous: Path, path: Path) -> None:
+    """A second in the middle of two runs of a task, one above the other: who works when."""
+    figure = new_figure((10, 5.2))
+    figure.patch.set_facecolor("white")
+    for axis, run in zip(figure.subplots(2, sharex=True), (synchronous, asynchronous), strict=True):
+        spans = [
+            e for e in read_lines(run / "events.jsonl") if e["kind"] in ROWS and "seconds" in e
+        ]
+        trained = [event for event in spans if event["kind"] == "train"]
+        left = trained[len(trained) // 2]["t"]
+        busy = dict.fromkeys(ROWS, 0.0)
+        for event in spans:
+            begin, end = event["t"] - left, event["t"] - left + event["seconds"]
+            begin, end = max(0.0, begin), min(1.0, end)
+            if begin < end:
+                busy[event["kind"]] += end - begin
+                place, colour = (begin, end - begin), SHADES[event["version"] % 8]
+                axis.broken_barh([place], (ROWS[event["kind"]], 0.8), color=colour, ec="white")
+        idle = [f"{name}\n(idle {max(0, 1 - busy[kind]):.0%})" for kind, name in NAMES.items()]
+        axis.set_yticks([0.4, 1.4], idle, fontsize=15)
+        axis.set_title(name_of(run).replace(", ", ": ") + "hronous", fontsize=17, loc="left")
+        axis.set(xlim=(0, 1), ylim=(-0.2, 2.0))
+        axis.tick_params(labelsize=14)
+        axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel(
+        "seconds; a colour is a version of the policy, dark to light, then dark again", fontsize=13
+    )
+    save_figure(figure, path)
+
+
+ROWS = {"train": 0.0, "generate": 1.0}
+NAMES = {"train": "training", "generate": "generating"}
+
+
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""

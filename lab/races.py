@@ -4,8 +4,8 @@
     python bench.py race --seeds 5        # the same, as it was recorded
     python bench.py race --modes gpu      # a larger model on one GPU that both roles share
 
-Every run is started as a user would start it. The table says what a mode gains over the best
-synchronous one.
+Every run is started as a user would start it. What asynchrony gains depends on the work, so there
+are three regimes, and the table says of each what could be gained at most.
 Left out: other measurements of whole runs (campaigns.py), and of parts (speed.py).
 """
 
@@ -14,7 +14,9 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,14 +27,18 @@ import torch
 from tqdm import tqdm
 
 from lab.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
     RESULTS,
     between,
     column,
-    draw_panels,
-    draw_timeline,
+    draw_both,
     grouped,
     markdown,
-    median_text,
+    new_figure,
+    save_figure,
     save_result,
     steps_of,
 )
@@ -49,27 +55,38 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
     "async, η = 2": {"max_staleness": 2},
     "async, η = 4": {"max_staleness": 4},
 }
+COLOURS = (ORANGE, BLUE, GREEN)  # of modes, in the order of the plan
 GPU_MODES = ("sync, one GPU", "async, η = 2")
 BASELINE = "sync, two threads"  # one core is raced, too, once: the better one is compared with
-JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4"}  # chosen before the runs, from others
+# chosen before the runs, from others
+JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4", "slow": "async, η = 4"}
+REGIMES = {
+    "guess": "short answers",
+    "sum": "long answers of unequal length",
+    "slow": "an environment that takes 50 ms a turn",
+}
 # Scores to reach on held-out problems. `sum` climbs so slowly from 0.35 on that the seed decides
-# when it is at 0.4.
-TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3)}
+# when it is at 0.4. `slow` is `guess` with a slow environment, and only its speed is looked at.
+TARGETS = {"guess": ("solved", 0.9), "sum": ("reward", 0.3), "slow": ("solved", None)}
 
 # What differs from the defaults, in every mode alike. Two cores have no room for a third process:
 # who generates verifies. Evaluations wait until training is over, so that no clock has them.
 # Half the usual batch, with which every mode is quicker.
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
 FLAGS = {"guess": ALIKE | {"steps": 240, "slots": 256}, "sum": ALIKE | {"steps": 120, "slots": 64}}
+FLAGS["slow"] = ALIKE | {"steps": 30, "groups_per_step": 4, "group_size": 8, "slots": 96}
+FLAGS["slow"] |= {"task": ROOT / "tests/slow.py:0.05,no", "reward_workers": 1}
 # On a GPU, a larger model; Adam's learning rate goes down as the width goes up (Yang et al. 2021,
 # arXiv 2203.03466).
 GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536}
 GPU_FLAGS |= {"steps": 60, "slots": 256, "reward_workers": 1}
 READING = """\
-Medians over the seeds, and from lowest to highest. × best sync: the median time of the best
-synchronous mode to the score, over that of this one; in brackets its 90% bootstrap interval over
-seeds: with 1 inside, it may be chance. A run that ended below the score took infinitely long."""
-MEASURED = ("target_s", "target_samples", "final", "samples_per_s", "staleness")
+A synchronous step generates (and waits for the environment), then trains: if both were done at
+once, and neither became slower, it would gain what stands under "at most". The rest is the best
+synchronous run on the same two cores against the asynchronous one: medians over the seeds; in
+brackets the gain, and from the lowest to the highest of the same seed. "Reached": how many seeds
+came to the score."""
+MEASURED = ("target_s", "samples_per_s", "staleness")
 SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5 minutes at most
 
 
@@ -112,7 +129,7 @@ def run_each(plan: dict, folder: Path, keep: bool = False, **alike) -> Iterator[
 def race_plan(seed: int, gpu: bool) -> dict[str, dict]:
     """{task, mode, seed: flags} of the runs with one seed."""
     plan = {}
-    for task in TARGETS:
+    for task in ("guess", "sum") if gpu else TARGETS:
         best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
         for mode in GPU_MODES if gpu else best:
             flags = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
@@ -121,14 +138,14 @@ def race_plan(seed: int, gpu: bool) -> dict[str, dict]:
 
 
 def bench_race(folder: Path, config: RaceConfig) -> None:
-    """Time to the same held-out score, on `guess` and on the heavy-tailed `sum`; seed after seed,
-    so that slow minutes hit all modes alike."""
+    """Episodes a second, and time to the same held-out score, in three regimes; seed after seed, so
+    that slow minutes hit all modes alike."""
     result, gpu = {"runs": []}, config.modes == "gpu"
     said = "--modes gpu: must be run on a machine with a CUDA device"
     require(torch.cuda.is_available() or not gpu, said)
     file = "async-cuda" if gpu else "race"
     begin = time.monotonic()
-    first = []  # the two runs of a task that the timeline shows
+    first = []  # the two runs that the timeline shows
     for seed in range(config.seeds):
         if config == RaceConfig() and time.monotonic() - begin >= SECONDS:
             break
@@ -137,29 +154,45 @@ def bench_race(folder: Path, config: RaceConfig) -> None:
             row = {"task": task, "mode": mode, "seed": seed} | speed_of(run, summary, task)
             result["runs"].append(row)
             save_result(folder, file, result)
-            if seed == 0 and mode in (BASELINE, JUDGED[task]):
+            if seed == 0 and task == "sum" and mode in (BASELINE, JUDGED[task]):
                 first.append(run)
     draw_race(result["runs"], folder / f"{file}.png")
     if not gpu:
-        draw_timeline(first, folder / "timeline.png")
+        draw_both(*first, folder / "timeline.png")
         print("Few seeds give a first look: `--seeds 5` is what was recorded.")
 
 
 def draw_race(runs: list[dict], path: Path) -> None:
-    """Held-out score of each task against seconds (median at each evaluation), and episodes."""
-    tasks, panels = grouped(runs, "task"), []
-    for i, clock in enumerate(("wall-clock time (s)", "episodes trained")):
-        for task, own in tasks.items():
-            metric, goal = TARGETS[task]
-            curves = {}
-            for mode, same in grouped(own, "mode").items():
-                held = np.array(column(same, "held"))  # [seeds, evaluations, 3]
-                curves[mode] = (None, np.median(held[:, :, i], 0), held[:, :, 2])
-            longest = max(x[-1] for _, x, _ in curves.values())
-            curves["to be reached"] = ("#000000:", [0, longest], [goal] * 2)
-            axis = {"title": task, "xlabel": clock, "ylabel": f"held-out: {metric}"}
-            panels.append((curves, axis))
-    draw_panels(path, "", panels, (4.5 * len(tasks), 6.4), columns=len(tasks))
+    """What each regime gains and could gain at most, and the held-out scores against time."""
+    tasks = grouped(runs, "task")
+    figure = new_figure((11, 4.2))
+    gains, *curves = figure.subplots(1, 1 + sum(TARGETS[task][1] is not None for task in tasks))
+    labels = []
+    for row, (task, own) in enumerate(tasks.items()):
+        best, found = modes_of(own)
+        judged = list(found)[1]
+        gains.barh(row, found[best]["limit"], color="none", edgecolor=GREY, ls="--")
+        gains.barh(row, found[judged]["faster"], color=BLUE, height=0.4)
+        labels.append(f"{REGIMES[task]}\n(`{task}`)")
+    gains.set_yticks(range(len(labels)), [textwrap.fill(label, 22) for label in labels])
+    gains.axvline(1, color="black", lw=1)
+    gains.set(title="asynchronous over synchronous", ylim=(len(labels) - 0.5, -0.5))
+    gains.set_xlabel("times the episodes a second; dashed: at most")
+    timed = [task for task in tasks if TARGETS[task][1] is not None]
+    for axis, task in zip(curves, timed, strict=True):
+        metric, goal = TARGETS[task]
+        for (mode, same), colour in zip(
+            grouped(tasks[task], "mode").items(), COLOURS, strict=False
+        ):
+            for i, held in enumerate(column(same, "held")):
+                seconds, _, scores = zip(*held, strict=True)
+                axis.plot(seconds, scores, color=colour, label=mode if i == 0 else None)
+        missed = sum(row["target_s"] is None for row in tasks[task])
+        axis.axhline(goal, color="black", ls=":")
+        axis.set(title=f"`{task}`: {missed} runs below {goal}", xlabel="seconds")
+        axis.set_ylabel(f"held out: {metric}")
+        axis.legend()
+    save_figure(figure, path)
 
 
 def exams_of(run: Path, metric: str) -> list:
@@ -184,8 +217,13 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     steps = steps_of(run)
     metric, goal = TARGETS[task]
     held = [[max(0.0, t - zero), *others] for t, *others in exams_of(run, metric)]
-    target_s, target_samples = crossing(held, goal)
+    target_s, target_samples = (None, None) if goal is None else crossing(held, goal)
+    seconds = Counter()
+    for event in events:
+        if event["kind"] in ("generate", "train") and "seconds" in event:
+            seconds[event["kind"]] += event["seconds"]
     return {
+        "busy_s": seconds,
         "target_s": target_s,
         "target_samples": target_samples,
         "final": held[-1][2],
@@ -210,61 +248,59 @@ def reached(runs: list[dict], key: str) -> list[float]:
 
 
 def modes_of(runs: list[dict]) -> tuple[str, dict[str, dict]]:
-    """Of the runs of a task (the best synchronous mode of those with all seeds, {mode: facts}).
+    """Of the runs of a task (the quickest synchronous mode of those with all seeds, {mode: facts}).
 
-    The facts: MEASURED of all seeds; `median`, of the seconds to the score; `gain`, that of the
-    best synchronous mode over that of this one, and `gains`, between which it lies.
+    The facts: MEASURED of all seeds, `median` of the seconds to the score; of episodes a second,
+    `faster` than the best synchronous mode, and for each seed; of seconds, `gain` and `gains`;
+    `limit`, what could be gained over this mode at most.
     """
     found = {}
     for mode, own in grouped(runs, "mode").items():
         found[mode] = {key: reached(own, key) for key in MEASURED}
         found[mode]["median"] = np.median(found[mode]["target_s"])
+        busy = [list(row["busy_s"].values()) for row in own if "busy_s" in row] or [[1.0]]
+        found[mode]["limit"] = float(np.median([sum(s) / max(s) for s in busy]))
+        found[mode]["share"] = float(np.median([s[0] / sum(s) for s in busy]))
     most = max(len(row["target_s"]) for row in found.values())  # one lucky run is no baseline
     synchronous = [m for m in found if m.startswith("sync") and len(found[m]["target_s"]) == most]
-    best = min(synchronous, key=lambda mode: found[mode]["median"])
+    best = min(
+        synchronous, key=lambda m: (found[m]["median"], -np.median(found[m]["samples_per_s"]))
+    )
     for row in found.values():
-        row["gain"], *row["gains"] = ratio_of_medians(found[best]["target_s"], row["target_s"])
+        row["gain"], row["gains"] = ratios(found[best]["target_s"], row["target_s"])
+        row["faster"], row["each"] = ratios(row["samples_per_s"], found[best]["samples_per_s"])
     return best, found
 
 
-def ratio_of_medians(above: list[float], below: list[float], rounds: int = 2000) -> list[float]:
-    """The ratio (1 where neither has reached the score), and between which values it lies in 90% of
-    the cases when as many runs are drawn from the measured ones (bootstrap; Efron 1979)."""
-    random = np.random.default_rng(0)
-    drawn = []
-    for seconds in (above, below):
-        again = random.choice(seconds, (rounds, len(seconds)))
-        drawn.append(np.median([seconds, *again], axis=1))  # the first is what was measured
-    reached = np.isfinite(drawn).any(axis=0)
-    ratios = np.divide(*drawn, out=np.ones(rounds + 1), where=reached)
-    return [ratios[0], *np.quantile(ratios[1:], [0.05, 0.95], method="nearest")]
-
-
-def interval(best: dict, row: dict) -> str:
-    """Between which values a gain lies, as text; nothing where there are fewer than three seeds."""
-    few = min(len(best["target_s"]), len(row["target_s"])) < 3
-    return "" if few else f" ({between(row['gains'], '.2f')})"
+def ratios(above: list[float], below: list[float]) -> tuple[float, list[float]]:
+    """The ratio of the medians, and that of each seed; 1 where neither has come to the score."""
+    pairs = [(np.median(above), np.median(below)), *zip(above, below, strict=False)]
+    first, *others = [1.0 if a == b else a / b if b < math.inf else 0.0 for a, b in pairs]
+    return float(first), others
 
 
 def race_lines(result: dict) -> list[str]:
-    """Every mode beside the best synchronous one: medians over the seeds, with their extremes."""
-    lines = [READING]
+    """Every regime: what a synchronous step spends its time on, and what asynchrony gains."""
+    head, rows = ["", "a synchronous step", "at most", "episodes/s"], []
     for task, own in grouped(result["runs"], "task").items():
         best, found = modes_of(own)
-        metric, goal = TARGETS[task]
-        head = [f"`{task}`: to a held-out {metric} of {goal}", "seconds", "× best sync (90%)"]
-        head += ["episodes", "episodes/s", "staleness", "final"]
-        rows = []
         for mode, row in found.items():
+            if mode.startswith("sync"):
+                continue
+            metric, goal = TARGETS[task]
+            before, share = found[best], found[best]["share"]
+            rates = [f"{np.median(x['samples_per_s']):,.0f}" for x in (before, row)]
             cells = [
-                f"{mode}{' (best sync)' * (mode == best)}, seeds: {len(row['target_s'])}",
-                median_text(row["target_s"], ".1f"),
-                f"{row['gain']:.2f}{interval(found[best], row)}",
-                f"{np.median(row['target_samples']):,.0f}",
-                f"{np.median(row['samples_per_s']):,.0f}",
-                f"{np.median(row['staleness']):.2f}",
-                median_text(row["final"], ".2f"),
+                f"{REGIMES[task]}: `{task}`, {mode}, {len(row['each'])} seeds",
+                f"{share:.0%} generating, {1 - share:.0%} training" if share < 1 else "",
+                f"{before['limit']:.2f}×" if share < 1 else "",
+                f"{' -> '.join(rates)} ({row['faster']:.2f}×, {between(row['each'], '.2f')})",
             ]
-            rows.append(cells)
-        lines += ["", *markdown(head, rows)]
-    return lines
+            if goal is None:
+                rows.append([*cells, "", ""])
+                continue
+            seconds = [f"{x['median']:.1f}" for x in (before, row)]
+            came = [sum(t < math.inf for t in x["target_s"]) for x in (before, row)]
+            text = f"{' -> '.join(seconds)} ({row['gain']:.2f}×, {between(row['gains'], '.2f')})"
+            rows.append([*cells, f"{metric} {goal}: {text}", f"{came[0]}, {came[1]}"])
+    return [READING, "", *markdown([*head, "seconds to the score", "reached"], rows)]

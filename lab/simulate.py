@@ -1,97 +1,23 @@
-"""The simulated pipeline (pipeline.py), calibrated on real runs, checked on others, and asked.
+"""The simulated pipeline (pipeline.py), asked what published systems should have gained.
 
-`bench_simulate` calibrates the costs on the runs of `CALIBRATION`, then predicts the runs of
-`HELD_OUT`. A prediction is right if tokens a second and mean staleness are within 10% (of one
-version, where staleness is less) and the idle share of all processes is within 10 points.
+`bench_scale` predicts what they have gained over synchronous training, from costs that arithmetic
+gives for a language model on a GPU (`ASSUMED`): nobody has published an event log. It also says at
+how many GPUs the parent becomes the limit.
 
-`bench_scale` predicts what published systems have gained over synchronous training, from costs
-that arithmetic gives for a language model on a GPU (`ASSUMED`): nobody has published an event log.
-It also says at how many GPUs the parent becomes the limit.
-
-Left out: how costs are found in a log (calibrate.py), and memory: every split of the devices fits.
+Left out: memory: every split of the devices fits.
 """
 
-import tempfile
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from lab.calibrate import KEEP, calibrate, read_run
-from lab.pipeline import Costs, PipelineLog, pipeline_metrics, predict
-from lab.plots import column, print_table, save_result
-from lab.races import run_each
+from lab.pipeline import Costs, predict
+from lab.plots import print_table, save_result
 from runtime.config import Config
 
-COMPARED = {"tokens_per_s": 0.0, "idle": 1.0, "staleness": 1.0}  # within 10% of this, or of more
-
-# Runs as a user would start them, without the dashes: what the costs are learned from ...
-CALIBRATION = (
-    "train_async.py task=sum groups_per_step=8",
-    "train_async.py task=sum groups_per_step=24 max_staleness=4 slots=64",
-    "train_async.py task=sum groups_per_step=32 max_staleness=0",
-    "train_sync.py task=sum groups_per_step=16",
-    "train_async.py task=guess groups_per_step=12 slots=64",
-    "train_async.py task=guess groups_per_step=32 max_staleness=4",
-    "train_async.py task=guess groups_per_step=16 max_staleness=0",
-    "train_sync.py task=guess groups_per_step=24",
-)
-
-HELD_OUT = (  # ... and what has to be predicted
-    "train_async.py task=sum groups_per_step=16 max_staleness=1 slots=64",
-    "train_async.py task=sum groups_per_step=8 max_staleness=3 swap=drain",
-    "train_async.py task=sum groups_per_step=16 swap=recompute",
-    "train_async.py task=sum groups_per_step=16 max_staleness=0",
-    "train_sync.py task=sum groups_per_step=24",
-    "train_async.py task=guess groups_per_step=32 max_staleness=1 slots=64",
-    "train_async.py task=guess groups_per_step=24 max_staleness=4",
-    "train_async.py task=guess groups_per_step=24 max_staleness=0",
-    "train_sync.py task=guess groups_per_step=16",
-)
-
-
-def bench_simulate(folder: Path, rounds: int = 3) -> None:
-    """Calibrate and check the simulation; simulate.json in `folder`.
-
-    A machine has slow minutes, so each run is repeated, and all of its repetitions count.
-    """
-    plan = {}
-    for i in range(rounds):
-        for command in CALIBRATION + HELD_OUT:
-            trainer, *flags = command.split()
-            plan[f"{command} {i}"] = {"trainer": trainer} | dict(f.split("=") for f in flags)
-    alike = {"steps": 60, "eval_every": 1000, "rollout_workers": 1, "reward_workers": 1}
-    logs = defaultdict(list)
-    with tempfile.TemporaryDirectory() as place:
-        for name, run, _ in run_each(plan, Path(place), **alike):
-            logs[name.rpartition(" ")[0]].append(read_run(run))
-    known = {}
-    for task in ("sum", "guess"):
-        basis = [logs[command] for command in CALIBRATION if f"task={task}" in command]
-        known[task] = calibrate(sum(basis, []))
-    rows = [held_out_row(command, logs[command], known) for command in HELD_OUT]
-    costs = {task: vars(found) for task, found in known.items()}
-    save_result(folder, "simulate", {"runs": rows, "costs": costs})
-    print_table(rows)
-    print("*: predicted; idle: share of all processes")
-
-
-def held_out_row(command: str, logs: list[PipelineLog], known: dict[str, Costs]) -> dict:
-    """Runs of a command beside as many simulations: the means of both, and the verdict."""
-    measured = [pipeline_metrics(log) for log in logs]
-    predicted = []
-    for seed, log in enumerate(logs):
-        costs = known[log.config.task]
-        predicted.append(predict(log.config, costs, seed, log.synchronous))
-    row = {"setup": command, "runs": len(logs), "within": True}
-    for name, least in COMPARED.items():
-        found = float(np.mean(column(measured, name)))
-        said = float(np.mean(column(predicted, name)))
-        row |= {name: round(found, 3), f"{name}*": round(said, 3)}
-        row["within"] &= abs(said - found) <= 0.1 * max(least, found)
-    return row
+KEEP = 500  # groups to draw from
 
 
 def best_split(config: Config, costs: Costs, devices: int) -> dict:

@@ -39,9 +39,9 @@ measures again.
 """
 STAGED = "random < warm-up only < full"
 SIMULATED = """\
-have tokens a second within 10% of what it says, mean staleness within 10% or 0.1 versions, and idle
-shares within 10 points. What it says of published systems, by arithmetic (`scale.json`): speed-up
-over synchronous training, or utilisation of the devices, synchronous -> asynchronous."""
+What it says of published systems, by arithmetic: speed-up over synchronous training, or utilisation
+of the devices, synchronous -> asynchronous.
+"""
 OLD_DECODE = """\
 Float32; dense is SDPA with a mask, which takes 89 times as long at 131,072 as to read keys and
 values would: no fair baseline. Kernels of 23 November; today's were not timed.
@@ -75,6 +75,9 @@ On two cores of an Intel Xeon, by code that is gone (it stands in commit 657c994
   lists of 8 neighbours (16 chunks of 64, by mean keys) held 1.78 times as many different chunks as
   one list; by an indexer 1.58 times, and 2,048 single tokens 1.60 times. From random weights it
   was 2.6 to 3.5 times.
+- The simulator, with costs that were found in the logs of some runs, predicted 8 of 9 other setups:
+  tokens a second within 10%, mean staleness within 10% or 0.1 versions, idle shares within 10
+  points.
 """
 
 
@@ -110,9 +113,7 @@ def claims() -> str:
     for task, mode in JUDGED.items():
         best, found = modes_of(runs[task])
         row = found[mode]
-        interval = f"{between(row['gains'], '.2f')}; {len(row['target_s'])} seeds"
-        seconds = f"{row['median']:.1f} s, not {found[best]['median']:.1f} s"
-        gains.append(f"`{task}` {row['gain']:.2f}× ({interval}, {seconds})")
+        gains.append(f"`{task}` {row['faster']:.2f}× ({between(row['each'], '.2f')})")
     bounded = load_result("staleness")["runs"]
     ages = column(bounded, "staleness")
     over = max(age["max"] - age["bound"] for age in ages)
@@ -131,9 +132,9 @@ def claims() -> str:
     return f"""\
 | Claim | Measured here | Caveat | How |
 |---|---|---|---|
-| Asynchronous training is faster to the same score | over the best synchronous mode on the same \
-two cores: {"; ".join(gains)} | in brackets, where the ratio lies in 90% of resamplings; tiny \
-models, short answers | `python bench.py race --seeds 5` |
+| Asynchronous training can be faster | episodes a second over the best synchronous run on the \
+same two cores: {"; ".join(gains)} | it depends on the work; tiny models | \
+`python bench.py race` |
 | Nothing is trained that is too old | in {len(ages)} runs the oldest token was {over} versions \
 beyond the bound; {missing} groups lost or dropped | one task, tiny models | \
 `python bench.py staleness` |
@@ -270,15 +271,13 @@ def memory_lines(result: dict) -> list[str]:
     ]
 
 
-def simulator_lines(result: dict, scale: dict) -> list[str]:
-    within = sum(column(result["runs"], "within"))
-    text = f"Of {len(result['runs'])} setups that it was not calibrated on, {within} {SIMULATED}\n"
+def simulator_lines(scale: dict) -> list[str]:
     rows = []
     for row in scale["published"]:
         published = row["published"]
         predicted = row["utilisation"] if "%" in published else f"{row['speed_up']:.2f}x"
         rows.append([row["what"], published, predicted])
-    return [text, *markdown(["system", "published", "predicted"], rows)]
+    return [SIMULATED, *markdown(["system", "published", "predicted"], rows)]
 
 
 def disk_lines(result: dict) -> list[str]:
@@ -346,7 +345,7 @@ SECTIONS = {  # title: (what writes it, the files that it reads)
     "Sparse attention: kernels on a GPU": (kernel_lines, "dsa-cuda"),
     "A model of Qwen3's form": (qwen_lines, "qwen"),
     "Memory at 128k tokens": (memory_lines, "memory"),
-    "The simulator": (simulator_lines, "simulate", "scale"),
+    "The simulator": (simulator_lines, "scale"),
     "Measured once": (once_lines,),
     "Machines": (machine_lines,),
 }

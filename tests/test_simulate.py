@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from lab import simulate
-from lab.calibrate import calibrate, fit, read_run, refill_rows
 from lab.pipeline import Costs, Pipeline, PipelineLog, pipeline_metrics, predict
-from lab.plots import load_result, save_result
+from lab.plots import load_result
 from lab.tables import tables_of
 from runtime.config import Config
 from runtime.folder import Log
@@ -185,112 +184,6 @@ def test_staleness_and_speed_grow_with_eta():
 def test_dropping_discards_and_goes_on():
     log = run(on_stale="drop", max_staleness=1, steps=12)
     assert len(log.rows) == 12
-
-
-# ------------------------------------------------------------------------------------- calibration
-
-
-def test_fit_finds_costs_and_leaves_out_what_comes_out_negative():
-    matrix = RANDOM.uniform(0, 100, (50, 3)) * [1, 10, 0.1]
-
-    def fitted(amounts, seconds):
-        return fit(list(zip(amounts, seconds, strict=True)))
-
-    assert fitted(matrix, matrix @ [3.0, 0.2, 50.0]) == pytest.approx([3.0, 0.2, 50.0])
-    assert fitted(matrix, matrix @ [3.0, -0.01, 50.0])[1] == 0.0
-    twins = np.stack([matrix[:, 0], matrix[:, 0], 0 * matrix[:, 0]], 1)
-    assert fitted(twins, 4.0 * matrix[:, 0]) == pytest.approx([2.0, 2.0, 0.0])
-
-
-def test_groups_that_begin_at_one_token_boundary_share_a_forward_pass():
-    warm_up = {"t": 0.0, "seconds": 1.0, "steps": 1, "decode": 1.0}
-    span = {"t": 1.0, "seconds": 12.0, "steps": 10, "decode": 10.0}
-    starts = [(0.5, 7), (1.0, 3), (1.01, 4), (6.0, 5), (13.0, 6)]  # one too early, one too late
-    events = {"generate": [warm_up, span], "start": [{"t": t, "size": n} for t, n in starts]}
-    log = PipelineLog(TOY, False, events, [])
-    assert refill_rows(log) == [([3 * TOY.group_size, 2, 3 + 4 + 5], 2.0)]
-
-
-BASIS = (
-    {"slots": 16},
-    {"slots": 64, "groups_per_step": 16, "max_staleness": 4},
-    SYNCHRONOUS,
-)
-
-
-def test_calibrated_on_its_own_logs_it_predicts_others(tmp_path):
-    logs = [run(7, **changes, steps=40) for changes in BASIS]
-    folders = [write(log, tmp_path / f"basis{i}") for i, log in enumerate(logs)]
-    basis = [read_run(folder) for folder in folders]
-    assert [log.config.reward_workers for log in basis] == [1, 1, 0]
-    costs = calibrate(basis)
-    names = ("step", "step_running", "refill", "handle", "listen", "train", "score", "alone")
-    for name in (*names, "micro_batch", "train_token"):
-        assert getattr(costs, name) == pytest.approx(getattr(KNOWN, name), rel=0.05), name
-    others = [{"max_staleness": 1}, {"max_staleness": 0}, {"groups_per_step": 12}]
-    others += [{"swap": "drain", "max_staleness": 3}, {"swap": "recompute", "slots": 24}]
-    others += [SYNCHRONOUS | {"groups_per_step": 12}]
-    for i, changes in enumerate(others):
-        log = read_run(write(run(3, steps=60, **changes), tmp_path / f"other{i}"))
-        row = simulate.held_out_row("others", [log], {"toy": costs})
-        assert row["within"], row
-
-
-def test_a_wrong_prediction_is_found():
-    log = run()
-    known = {"toy": dataclasses.replace(KNOWN, step=3 * KNOWN.step)}
-    assert not simulate.held_out_row("toy", [log], known)["within"]
-    assert simulate.held_out_row("toy", [log], {"toy": KNOWN})["within"]
-
-
-def load_costs(*folder) -> dict:
-    stored = load_result("simulate", *folder)["costs"]
-    return {task: Costs(**costs) for task, costs in stored.items()}
-
-
-def test_costs_survive_the_file(tmp_path):
-    save_result(tmp_path, "simulate", {"costs": {"toy": vars(KNOWN)}})
-    assert load_costs(tmp_path) == {"toy": KNOWN}
-
-
-def test_recorded_costs_predict_what_is_recorded():
-    known, recorded = load_costs(), load_result("simulate")["runs"][0]
-    assert recorded["setup"] == "sum 16x16 eta 1 keep 1x64 slots"
-    config = Config(task="sum", steps=60, slots=64, groups_per_step=16, max_staleness=1)
-    config = dataclasses.replace(config, rollout_workers=1)
-    found = [predict(config, known["sum"], seed) for seed in range(3)]
-    for name in ("tokens_per_s", "idle", "staleness"):
-        mean = np.mean([metrics[name] for metrics in found])
-        assert mean == pytest.approx(recorded[f"{name}*"], rel=1e-3), name
-
-
-# ----------------------------------------------------------------------------- the measurements
-
-
-def test_a_measurement_calibrates_and_checks(tmp_path, monkeypatch, capsys):
-    """The whole way, with simulations in place of the trainers."""
-    monkeypatch.setattr(simulate, "run_each", simulated_runs)
-    commands = ["train_async.py groups_per_step=8", "train_sync.py groups_per_step=12"]
-    both = tuple(f"{c} task={task}" for c in commands for task in ("sum", "guess"))
-    monkeypatch.setattr(simulate, "CALIBRATION", both)
-    held_out = "train_async.py task=sum groups_per_step=10 max_staleness=1"
-    monkeypatch.setattr(simulate, "HELD_OUT", (held_out,))
-    simulate.bench_simulate(tmp_path, rounds=2)
-    (row,) = load_result("simulate", tmp_path)["runs"]
-    assert row["setup"] == held_out and row["runs"] == 2 and row["within"]
-    assert set(load_costs(tmp_path)) == {"sum", "guess"}
-    assert "tokens_per_s*" in capsys.readouterr().out
-
-
-def simulated_runs(plan, folder, **alike):
-    """Like `races.run_each`: run folders, but made by a simulation."""
-    assert alike["steps"] == 60
-    for i, (name, flags) in enumerate(plan.items()):
-        changes = {"synchronous": flags["trainer"] == "train_sync.py", "task": flags["task"]}
-        changes["groups_per_step"] = int(flags["groups_per_step"])
-        staleness = 0 if changes["synchronous"] else int(flags.get("max_staleness", 2))
-        changes["max_staleness"] = staleness
-        yield name, write(run(i, steps=24, **changes), folder / str(i)), {}
 
 
 def test_scale_compares_devices(tmp_path, monkeypatch, capsys):
