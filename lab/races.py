@@ -57,7 +57,8 @@ MODES = {  # name -> how it is run; on two cores, one device is one core
 }
 COLOURS = (ORANGE, BLUE, GREEN)  # of modes, in the order of the plan
 GPU_MODES = ("sync, one GPU", "async, η = 2")
-BASELINE = "sync, two threads"  # one core is raced, too, once: the better one is compared with
+# one core is raced, too, once: the better one is compared with
+ONE_CORE, BASELINE = "sync, one core", "sync, two threads"
 # chosen before the runs, from others
 JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4", "slow": "async, η = 4"}
 REGIMES = {
@@ -80,12 +81,15 @@ FLAGS["slow"] |= {"task": ROOT / "tests/slow.py:0.05,no", "reward_workers": 1}
 # arXiv 2203.03466).
 GPU_FLAGS = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536}
 GPU_FLAGS |= {"steps": 60, "slots": 256, "reward_workers": 1}
+SHARES = ("generating", "waiting", "training")
 READING = """\
-A synchronous step generates (and waits for the environment), then trains: if both were done at
-once, and neither became slower, it would gain what stands under "at most". The rest is the best
-synchronous run on the same two cores against the asynchronous one: medians over the seeds; in
-brackets the gain, and from the lowest to the highest of the same seed. "Reached": how many seeds
-came to the score."""
+What a synchronous step spends its time on. Waiting: slots are empty because only the longest
+answers are still being written, or all wait for the environment. If nothing waited, and generating
+and training were done at once without slowing each other, it would gain what stands under "at
+most". The rest is the best synchronous run on the same two cores against the asynchronous one:
+medians over the seeds; in brackets the gain, and from the lowest to the highest of the same seed.
+"Reached": how many seeds came to the score.
+"""
 MEASURED = ("target_s", "samples_per_s", "staleness")
 SECONDS = 180  # `python bench.py` begins no further seed after that: it takes 5 minutes at most
 
@@ -130,7 +134,9 @@ def race_plan(seed: int, gpu: bool) -> dict[str, dict]:
     """{task, mode, seed: flags} of the runs with one seed."""
     plan = {}
     for task in ("guess", "sum") if gpu else TARGETS:
-        best = [BASELINE, JUDGED[task], *["sync, one core"] * (seed == 0)]
+        best = [BASELINE, JUDGED[task], *[ONE_CORE] * (seed == 0)]
+        if task == "slow":  # a second thread would only take the cores from the environments
+            best = [ONE_CORE, JUDGED[task]]
         for mode in GPU_MODES if gpu else best:
             flags = {"task": task, "seed": seed} | FLAGS[task] | MODES[mode]
             plan[f"{task}, {mode}, seed {seed}"] = flags | (GPU_FLAGS if gpu else {})
@@ -173,11 +179,13 @@ def draw_race(runs: list[dict], path: Path) -> None:
         judged = list(found)[1]
         gains.barh(row, found[best]["limit"], color="none", edgecolor=GREY, ls="--")
         gains.barh(row, found[judged]["faster"], color=BLUE, height=0.4)
+        text = f"{found[judged]['faster']:.2f}× of at most {found[best]['limit']:.1f}×"
+        gains.text(0.1, row + 0.3, text, va="center", fontsize=9)
         labels.append(f"{REGIMES[task]}\n(`{task}`)")
     gains.set_yticks(range(len(labels)), [textwrap.fill(label, 22) for label in labels])
     gains.axvline(1, color="black", lw=1)
     gains.set(title="asynchronous over synchronous", ylim=(len(labels) - 0.5, -0.5))
-    gains.set_xlabel("times the episodes a second; dashed: at most")
+    gains.set(xlim=(0, 4), xlabel="times the episodes a second; dashed: at most")
     timed = [task for task in tasks if TARGETS[task][1] is not None]
     for axis, task in zip(curves, timed, strict=True):
         metric, goal = TARGETS[task]
@@ -218,10 +226,12 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     metric, goal = TARGETS[task]
     held = [[max(0.0, t - zero), *others] for t, *others in exams_of(run, metric)]
     target_s, target_samples = (None, None) if goal is None else crossing(held, goal)
-    seconds = Counter()
+    seconds, slots = Counter(), read_json(run / "config.json").get("slots")
     for event in events:
         if event["kind"] in ("generate", "train") and "seconds" in event:
             seconds[event["kind"]] += event["seconds"]
+        if "slot_steps" in event:  # of a step of all slots, what the busy ones take
+            seconds["useful"] += event["decode"] * event["slot_steps"] / event["steps"] / slots
     return {
         "busy_s": seconds,
         "target_s": target_s,
@@ -258,9 +268,12 @@ def modes_of(runs: list[dict]) -> tuple[str, dict[str, dict]]:
     for mode, own in grouped(runs, "mode").items():
         found[mode] = {key: reached(own, key) for key in MEASURED}
         found[mode]["median"] = np.median(found[mode]["target_s"])
-        busy = [list(row["busy_s"].values()) for row in own if "busy_s" in row] or [[1.0]]
-        found[mode]["limit"] = float(np.median([sum(s) / max(s) for s in busy]))
-        found[mode]["share"] = float(np.median([s[0] / sum(s) for s in busy]))
+        shares = []  # of generating, waiting, training
+        for s in [row["busy_s"] for row in own if "busy_s" in row]:
+            parts = [s["useful"], s["generate"] - s["useful"], s["train"]]
+            shares.append(np.divide(parts, sum(parts)))
+        found[mode]["shares"] = np.median(shares, axis=0).tolist() if shares else []
+        found[mode]["limit"] = 1 / max(*found[mode]["shares"][::2], 1e-9) if shares else 1.0
     most = max(len(row["target_s"]) for row in found.values())  # one lucky run is no baseline
     synchronous = [m for m in found if m.startswith("sync") and len(found[m]["target_s"]) == most]
     best = min(
@@ -288,12 +301,12 @@ def race_lines(result: dict) -> list[str]:
             if mode.startswith("sync"):
                 continue
             metric, goal = TARGETS[task]
-            before, share = found[best], found[best]["share"]
+            before, known = found[best], found[best]["shares"]
             rates = [f"{np.median(x['samples_per_s']):,.0f}" for x in (before, row)]
             cells = [
                 f"{REGIMES[task]}: `{task}`, {mode}, {len(row['each'])} seeds",
-                f"{share:.0%} generating, {1 - share:.0%} training" if share < 1 else "",
-                f"{before['limit']:.2f}×" if share < 1 else "",
+                ", ".join(map("{:.0%} {}".format, known, SHARES)),
+                f"{before['limit']:.2f}×" if known else "",
                 f"{' -> '.join(rates)} ({row['faster']:.2f}×, {between(row['each'], '.2f')})",
             ]
             if goal is None:
@@ -303,4 +316,4 @@ def race_lines(result: dict) -> list[str]:
             came = [sum(t < math.inf for t in x["target_s"]) for x in (before, row)]
             text = f"{' -> '.join(seconds)} ({row['gain']:.2f}×, {between(row['gains'], '.2f')})"
             rows.append([*cells, f"{metric} {goal}: {text}", f"{came[0]}, {came[1]}"])
-    return [READING, "", *markdown([*head, "seconds to the score", "reached"], rows)]
+    return [READING, *markdown([*head, "seconds to the score", "reached"], rows)]

@@ -200,7 +200,7 @@ def test_a_run_that_never_trained_draws_nothing(tmp_path):
 
 def test_who_races_and_how_often():
     first, later = (races.race_plan(seed, gpu=False) for seed in (0, 1))
-    assert len(first) == 9 and list(first)[:3] == [
+    assert len(first) == 8 and list(first)[:3] == [
         "guess, sync, two threads, seed 0",
         "guess, async, η = 2, seed 0",
         "guess, sync, one core, seed 0",
@@ -211,7 +211,7 @@ def test_who_races_and_how_often():
     assert len(races.race_plan(7, gpu=True)) == 2 * 2
 
 
-@pytest.mark.parametrize("seconds, runs", [(11.0, 21), (13.0, 15), (25.0, 9)])
+@pytest.mark.parametrize("seconds, runs", [(11.0, 20), (14.0, 14), (25.0, 8)])
 def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_path, capsys):
     clock = [0.0]
 
@@ -224,7 +224,7 @@ def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_pat
     monkeypatch.setattr(races, "run_command", run_command)
     monkeypatch.setattr(races.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(races, "speed_of", lambda run, summary, task: measured(10.0, 50.0))
-    if runs < 21:  # pictures take a second: once is enough
+    if runs < 20:  # pictures take a second: once is enough
         monkeypatch.setattr(races, "draw_race", lambda *arguments: arguments[-1].touch())
         monkeypatch.setattr(races, "draw_both", lambda *arguments: arguments[-1].touch())
     races.bench_race(tmp_path, races.RaceConfig())
@@ -280,17 +280,17 @@ def test_the_table_compares_with_the_best_synchronous_mode():
     modes["async, η = 4"] = 10
     runs = [raced(m, i, s + i, 100 / s) for m, s in modes.items() for i in range(3)]
     for run in runs:
-        run["busy_s"] = {"generate": 3.0, "train": 1.0}
+        run["busy_s"] = {"generate": 3.0, "train": 1.0, "useful": 2.0}
     runs[-1]["target_s"] = None  # never got there
     runs.append(raced("sync, lucky", 0, 5, 20))  # one run is no baseline for three
     best, found = races.modes_of(runs)
-    assert best == "sync, two threads" and found[best]["limit"] == 4 / 3
+    assert best == "sync, two threads" and found[best]["limit"] == 2.0
     *_, row = races.race_lines({"runs": runs})
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     assert cells == [
         "short answers: `guess`, async, η = 4, 3 seeds",
-        "75% generating, 25% training",
-        "1.33×",
+        "50% generating, 25% waiting, 25% training",
+        "2.00×",
         "5 -> 10 (2.00×, 2.00)",
         "solved 0.9: 21.0 -> 11.0 (1.91×, 0.00 to 2.00)",
         "3, 2",
