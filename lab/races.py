@@ -195,9 +195,11 @@ def draw_race(runs: list[dict], path: Path) -> None:
             for i, held in enumerate(column(same, "held")):
                 seconds, _, scores = zip(*held, strict=True)
                 axis.plot(seconds, scores, color=colour, label=mode if i == 0 else None)
-        missed = sum(row["target_s"] is None for row in tasks[task])
+        came = sum(row["target_s"] is not None for row in tasks[task])
         axis.axhline(goal, color="black", ls=":")
-        axis.set(title=f"`{task}`: {missed} runs below {goal}", xlabel="seconds")
+        axis.set(
+            title=f"`{task}`: {came} of {len(tasks[task])} runs reach {goal}", xlabel="seconds"
+        )
         axis.set_ylabel(f"held out: {metric}")
         axis.legend()
     save_figure(figure, path)
