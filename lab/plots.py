@@ -199,11 +199,10 @@ def compare(runs: list[str]) -> str:
 def draw_both(synchronous: Path, asynchronous: Path, path: Path) -> None:
     """A second in the middle of two runs of a task, one above the other: who works when."""
     figure = new_figure((10, 5.2))
-    figure.patch.set_facecolor("white")
+    figure.patch.set_facecolor("white")  # a page may be dark
     for axis, run in zip(figure.subplots(2, sharex=True), (synchronous, asynchronous), strict=True):
-        spans = [
-            e for e in read_lines(run / "events.jsonl") if e["kind"] in ROWS and "seconds" in e
-        ]
+        spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
+        spans = [event for event in spans if event["kind"] in ROWS]
         trained = [event for event in spans if event["kind"] == "train"]
         left = trained[len(trained) // 2]["t"]
         busy = dict.fromkeys(ROWS, 0.0)
@@ -217,12 +216,17 @@ def draw_both(synchronous: Path, asynchronous: Path, path: Path) -> None:
         idle = [f"{name}\n(idle {max(0, 1 - busy[kind]):.0%})" for kind, name in NAMES.items()]
         axis.set_yticks([0.4, 1.4], idle, fontsize=15)
         axis.set_title(name_of(run).replace(", ", ": ") + "hronous", fontsize=17, loc="left")
-        axis.set(xlim=(0, 1), ylim=(-0.2, 2.0))
+        axis.set(xlim=(0, 1), ylim=(-0.2, 2.7 if run == asynchronous else 2.0))
         axis.tick_params(labelsize=14)
         axis.spines[["top", "right"]].set_visible(False)
-    axis.set_xlabel(
-        "seconds; a colour is a version of the policy, dark to light, then dark again", fontsize=13
-    )
+    # of the last panel: the change of version that is nearest to the middle
+    changes = [e["t"] - left for e in spans if e["kind"] == "generate"]
+    middle = min(changes, key=lambda seconds: abs(seconds - 0.5))
+    words = "new weights arrive in the middle of an answer"
+    arrow = {"arrowprops": {"arrowstyle": "->"}, "ha": "center", "fontsize": 14}
+    axis.annotate(words, (middle, 1.8), (middle, 2.3), **arrow)
+    words = "seconds; a colour is a version of the policy, dark to light, then dark again"
+    axis.set_xlabel(words, fontsize=13)
     save_figure(figure, path)
 
 

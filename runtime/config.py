@@ -337,9 +337,10 @@ def fail(error: Exception | str) -> None:
 
 
 def run_main(train: Callable[[Config], None], description: str, kind: type = Config) -> None:
-    """Parse, train, and turn the user's mistakes into one line and exit code 2, trouble into 1."""
+    """Parse, train, and turn the user's mistakes into one line and exit code 2, trouble into 1.
+    --help shows what the program is and how it is run, the first two paragraphs."""
     open_streams()
-    config = parse(description, sys.argv[1:], kind)
+    config = parse("\n\n".join((description or "").split("\n\n")[:2]), sys.argv[1:], kind)
     try:
         require(sys.platform == "linux", f"{sys.platform}: must be linux, to train")
         train(config)

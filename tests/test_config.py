@@ -24,6 +24,7 @@ from runtime.config import (
     flag,
     flag_name,
     parse,
+    run_main,
 )
 from runtime.devices import pick_devices, set_threads
 from runtime.runlog import new_folder, write_config
@@ -97,6 +98,15 @@ def test_help_shows_the_ten_flags_that_people_use_first(capsys):
     assert "default 'guess'" in text and "tiny, small, medium, or a folder" in " ".join(
         text.split()
     )
+
+
+@pytest.mark.parametrize("text", ["what it is\n\nhow to run it\n\nfor readers of the file", None])
+def test_help_leaves_to_the_file_what_is_for_its_readers(text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    with pytest.raises(SystemExit):
+        run_main(lambda config: None, text)  # None: as under -OO
+    out = capsys.readouterr().out
+    assert "for readers" not in out and ("how to run it" in out) == bool(text)
 
 
 def test_help_all_shows_every_flag_in_its_group(capsys):
