@@ -93,7 +93,11 @@ def test_what_a_gpu_is_asked_first_launches_every_kernel(tmp_path, monkeypatch):
     known = [{"case": case, "dtype": "float32"} for case in gpu.CASES]
     plots.save_result(tmp_path, "kernels", {"rows": known})
     launched, launch = set(), dsa_triton._launch
-    note = lambda kernel, *a, **k: (launched.add(kernel.fn.__name__), launch(kernel, *a, **k))  # noqa: E731
+
+    def note(kernel, *arguments, **constants):
+        launched.add(kernel.fn.__name__)
+        launch(kernel, *arguments, **constants)
+
     monkeypatch.setattr(dsa_triton, "_launch", note)
     monkeypatch.setattr(dsa_triton, "LONG_CONTEXT", 0)
     gpu.kernels(tmp_path, small=True)
