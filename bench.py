@@ -188,7 +188,7 @@ def verdict(run: Path, summary: dict) -> list[str]:
     before, after, age = *summary["eval"].values(), summary["staleness"]
     lines = [
         f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
-        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns",
+        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns each",
         f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
         f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})",
         f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl",

@@ -376,7 +376,7 @@ def main():
     parser.add_argument(
         "--race",
         action="store_true",
-        help="both, and a picture: nano.png",
+        help="train both ways, and draw them: nano.png",
     )
     parser.add_argument(
         "--sparse",
@@ -393,7 +393,7 @@ def main():
         "--eta",
         type=int,
         default=2,
-        help="most versions that a token may be old",
+        help="how many versions old a token may be, at most",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the weights")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
 """train_async.py: the same learner, with generation, verification and training all at once.
 
     python train_async.py                        # guess a number, from random weights
-    python train_async.py --max-staleness 0      # bitwise the synchronous algorithm
+    python train_async.py --max-staleness 0      # the weights of train_sync.py, to the last bit
     python train_async.py --swap recompute       # --help-all lists all flags
 
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
