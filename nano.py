@@ -318,7 +318,7 @@ def train_async(args, log):
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # the other one is a process, too
     learner = Learner(args)
     spawn = mp.get_context("spawn")
-    mailbox, tickets, results = Mailbox(learner.model), spawn.Queue(), spawn.Queue()
+    mailbox, tickets, results = Mailbox(learner.model), spawn.SimpleQueue(), spawn.Queue()
     arguments = args, mailbox, tickets, results
     worker = spawn.Process(target=rollout_process, args=arguments, daemon=True)
     worker.start()
