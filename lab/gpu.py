@@ -131,10 +131,8 @@ def kernel_lines(result: dict) -> list[str]:
         same = f"{row['same_lists']:.2%}" if "same_lists" in row else ""
         found = [f"{worst:.1e} ({name})", same, "yes" if row["repeats"] else "no"]
         rows.append([row["case"], row["dtype"], *found])
-    text = (
-        "Against `dsa.py` in float64, of the same lists: the largest difference of any number of\n"
-    )
-    text += "output or gradients, over the largest number there.\n"
+    text = "Against `dsa.py` in float64, of the same lists: the largest difference in output or\n"
+    text += "gradients, over the largest number there.\n"
     head = ["kernels", "dtype", "largest error", "same lists", "repeats bitwise"]
     return [text, *markdown(head, rows)]
 
@@ -157,9 +155,10 @@ def decode(folder: Path, small: bool) -> None:
 
 def model(folder: Path, small: bool) -> None:
     """Decode steps and the learner of a random model of Qwen3's form."""
-    measure_parts(
-        folder, *(("1M", [(2, 64)]) if small else ("0.6B", [(16, 512), (64, 512), (16, 4096)]))
-    )
+    size, cases = "0.6B", [(16, 512), (64, 512), (16, 4096)]  # slots, context
+    if small:
+        size, cases = "1M", [(2, 64)]
+    measure_parts(folder, size, cases)
 
 
 def race(folder: Path, small: bool) -> None:
@@ -243,7 +242,8 @@ def run_part(name: str, folder: Path, limit: float, small: bool) -> str:
         except subprocess.TimeoutExpired:
             return f"cut off after {limit:.0f} s; what it had measured is kept"
         finally:
-            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
     words = log.read_text().split("\n")
     last = next((line for line in reversed(words) if line.strip()), "")
     return f"failed: {last:.300}" if code else "done"
