@@ -15,25 +15,15 @@ A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
-import shlex
 import shutil
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
-from buffer import by_task, staleness
-from reward import TASKS, Task, make_task, own_files
-from runtime.checkpoint import sha256_of
-from runtime.config import Config, TrainingStopped, UserError, fail, parse, printable
-from runtime.folder import read_json, read_lines, write_json
-from runtime.huggingface import export
-from runtime.messages import Group
-from runtime.setup import Run, evaluate_now
+from reward import TASKS, Task, make_task
+from runtime.config import TrainingStopped, UserError, parse
+from runtime.terminal import fail, printable
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
@@ -63,200 +53,6 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
 @dataclass(frozen=True)
 class NoFlags:
     """A measurement without flags of its own."""
-
-
-def batch_metrics(run, groups: list[Group], version: int) -> dict:
-    """What can be said of a batch that has trained `version` without a look at the policy, of each
-    task where there are several; and of the groups that were discarded since the last one."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    ages = [staleness(t, version) for t in trajectories]
-    discarded = [t for group, _ in run.discarded for t in group.trajectories]
-    metrics = {
-        **episode_metrics(trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
-        "discarded": dict(Counter(reason for _, reason in run.discarded)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
-    }
-    if run.task.parts:
-        metrics["tasks"] = {
-            part.name: episode_metrics([t for g in own for t in g.trajectories])
-            for part, own in zip(run.task.parts, by_task(groups, run.task.shares), strict=True)
-        }
-    return metrics
-
-
-def episode_metrics(trajectories: list) -> dict:
-    """Mean reward, and sizes, of some episodes."""
-    rewards = [t.reward for t in trajectories if not t.failed]
-    return {
-        "reward": float(np.mean(rewards or [0.0])),
-        "samples": len(trajectories),
-        "failed": len(trajectories) - len(rewards),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
-    }
-
-
-def asynchronous_facts(run) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.began or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
-    learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "published_bytes": run.mailbox.nbytes,
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-        "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),
-    }
-
-
-def finish(run: Run, facts: dict) -> None:
-    """The evaluations that --eval-when late has put off, then summary, pictures and verdict.
-
-    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
-    was killed has lost these evaluations.
-    """
-    config, learner, log = run.config, run.learner, run.log
-    facts = {
-        "published_bytes": learner.model.flat.nbytes,
-        **facts,
-        "task": config.task,
-        "seed": config.seed,
-        "steps": learner.version,
-        "stopped_early": learner.version < config.steps,
-        "wall_s": round(log.close(), 2),
-        "weights_sha256": sha256_of(learner.weights),
-        # two moments of AdamW, in each learner
-        "optimizer_bytes": 2 * sum(part.nbytes for part, _ in learner.slices),
-    }
-    for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
-        learner.model.flat.copy_(weights)
-        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
-    run.host.close()
-    opened = facts.get("sessions", Counter()) + run.host.sessions  # of environments
-    facts["sessions"] = {name: opened[name] for name in ("opened", "closed")}
-    print(printable(summarise(run.folder, facts)))
-    if config.export and not facts["stopped_early"]:
-        print(printable(export(learner.model, config, Path(config.export))))
-
-
-def exit_code(run: Run) -> None:
-    """A run that a signal has stopped says so to whoever has started it: 130 for Ctrl-C, 143 for
-    SIGTERM."""
-    if run.learner.version < run.config.steps:
-        raise SystemExit(128 + run.stop.asked)
-
-
-def summarise(run: Path, facts: dict) -> str:
-    """Write summary.json from a run's metrics and `facts`, draw its pictures; returns the verdict.
-
-    The verdict: before and after, what it took, where the files are; and what to do when the run
-    was stopped early or has learned nothing.
-    """
-    from lab.plots import draw_run
-
-    rows = read_lines(run / "metrics.jsonl")
-    steps = [row for row in rows if "seconds" in row]
-    evaluations = [row["eval"] for row in rows if "eval" in row]
-    before, after, tokens = evaluations[0], evaluations[-1], total(steps, "tokens")
-    age = {
-        "max": max([row["staleness_max"] for row in steps], default=0),
-        "mean": total(steps, "staleness_mean") / max(1, len(steps)),
-        "bound": facts.pop("staleness_bound"),
-    }
-    summary = {
-        **facts,
-        "eval": {"before": before, "after": after},
-        "samples": total(steps, "samples"),
-        "tokens_trained": tokens,
-        "learner_tokens_per_s": round(tokens / max(total(steps, "seconds"), 1e-9)),
-        "staleness": age,
-        "mismatch": steps[0].get("mismatch") if steps else None,
-        "failures": counted(steps, "failures"),
-        "discarded": counted(steps, "discarded"),
-        "tasks": by_name(steps, before, after),
-    }
-    write_json(run / "summary.json", summary)
-    draw_run(run)
-    return "\n".join([*verdict(run, summary), *advice(run, summary, steps)])
-
-
-def verdict(run: Path, summary: dict) -> list[str]:
-    """Lines that say what a run has reached, what it took, and where its files are."""
-    before, after, age = *summary["eval"].values(), summary["staleness"]
-    lines = [
-        f"solved {before['solved']:.0%} -> {after['solved']:.0%} of the evaluation problems, "
-        f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns each",
-        f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
-        f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})",
-        f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl",
-    ]
-    for name, own in summary["tasks"].items():
-        gain = " -> ".join(f"{evaluated['solved']:.0%}" for evaluated in own["eval"].values())
-        said = f"{own['samples']:,} episodes, {own['failed']} failed"
-        lines.append(f"  {name}: solved {gain}, {said}")
-    if summary["discarded"]:
-        lines.append(f"groups discarded and replaced: {summary['discarded']}")
-    return lines
-
-
-def by_name(steps: list[dict], before: dict, after: dict) -> dict:
-    """Of several tasks: what was trained of each, and its evaluations."""
-    found = {}
-    for name in after.get("tasks", ()):
-        own = [row["tasks"][name] for row in steps]
-        found[name] = {
-            "samples": total(own, "samples"),
-            "failed": total(own, "failed"),
-            "eval": {"before": before["tasks"][name], "after": after["tasks"][name]},
-        }
-    return found
-
-
-def total(steps: list[dict], name: str) -> float:
-    """The sum of one metric over all steps."""
-    return sum([row[name] for row in steps])
-
-
-def counted(steps: list[dict], name: str) -> dict:
-    """{reason: how often} of one metric that counts, over all steps."""
-    return dict(sum((Counter(row[name]) for row in steps), Counter()))
-
-
-def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
-    """Further lines: how a run that was stopped goes on, what to try when it has not learned."""
-    config, lines, last = read_json(run / "config.json"), [], steps[-10:]
-    solved = summary["eval"]["after"]["solved"]
-    if summary["stopped_early"]:
-        words = ["python", f"train_{config['mode']}.py", "--resume", str(run)]
-        if own_files(config["task"]):
-            words += ["--task", config["task"]]
-        if config.get("export"):
-            words += ["--export", config["export"]]
-        stopped = f"stopped at step {summary['steps']} of {config['steps']}"
-        lines.append(f"{stopped}; go on with: {shlex.join(words)}")
-    groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
-    if not config.get("teacher") and dead > 0.85 * groups and solved <= 0.5:
-        lines += [
-            f"little to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
-            "steps all answers got the same reward.",
-            "try partial credit (jsonl: the verifier `similar`), fewer or shorter answers, "
-            "--group-size, --temperature or --entropy larger",
-        ]
-    return lines
-
-
-def show_group(group: Group, task: Task) -> str:
-    """One line: the text of a group's first episode, its versions and its reward."""
-    t = group.trajectories[0]
-    text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
-    if len(text) > 100:
-        text = f"{text[:60]} ... {text[-40:]}"
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
 
 
 def show_episode(task: Task) -> None:
@@ -297,13 +93,6 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tables.md").write_text("\n".join(lines := tables_of(folder)) + "\n")
     print(*lines, f"\nwritten: {folder}/", sep="\n")
-
-
-def replay(config: Config) -> None:
-    """`train_async.py --replay RUN`: is the run what its log says?"""
-    from lab.replay import replay
-
-    replay(config)
 
 
 def main(arguments: list[str]) -> None:

@@ -240,7 +240,7 @@ def preference_pairs(learner: Learner, groups: list, config: Config) -> tuple:
         sums.append(torch.tensor([float(x.sum()) for x in logprobs]))
     gaps = sums[0] - sums[1]  # [2 pairs]
     margins = gaps[::2] - gaps[1::2]  # [pairs]
-    push = losses.preference_advantages(margins, config.dpo_beta).T.flatten()  # [2 pairs]
+    push = losses.preference_advantages(margins, 0.1).T.flatten()  # [2 pairs]
     scale = sum(t.generated for t in pairs) / max(1, len(margins))
     credit = [[a * scale] * len(t.turns) for a, t in zip(push.tolist(), pairs, strict=True)]
     return list(zip(pairs, credit, strict=True)), torch.tensor(dead)
@@ -262,7 +262,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
         advantages = advantages * own
     if config.teacher:
         said = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))
-        advantages = losses.distilled(advantages, said, logprobs, config.teacher_weight)
+        advantages = losses.distilled(advantages, said, logprobs, 1.0)
     behaviour = torch.from_numpy(np.concatenate([t.logprobs[t.loss_mask] for t, _ in batch]))
     ages = np.concatenate([learner.version - t.versions[t.loss_mask] for t, _ in batch])
     known = behaviour, advantages, sequence, torch.from_numpy(ages)
@@ -273,7 +273,7 @@ def tokens_of(learner: Learner, batch: list, config: Config) -> tuple:
 
 def constants_of(config: Config) -> losses.Constants:
     """The constants of the objectives, as configured."""
-    return losses.Constants(double_low=config.double_low, double_high=config.double_high)
+    return losses.PUBLISHED
 
 
 def micro_batch_loss(
@@ -341,13 +341,13 @@ def update_weights(
         learner.damper = dampers.observe(learner.damper, metrics["kl_reference"])
     if finite and metrics["tokens"]:
         progress = min(1.0, learner.version / max(1, config.steps))
-        lr = config.lr * (1 - progress * (1 - config.lr_end))
+        lr = config.lr * (1 - progress)
         lr *= dampers.step_scale(config.damper, learner.damper, metrics)
         a, b, cosine, norm = dampers.damped_gradient(config.damper, whole)
         for own, remembered in learner.slices:
             dampers.apply_bend(config.damper, own.grad, remembered, a, b)
-            if norm > config.grad_clip > 0:
-                own.grad.mul_(config.grad_clip / norm)
+            if norm > 1.0:
+                own.grad.mul_(1.0 / norm)
             adamw_step(own, remembered, lr)
         if learner.team.apart:
             share_weights(learner.team, learner.version, learner.weights.detach())
@@ -355,7 +355,7 @@ def update_weights(
     learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
     learner.skipped += not finite
     learner.version, learner.begun = learner.version + 1, list(learner.cursors)
-    refresh = config.reference_refresh
+    refresh = 20
     if learner.reference and refresh and learner.version % refresh == 0:
         learner.reference.flat.copy_(learner.model.flat)
     return {

@@ -421,6 +421,6 @@ if __name__ == "__main__":
 
 # What this file cannot do, and which files can: survive `kill -9` of a process
 # (runtime/processes.py), go on after an interruption (runtime/checkpoint.py), repeat a run bitwise
-# (runtime/noise.py, lab/replay.py), long answers, since it computes all tokens again for each
+# (runtime/noise.py, runtime/replay.py), long answers, since it computes all tokens again for each
 # (cache.py), answers of many lengths and turns (rollout.py), several learners (runtime/team.py),
 # weights of other people (runtime/huggingface.py).

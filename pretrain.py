@@ -55,9 +55,10 @@ import dsa
 from logprobs import PIECE
 from model import GPT, ModelConfig, attend_packed, pack_tokens, recomputed
 from reward import Task, alphabet_of, make_task
-from runtime.config import LONGEST_CONTEXT, Config, blame, check, flag, require, run_main
+from runtime.config import LONGEST_CONTEXT, Config, blame, check, flag, require
 from runtime.folder import open_plain, write_file
 from runtime.models import make_model
+from runtime.terminal import run_main
 from runtime.tokenizer import Tokenizer, tokenizer_of
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys

@@ -35,10 +35,11 @@ from tqdm import tqdm
 from model import GPT, PRESETS, ModelConfig, pack_tokens
 from reward import Task, alphabet_of, complete, make_task
 from runtime.checkpoint import load_tensors
-from runtime.config import Config, UserError, blame, flag, one_of, require, run_main
+from runtime.config import Config, UserError, blame, flag, one_of, require
 from runtime.folder import write_file
 from runtime.messages import Group
 from runtime.models import model_of
+from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer, same_words
 from tasks import limits
 

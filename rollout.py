@@ -394,7 +394,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
         cut=config.cut,
         swap=config.swap,
         worker=worker,
-        precision=Precision(config.rollout_weights, config.rollout_cache),
+        precision=Precision(config.rollout_weights, "auto"),
         graphs=model.flat.is_cuda and captures(model.config),
     )
 

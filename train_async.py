@@ -17,24 +17,27 @@ generated: quicker where there are two cores and the verifier is quick.
 
 import time
 
-import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
-from bench import asynchronous_facts, exit_code, finish, replay
 from buffer import staleness
 from learner import learner_step, new_groups
 from runtime.books import close_step, keep
-from runtime.config import Config, TrainingStopped, run_main
-from runtime.flow import (
+from runtime.config import Config, TrainingStopped
+from runtime.learners import begin_again, note_step, open_team, save, send_batch
+from runtime.ledger import table
+from runtime.messages import Answer, Group, Judgement, apply_judgement
+from runtime.processes import Lost, Silent, Worker
+from runtime.replay import replay
+from runtime.run import (
     AsyncRun,
+    asynchronous_facts,
+    end_run,
+    exit_code,
     log_discards,
     log_spawn,
     open_async,
     settle,
 )
-from runtime.learners import begin_again, note_step, open_team, save, send_batch
-from runtime.ledger import table
-from runtime.messages import Answer, Group, Judgement, apply_judgement
-from runtime.processes import Lost, Silent, Worker
 from runtime.team import Parted
+from runtime.terminal import run_main
 
 
 def train(config: Config) -> None:
@@ -64,7 +67,7 @@ def train(config: Config) -> None:
         settle(run)
         log.close()
         save(run)
-        finish(run, asynchronous_facts(run))  # before anything is torn down
+        end_run(run, asynchronous_facts(run))  # before anything is torn down
     print(table(run.ledger.totals()))
     exit_code(run)
 
@@ -97,7 +100,7 @@ def check_progress(run: AsyncRun) -> None:
         run.progress = signs, now
     elif now - since > run.config.stall:
         raise TrainingStopped(
-            f"no step, no verdict and no token for {run.config.stall:.0f} s (--stall); "
+            f"no step, no verdict and no token for {run.config.stall:.0f} s (--set stall); "
             f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
         )
 

@@ -9,17 +9,16 @@ every ratio is 1, so most objectives make the same step; --lr moves the curve.
 Left out: processes, queues, staleness (here it is always 0).
 """
 
-import runtime.config  # noqa: F401 (first of all: Ctrl-C during imports prints no traceback)
-from bench import exit_code, finish
 from buffer import by_task
 from learner import learner_step, new_groups
 from rollout import COUNTED, generate, make_generator
 from runtime.advice import judge, renew
 from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
-from runtime.config import Config, require, run_main
+from runtime.config import Config, require
 from runtime.messages import apply_judgement
-from runtime.setup import open_training
+from runtime.run import end_run, exit_code, open_run
+from runtime.terminal import run_main
 
 
 def train(config: Config) -> None:
@@ -28,7 +27,7 @@ def train(config: Config) -> None:
     require(learners < 2, f"--learners {learners}: must be 1 in train_sync.py")
     said = f"--rollout-weights {weights}: must be float32 in train_sync.py"
     require(weights == "float32", said)
-    run = open_training(config, "sync")
+    run = open_run(config, "sync")
     config, task, learner, log = run.config, run.task, run.learner, run.log
     generator = make_generator(config, task, learner.model)
 
@@ -63,7 +62,7 @@ def train(config: Config) -> None:
         checkpoint(learner, run.folder, log)
 
     busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}
-    finish(run, {"staleness_bound": 0, "utilization": busy})
+    end_run(run, {"staleness_bound": 0, "utilization": busy})
     exit_code(run)
 
 

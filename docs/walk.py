@@ -420,7 +420,7 @@ def gradient(seen) -> list[str]:
     moved = (after.flat - model.flat).abs().max()
     return [
         f"norm of its own gradient {float(model.flat_grad.norm()):.3f}, of the step's "
-        f"{seen.metrics['grad_norm']:.3f}, clipped to {seen.config.grad_clip}",
+        f"{seen.metrics['grad_norm']:.3f}, clipped to 1",
         f"learning rate {seen.metrics['lr']:.5f}, largest change of a weight {moved:.5f}",
         f"log-probs at version {v}     {numbers(logprobs_of(seen, model).detach())}",
         f"log-probs at version {v + 1}     {numbers(logprobs_of(seen, after).detach())}",

@@ -11,8 +11,9 @@ from collections import Counter
 from pathlib import Path
 
 from lab.campaigns import campaign_runs
-from lab.plots import between, column, grouped, markdown, median_text
+from lab.plots import between, markdown, median_text
 from lab.races import ROOT, crossing, exams_of, reached
+from runtime.pictures import column, grouped
 
 AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
 GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved

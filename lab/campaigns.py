@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from lab.plots import column, draw_timeline, save_result
+from lab.plots import save_result
 from lab.races import ROOT, run_each
 from runtime.config import SWAPS
+from runtime.pictures import column, draw_timeline
 
 SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "tasks")
 SUMMARY += ("sessions", "utilization", "command_s")

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from lab.plots import between, column, grouped, markdown, median_text, save_result, steps_of
+from lab.plots import between, markdown, median_text, save_result
 from lab.races import run_command, run_each
 from reward_model import PairConfig, train
+from runtime.pictures import column, grouped, steps_of
 
 ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
 JUDGES = {"the task itself": "", "a reward model, pairs of nearly the right length": "near"}

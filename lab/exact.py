@@ -36,7 +36,8 @@ from lab.estimators import (
 from lab.exact_pipeline import drop_part, swap_part
 from lab.exact_stale import baseline_part, damper_part, preference_part
 from lab.exact_turns import credit_part, critic_part, draw_credit
-from lab.plots import column, draw_panels, save_result
+from lab.plots import save_result
+from runtime.pictures import column, draw_panels
 
 # Corrections that are not objectives of their own: they go before one.
 CORRECTIONS = {"opsm": "decoupled_ppo", "sequence_is": "reinforce"}

@@ -29,7 +29,7 @@ from lab.estimators import (
     response_gradients,
     true_gradient,
 )
-from lab.plots import column, draw_panels
+from runtime.pictures import column, draw_panels
 
 CASES = {"two turns": False, "may end in turn 1": True}
 CREDITS = ("turn", "episode")

@@ -24,13 +24,13 @@ from torch import Tensor
 
 import losses
 from buffer import pack
-from lab.plots import column, grouped, score_curves
-from lab.replay import played_again, read_script, recorded
 from learner import Learner, constants_of, samples_of, tokens_of
 from reward import part_of, task_of
 from runtime.config import Config, TrainingStopped, UserError, blame, flag, parse, require
 from runtime.folder import read_lines, write_file
 from runtime.messages import Trajectory
+from runtime.pictures import column, grouped, score_curves
+from runtime.replay import played_again, read_script, recorded
 
 PAGE = Path(__file__).with_name("look.html")
 USUAL, MOST = 25_000, 70_000  # tokens in a page: about 1 MB, at most 3.5 MB

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 
 from buffer import Buffer, pack, staleness
-from lab.plots import column
 from runtime.config import Config
 from runtime.messages import Group
+from runtime.pictures import column
 
 
 @dataclass

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 
 import cache as caches
-from lab.plots import go_on, markdown, save_result, steps_of
+from lab.plots import go_on, markdown, save_result
 from lab.races import run_command
 from lab.speed import bandwidth, full_cache, in_turn
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import one_of
 from runtime.huggingface import load_weights
+from runtime.pictures import steps_of
 
 SIZES = {  # layers, width, heads, key heads, head width, hidden, vocabulary
     "1M": (4, 128, 4, 2, 32, 384, 2_000),

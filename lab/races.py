@@ -26,24 +26,20 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import (
+from lab.plots import RESULTS, between, draw_both, markdown, save_result
+from runtime.config import flag, one_of, require
+from runtime.folder import read_json, read_lines
+from runtime.pictures import (
     BLUE,
     GREEN,
     GREY,
     ORANGE,
-    RESULTS,
-    between,
     column,
-    draw_both,
     grouped,
-    markdown,
     new_figure,
     save_figure,
-    save_result,
     steps_of,
 )
-from runtime.config import flag, one_of, require
-from runtime.folder import read_json, read_lines
 
 ROOT = RESULTS.parent
 sys.path.append(str(ROOT / "tests"))  # faults on purpose and random folders are for tests only

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from lab.plots import between, column, markdown, save_result
+from lab.plots import between, markdown, save_result
 from lab.stale import judged
 from learner import learner_step, make_learner, new_groups
 from model import GPT
@@ -38,6 +38,7 @@ from reward import make_task
 from rollout import make_generator
 from runtime.config import Config, require
 from runtime.devices import cores
+from runtime.pictures import column
 
 STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 

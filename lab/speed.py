@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 import cache as caches
 import dsa
-from lab.plots import column, go_on, save_result, spread
+from lab.plots import go_on, save_result, spread
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import require
+from runtime.pictures import column
 
 
 def seconds_of(way: Callable) -> float:

@@ -22,18 +22,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import (
-    BLUE,
-    GREY,
-    ORANGE,
-    grouped,
-    markdown,
-    new_figure,
-    save_figure,
-    save_result,
-    spread,
-    spread_text,
-)
+from lab.plots import markdown, save_result, spread, spread_text
 from lab.speed import in_turn
 from learner import Learner, learner_step, make_learner, new_groups
 from reward import Task, problem_of, task_of, verify_group
@@ -42,6 +31,7 @@ from runtime.config import DAMPERS, OBJECTIVES, Config
 from runtime.devices import cores
 from runtime.messages import Group, apply_verdicts
 from runtime.models import make_model
+from runtime.pictures import BLUE, GREY, ORANGE, grouped, new_figure, save_figure
 
 HELD_OUT, POINTS = 128, 6  # problems; how often in a run they are asked
 ALIKE = {"groups_per_step": 16, "slots": 256, "steps": 80, "lr": 1.2e-3}

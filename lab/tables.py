@@ -14,18 +14,12 @@ from lab.campaigns import fault_facts
 from lab.distil import distil_lines, judge_lines
 from lab.gpu import kernel_lines as error_lines
 from lab.gpu import part_lines
-from lab.plots import (
-    RESULTS,
-    between,
-    column,
-    grouped,
-    load_result,
-    markdown,
-)
+from lab.plots import RESULTS, between, load_result, markdown
 from lab.qwen import qwen_lines
 from lab.races import JUDGED, modes_of, race_lines
 from lab.recipe import recipe_lines
 from lab.stale import attempt_claim, attempt_lines, method_claim, method_lines
+from runtime.pictures import column, grouped
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
 ALONE, LESS = "sparse, query block 1", "sparse, query block 8"

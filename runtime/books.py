@@ -1,49 +1,28 @@
 """books.py: what follows a training step: evaluation, samples, metrics, checks.
 
-Left out: the end of a run (bench.py), what the numbers mean (learner.py, losses.py), and how lines
+Left out: the end of a run (report.py), what the numbers mean (learner.py, losses.py), and how lines
 get to disk (runlog.py).
 """
 
 from collections import Counter
 
-from bench import batch_metrics, show_group
-from buffer import unfit
+import numpy as np
+
+from buffer import by_task, staleness, unfit
+from reward import Task
 from runtime.config import TrainingStopped
 from runtime.messages import Group
-from runtime.setup import Run, evaluate_now
-
-
-def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
-    """A step is done: evaluate and show episodes where that is due, write its metrics, check it."""
-    config, learner, log = run.config, run.learner, run.log
-    version = learner.version
-    metrics |= batch_metrics(run, groups, version - 1)
-    shown = {"reward": f"{metrics['reward']:.2f}", "age": f"{metrics['staleness_mean']:.1f}"}
-    shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
-    due = version % config.eval_every == 0 or version == config.steps
-    if due and config.eval_when == "late":
-        log.kept.append((log.now(), version, learner.model.flat.clone()))
-    elif due:
-        metrics["eval"] = evaluate_now(run)
-        shown["eval"] = f"{metrics['eval']['solved']:.2f}"
-    if version % config.samples_every == 0:
-        texts = [show_group(group, run.task) for group in groups[:3]]
-        log.say("\n".join(texts))
-        log.logs["samples"].append([{"version": version, "text": text} for text in texts])
-    log.step({"step": version, **metrics}, **shown)
-    check_step(run, groups, metrics)
-    run.discarded.clear()
-    run.verified.clear()
-
+from runtime.run import Run, evaluate_now
 
 DEAD_SHARES = 3  # so many times the prompts of a step may be replaced because they teach nothing
+SAMPLES_EVERY = 100  # steps between printed episodes
 
 
 def keep(run: Run, groups: list[Group]) -> list[Group]:
     """Those of some verified groups that may be trained; the others are discarded, and replaced by
     other prompts. TrainingStopped when too many samples fail.
 
-    With --keep-dead no, what counts is the place of a prompt among those of its step: so the same
+    With --keep-dead no, what counts is where a prompt stands among those of its step: so the same
     ones are replaced whatever the order in which they land.
     """
     config, learner, kept = run.config, run.learner, []
@@ -62,14 +41,80 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     return kept
 
 
+def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
+    """A step is done: evaluate and show episodes where that is due, write its metrics, check it."""
+    config, learner, log = run.config, run.learner, run.log
+    version = learner.version
+    metrics |= batch_metrics(run, groups, version - 1)
+    shown = {"reward": f"{metrics['reward']:.2f}", "age": f"{metrics['staleness_mean']:.1f}"}
+    shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
+    due = version % config.eval_every == 0 or version == config.steps
+    if due and config.eval_when == "late":
+        log.kept.append((log.now(), version, learner.model.flat.clone()))
+    elif due:
+        metrics["eval"] = evaluate_now(run)
+        shown["eval"] = f"{metrics['eval']['solved']:.2f}"
+    if version % SAMPLES_EVERY == 0:
+        texts = [show_group(group, run.task) for group in groups[:3]]
+        log.say("\n".join(texts))
+        log.logs["samples"].append([{"version": version, "text": text} for text in texts])
+    log.step({"step": version, **metrics}, **shown)
+    check_step(run, groups, metrics)
+    run.discarded.clear()
+    run.verified.clear()
+
+
+def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
+    """What can be said of a batch that has trained `version` without a look at the policy, of each
+    task where there are several; and of the groups that were discarded since the last one."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    ages = [staleness(t, version) for t in trajectories]
+    discarded = [t for group, _ in run.discarded for t in group.trajectories]
+    metrics = {
+        **episode_metrics(trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
+        "discarded": dict(Counter(reason for _, reason in run.discarded)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
+    }
+    if run.task.parts:
+        metrics["tasks"] = {
+            part.name: episode_metrics([t for g in own for t in g.trajectories])
+            for part, own in zip(run.task.parts, by_task(groups, run.task.shares), strict=True)
+        }
+    return metrics
+
+
+def episode_metrics(trajectories: list) -> dict:
+    """Mean reward, and sizes, of some episodes."""
+    rewards = [t.reward for t in trajectories if not t.failed]
+    return {
+        "reward": float(np.mean(rewards or [0.0])),
+        "samples": len(trajectories),
+        "failed": len(trajectories) - len(rewards),
+        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+    }
+
+
+def show_group(group: Group, task: Task) -> str:
+    """One line: the text of a group's first episode, its versions and its reward."""
+    t = group.trajectories[0]
+    text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
+    if len(text) > 100:
+        text = f"{text[:60]} ... {text[-40:]}"
+    versions = t.versions[t.loss_mask]
+    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
+    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
+
+
 def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
     """Say what is wrong with a step; stop when three in a row were not finite, or too many episodes
     failed."""
     if in_row := run.learner.skipped_in_row:
-        found = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
-        run.log.say(f"step {run.learner.version} changed no weights: {found}")
+        text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        run.log.say(f"step {run.learner.version} changed no weights: {text}")
         if in_row >= 3:
-            raise TrainingStopped(f"loss or gradient not finite {in_row} times in a row ({found})")
+            raise TrainingStopped(f"loss or gradient not finite {in_row} times in a row ({text})")
     check_failures(run, groups + [group for group, _ in run.discarded])
 
 
@@ -82,7 +127,7 @@ def check_failures(run: Run, groups: list[Group]) -> None:
         run.log.failure = f"{first.finish}: {first.failure or 'no message'}"
         run.log.say(f"an episode failed, group {first.group_id}: {run.log.failure}")
     if len(failed) > run.config.max_failures * len(samples):
-        kinds = dict(Counter(t.finish for t in failed))
-        found = f"{len(failed)} of {len(samples)} episodes failed ({kinds})"
-        allowed = f"more than --max-failures {run.config.max_failures}"
-        raise TrainingStopped(f"{found}, {allowed}; the first: {run.log.failure}")
+        reasons = dict(Counter(t.finish for t in failed))
+        text = f"{len(failed)} of {len(samples)} episodes failed ({reasons})"
+        allowed = f"more than {run.config.max_failures} of them (--set max_failures)"
+        raise TrainingStopped(f"{text}, {allowed}; the first: {run.log.failure}")

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from learner import Learner, round_weights
-from runtime.config import Config, TrainingStopped, UserError, blame, printable, require
+from runtime.config import Config, TrainingStopped, UserError, blame, require
 from runtime.folder import check_log, open_plain, refuse_links, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, group_flaw, pack_group, unpack_group, verdict_flaw
 from runtime.runlog import LOGS, RunLog
 from runtime.team import CALL, ORDER, gather_moments, share_state
+from runtime.terminal import printable
 
 COUNTERS = ("version", "cursors", "begun", "skipped", "skipped_in_row")  # of a learner
 

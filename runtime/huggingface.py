@@ -19,9 +19,10 @@ from torch import Tensor
 
 from model import GPT, PRESETS, ModelConfig, merged
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, UserError, blame, fail, printable, require, require_only
+from runtime.config import Config, UserError, blame, require, require_only
 from runtime.folder import read_json, refuse_links, write_json
 from runtime.runlog import stored_config
+from runtime.terminal import fail, printable
 from runtime.tokenizer import VOCABULARY
 
 LAST = "lm_head.weight"

@@ -22,9 +22,9 @@ from runtime.checkpoint import (
 )
 from runtime.config import TrainingStopped
 from runtime.devices import own_gpus
-from runtime.flow import AsyncRun, log_spawn
 from runtime.messages import Group
-from runtime.team import Begin, Parted, join_team, leave_team
+from runtime.run import AsyncRun, log_spawn
+from runtime.team import LEARNER_SECONDS, Begin, Parted, join_team, leave_team
 
 
 def open_team(run: AsyncRun) -> None:
@@ -48,7 +48,7 @@ def team_of(run: AsyncRun, state: dict) -> None:
     begin = Begin(run.meeting_place(), own_gpus(run.config))
     for worker in workers:
         run.pool.send(worker, [begin])
-    join_team(team, *begin, run.config.learner_seconds)
+    join_team(team, *begin, LEARNER_SECONDS)
     share(run.learner, state)
 
 

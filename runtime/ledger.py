@@ -21,8 +21,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from runtime.config import UserError, fail, printable, require
+from runtime.config import UserError, require
 from runtime.folder import read_json, refuse_links, scan
+from runtime.terminal import fail, printable
 
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
 ALIVE = ("admitted", "started", "finished", "scored")

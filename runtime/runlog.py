@@ -23,9 +23,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from runtime.config import Config, blame, check, printable, require
+from runtime.config import Config, blame, check, require
 from runtime.devices import describe_machine
 from runtime.folder import Log, own_folder, read_json, refuse_links, sync_folder, write_json
+from runtime.terminal import printable
 
 LOGS = ("metrics", "events", "samples")
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from runtime.config import TrainingStopped
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each weight
+LEARNER_SECONDS = 10.0  # that learners wait for one of them
 CALL = "moments"  # the message that calls a learner to that meeting
 ORDER = {  # what may follow
     None: ("the first meeting",),

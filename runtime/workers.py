@@ -26,7 +26,7 @@ from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group
 from runtime.pipes import Line
-from runtime.team import CALL, Begin, Parted, join_team
+from runtime.team import CALL, LEARNER_SECONDS, Begin, Parted, join_team
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
@@ -39,7 +39,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
-    gc.freeze()  # as in open_training (setup.py)
+    gc.freeze()  # as in open_run (setup.py)
     born, active = time.monotonic(), False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
@@ -98,7 +98,7 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig):
         while True:
             match line.receive(0.5):
                 case [Begin(place, own_gpus)]:
-                    join_team(learner.team, place, own_gpus, config.learner_seconds)
+                    join_team(learner.team, place, own_gpus, LEARNER_SECONDS)
                     share(learner)
                 case [call] if call == CALL:
                     whole_moments(learner)

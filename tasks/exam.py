@@ -145,7 +145,7 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
     Of several tasks it is the mean of what `tasks` has of each.
     """
     host.deaths = 0  # a budget for each evaluation
-    several, parts = config.eval_samples, task.parts or (task,)
+    several, parts = 0, task.parts or (task,)
     K = len(parts)
     ids = [i * K + kind for kind, part in enumerate(parts) for i in range(part.eval_size)]
     generator = Generator(

@@ -15,10 +15,11 @@ from conftest import children
 
 import bench
 from lab import campaigns, gpu, plots, races, speed, tables
-from lab.plots import RESULTS, draw_run, load_result, save_result
+from lab.plots import RESULTS, load_result, save_result
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import Config, UserError
 from runtime.folder import Log
+from runtime.pictures import draw_run
 
 ROOT = RESULTS.parent
 PICTURES = ("reward.png", "timeline.png")

@@ -14,21 +14,11 @@ import torch
 
 import losses
 from runtime import devices
-from runtime.config import (
-    FIRST,
-    OBJECTIVES,
-    Config,
-    UserError,
-    check,
-    fail,
-    flag,
-    flag_name,
-    parse,
-    run_main,
-)
+from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, flag, parse, written
 from runtime.devices import pick_devices, set_threads
+from runtime.run import resumed
 from runtime.runlog import new_folder, write_config
-from runtime.setup import resumed
+from runtime.terminal import fail, run_main
 
 
 def refused(capsys, *argv) -> str:
@@ -93,7 +83,7 @@ def flags_in(text: str) -> set[str]:
 
 def test_help_shows_the_ten_flags_that_people_use_first(capsys):
     text = help_of(capsys, "--help")
-    assert flags_in(text) == {flag_name(name) for name in FIRST} and len(FIRST) == 10
+    assert flags_in(text) == {written(name) for name in FIRST} and len(FIRST) == 10
     assert "what the program does" in text and "--help-all" in text
     assert "default 'guess'" in text and "tiny, small, medium, or a folder" in " ".join(
         text.split()
@@ -111,7 +101,7 @@ def test_help_leaves_to_the_file_what_is_for_its_readers(text, monkeypatch, caps
 
 def test_help_all_shows_every_flag_in_its_group(capsys):
     text = help_of(capsys, "--help-all")
-    assert flags_in(text) == {flag_name(f.name) for f in dataclasses.fields(Config)}
+    assert flags_in(text) == {written(f.name) for f in dataclasses.fields(Config)}
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     groups = "what is learned, model, generation, staleness, objective, machines, trouble, watching"
     assert headings == ["options", *groups.split(", ")]

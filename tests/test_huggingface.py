@@ -25,7 +25,7 @@ from reward import task_of
 from rollout import generate, make_generator
 from runtime import huggingface
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, UserError, run_main
+from runtime.config import Config, UserError
 from runtime.huggingface import (
     base_model,
     export,
@@ -33,6 +33,7 @@ from runtime.huggingface import (
     stored_model,
 )
 from runtime.models import make_model
+from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer, read_tokenizer
 
 transformers = pytest.importorskip("transformers", reason=REASON)

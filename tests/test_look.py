@@ -14,10 +14,10 @@ from test_replay import rewrite, scores_of, wander
 import bench
 import train_async
 from lab import look
-from lab.replay import played_again, read_script, recorded
 from model import pack_tokens
 from runtime.config import Config
 from runtime.folder import read_lines
+from runtime.replay import played_again, read_script, recorded
 
 browser = pytest.mark.skipif(not PATH, reason="needs chromium or google-chrome")
 EVIL = '</script><script>window.evil=1</script><img src=x onerror="window.evil=2"><!--'

@@ -22,7 +22,7 @@ from model import GPT, ModelConfig, merged, pack_tokens
 from reward import make_task
 from rollout import generate
 from runtime.config import Config
-from runtime.setup import fitting_slots
+from runtime.run import fitting_slots
 from train_sync import train
 
 ROOT = Path(__file__).parent.parent

@@ -371,7 +371,7 @@ def test_a_mistake_costs_one_line(tmp_path, monkeypatch, capsys, flags, said):
     (tmp_path / "latin").write_bytes(b"caf\xe9 " * 1000)
     if ".bin" in config.text:
         config = dataclasses.replace(config, text=str(tmp_path / "latin"))
-    argv = [f"{config_room.flag_name(name)}={value}" for name, value in vars(config).items()]
+    argv = [f"{config_room.written(name)}={value}" for name, value in vars(config).items()]
     monkeypatch.setattr("sys.argv", ["pretrain.py", *argv])
     with pytest.raises(SystemExit) as stopped:
         config_room.run_main(pretrain.train, pretrain.__doc__, SparseConfig)

@@ -25,12 +25,11 @@ from reward import verify_group
 from rollout import make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
-from runtime.flow import AsyncRun, log_discards, settle
 from runtime.folder import Log, read_lines
 from runtime.messages import Answer, Call, Group, Judgement, pack_messages, unpack_messages
 from runtime.models import make_model
 from runtime.processes import Lost
-from runtime.setup import open_training
+from runtime.run import AsyncRun, log_discards, open_run, settle
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}
@@ -78,7 +77,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     """
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
-    run = open_training(config, "async")
+    run = open_run(config, "async")
     buffer = Buffer(run.task.shares, config.max_staleness, config.on_stale)
     pool = Workers(config, run.task, workers)
     run = AsyncRun(**vars(run), mailbox=None, buffer=buffer, pool=pool)

@@ -64,7 +64,7 @@ def test_the_followed_agents_are_worth_following(stations):
         ("turn 2         0.447", "turn 2         0.747", "credit: page: turn 2"),
         ('event("learner", kind', 'event("nobody", kind', "train_async.py has 0"),
         ("        for s in range(start", "        for v in range(start", "may_admit is not what"),
-        ("](../lab/replay.py)", "]", "lab/replay.py is nowhere linked"),
+        ("](../runtime/replay.py)", "]", "runtime/replay.py is nowhere linked"),
         ("](../bench.py)", "](../bunch.py)", "bunch.py is linked, but is not there"),
     ],
 )

@@ -29,10 +29,11 @@ from rollout import generate
 from runtime import runlog
 from runtime import setup as setup_room
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, TrainingStopped, UserError, run_main
+from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
 from runtime.models import make_model
+from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer
 from tasks.exam import Host, evaluate
 

@@ -1,4 +1,4 @@
-"""lab/replay.py: execute a finished asynchronous run again, from its event log.
+"""runtime/replay.py: execute a finished asynchronous run again, from its event log.
 
     python train_async.py --replay runs/NAME       # must end at the same weights
 
@@ -37,7 +37,7 @@ from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
 from runtime.messages import ARRAYS, Group, Trajectory, apply_judgement
 from runtime.models import make_model
-from runtime.setup import resumed
+from runtime.run import resumed
 from tasks.exam import Host
 
 

@@ -1,0 +1,371 @@
+"""run.py: a run is opened and ended here: folder, configuration, model, learner, logs, exit code.
+
+`open_run` makes what both trainers work with, new or resumed; `open_async` adds the processes and
+what they share. `end_run` closes with the summary, the pictures and the verdict (report.py).
+Left out: what a step does (learner.py), what follows it (books.py), the flags (config.py).
+"""
+
+import contextlib
+import gc
+import os
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from tqdm import tqdm
+
+from buffer import Buffer
+from learner import Learner, make_learner
+from model import GPT
+from reward import Task, own_files, problem_of, task_of
+from runtime import sessions, workers
+from runtime.advice import Advice, advice_of
+from runtime.checkpoint import (
+    checkpoint,
+    completed_groups,
+    drop_what_follows,
+    load_checkpoint,
+    restore,
+    sha256_of,
+)
+from runtime.config import SIZES, Config, TrainingStopped, UserError, check, require, written
+from runtime.devices import pick_devices, set_threads
+from runtime.eightbit import form_of
+from runtime.folder import own_folder
+from runtime.ledger import BUFFER, WORKER, Ledger, read_books
+from runtime.mailbox import Mailbox
+from runtime.messages import Answer, Group, flaw
+from runtime.models import fitting_slots, make_model
+from runtime.pipes import start_here
+from runtime.processes import Pool, Worker
+from runtime.report import summarise
+from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
+from runtime.teacher import pinned
+from runtime.team import leave_team
+from runtime.terminal import printable
+from tasks.exam import Host, evaluate
+
+# flags that a run may have anew when it goes on
+MAY_CHANGE = ("steps", "learners", "rollout_workers", "cluster")
+
+
+@dataclass
+class Run:
+    """What both trainers work with."""
+
+    config: Config
+    task: Task
+    folder: Path
+    lock: TextIO  # while it is open, the folder is this process's
+    learner: Learner
+    log: RunLog
+    stop: Stop
+    host: Host  # of evaluations, and of what train_sync.py has outside
+    advice: Advice
+    ledger: Ledger
+    state: dict | None  # the checkpoint with which it goes on
+    verified: list[Group] = field(default_factory=list)  # since failures were counted last
+    # those that were not to be trained, and why
+    discarded: list[tuple[Group, str]] = field(default_factory=list)
+
+
+def open_run(config: Config, mode: str) -> Run:
+    """Everything a trainer needs, new or resumed; the first evaluation and checkpoint of a new run.
+
+    mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
+    """
+    stop, state, ledger, lock = Stop(), None, Ledger(), None
+    require(not config.replay, f"--replay {config.replay}: must be left out in train_sync.py")
+    if config.resume:
+        folder = Path(config.resume)
+        config, record = resumed(config)
+        require(record["mode"] == mode, f"--resume {folder}: must be a run of train_{mode}.py")
+        lock = own_folder(folder)
+        state = load_checkpoint(folder)
+        if mode == "async":
+            ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
+    config = resolved(config, mode, goes_on=bool(state))
+    learners, rollouts = pick_devices(config)
+    set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
+    task = task_of(config)
+    served = config.reward_workers or mode == "sync"
+    must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
+    require(served or not any(part.outside for part in task.parts or (task,)), must)
+    config = replace(config, steps=config.steps or task.steps)
+    advice = advice_of(config, task)
+    learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
+    if config.slots == 0:
+        slots = fitting_slots(
+            config, task, learner.model, rollouts if mode == "async" else learners
+        )
+        config = replace(config, slots=slots)
+    if state:
+        restore(learner, state, config, ledger)
+    gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
+    gc.set_threshold(50_000)  # groups that arrive are no garbage: the parent takes 11% more of them
+    opened = contextlib.nullcontext((folder, lock)) if state else new_folder(config, mode)
+    with opened as (folder, lock):
+        if state:
+            drop_what_follows(folder, state)
+            write_config(folder, record | {name: getattr(config, name) for name in MAY_CHANGE})
+        host = Host(config, folder / "logs" / "evaluation.log")
+        log = RunLog(folder, config, state)
+        run = Run(config, task, folder, lock, learner, log, stop, host, advice, ledger, state)
+        if state:
+            log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
+            return run
+        try:
+            log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
+            checkpoint(learner, folder, log)  # so that a run can always be resumed
+        except BaseException:
+            log.close()  # the error is the last line on the screen
+            raise
+    return run
+
+
+def resolved(config: Config, mode: str, goes_on: bool) -> Config:
+    """The config with absolute paths, a fixed teacher and a cluster that answers."""
+    names = ("teacher", "reward_model") + ("model",) * (config.model not in SIZES)
+    paths = {name: getattr(config, name) for name in names}
+    absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
+    config = replace(config, **absolute)  # a run may go on from another folder
+    config = config if goes_on else pinned(config)
+    if config.cluster:
+        require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
+        from runtime.cluster import open_cluster  # it takes a second, and needs Ray
+
+        config = open_cluster(config)
+    return config
+
+
+def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
+    """The configuration of the run to resume (or to replay), and all that its config.json holds.
+
+    Only the flags in MAY_CHANGE may change, and only to resume. A folder may come from somebody
+    else: it runs code of a file only if the user names that file, too. Raises UserError.
+    """
+    folder = Path(getattr(config, flag))
+    old, stored = stored_config(folder, f"--{flag}")
+    free = {"resume", *MAY_CHANGE} if flag == "resume" else {flag}
+    for f in fields(Config):
+        given, had = getattr(config, f.name), getattr(old, f.name)
+        must = f"{written(f.name, given)}: must be left out with --{flag} (the run has {had})"
+        require(f.name in free or given in (f.default, had), must)
+    known = config.task == old.task or not own_files(old.task)
+    require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
+    changed = {name: getattr(config, name) or getattr(old, name) for name in free}
+    changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
+    return check(replace(old, **changed)), stored
+
+
+def evaluate_now(run: Run) -> dict:
+    """Evaluate the learner; what has failed is said. The host looks at the clock itself."""
+    run.log.rest()
+    result = evaluate(run.learner, run.config, run.task, run.host)
+    for reason, (count, words) in result["failures"].items():
+        run.log.say(f"evaluation: {count} failed, {': '.join(filter(None, (reason, words)))}")
+    return result
+
+
+def end_run(run: Run, facts: dict) -> None:
+    """The evaluations that were put off (eval_when), then summary, pictures, verdict, exit code.
+
+    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
+    was killed has lost these evaluations.
+    """
+    config, learner, log = run.config, run.learner, run.log
+    facts = {
+        "published_bytes": learner.model.flat.nbytes,
+        **facts,
+        "task": config.task,
+        "seed": config.seed,
+        "steps": learner.version,
+        "stopped_early": learner.version < config.steps,
+        "wall_s": round(log.close(), 2),
+        "weights_sha256": sha256_of(learner.weights),
+        # two moments of AdamW, in each learner
+        "optimizer_bytes": 2 * sum(part.nbytes for part, _ in learner.slices),
+    }
+    for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
+        learner.model.flat.copy_(weights)
+        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
+    run.host.close()
+    opened = facts.get("sessions", Counter()) + run.host.sessions  # of environments
+    facts["sessions"] = {name: opened[name] for name in ("opened", "closed")}
+    print(printable(summarise(run.folder, facts)))
+
+
+def exit_code(run: Run) -> None:
+    """A run that a signal has stopped says so to whoever has started it: 130 for Ctrl-C, 143 for
+    SIGTERM."""
+    if run.learner.version < run.config.steps:
+        raise SystemExit(128 + run.stop.asked)
+
+
+# ---------------------------------------------------------------------------- an asynchronous run
+
+
+@dataclass
+class AsyncRun(Run):
+    """What an asynchronous run has besides."""
+
+    mailbox: Mailbox = None
+    buffer: Buffer = None
+    pool: Pool = None
+    interrupted: list[Group] = field(default_factory=list)  # to be issued again, after a resume
+    training: list[int] = field(default_factory=list)  # groups of the step that is computed now
+    since: list[tuple] = field(default_factory=list)  # see `note_step` (runtime/learners.py)
+    meetings: int = 0  # how often the learners have met anew
+    deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
+    lost: list[str] = field(default_factory=list)  # workers, and of what they died
+    sessions: Counter = field(default_factory=Counter)  # of reward workers that were lost
+    began: float = 0.0  # when the first group landed
+    progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
+
+    def meeting_place(self) -> str:
+        """Where the learners of a run find each other, this time."""
+        if self.config.cluster:
+            return self.mailbox.meeting_address()
+        self.meetings += 1
+        path = self.folder.resolve() / "checkpoints" / f"meeting-{self.meetings}"
+        path.unlink(missing_ok=True)
+        return f"file://{path}"
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Ids of all groups that are admitted and not trained: a checkpoint must not lose them."""
+        return self.training + list(self.buffer.outstanding)
+
+
+@contextlib.contextmanager
+def open_async(config: Config):
+    """An AsyncRun; what was in flight when a run was interrupted is to be issued again.
+
+    Whatever goes wrong inside, every process is ended, and a checkpoint is written if it can be.
+    """
+    start = open_run(config, "async")
+    config, learner, log = start.config, start.learner, start.log
+    try:
+        run = AsyncRun(**vars(start), mailbox=mailbox_of(config, learner.model))
+        run.buffer = Buffer(run.task.shares, config.max_staleness, config.on_stale)
+        run.mailbox.publish(learner.version, learner.model.flat)
+        run.pool = start_workers(run)
+    except OSError as error:  # too little shared memory, too many processes
+        if not start.state:
+            shutil.rmtree(start.folder)
+        where = f"--cluster {config.cluster}" if config.cluster else f"--model {config.model}"
+        raise UserError(f"{where}: {error.strerror}") from error
+    if run.state:
+        take_up(run, run.state)
+    for worker in run.pool.workers.values():
+        log_spawn(run, worker)
+    try:
+        yield run
+    except BaseException:
+        save_what_is(run)
+        raise
+    finally:
+        run.pool.close()
+        leave_team(learner.team)
+        run.mailbox.close()
+        for worker in run.pool.workers.values():
+            log.event(worker.name, "exit", reason="end")
+        log.flush()
+
+
+def take_up(run: AsyncRun, state: dict) -> None:
+    """The groups of a checkpoint: complete ones wait to be trained, others begin again."""
+    for group in completed_groups(state):
+        run.buffer.restore(group)
+    for group_id in sorted(set(state["in_flight"]) - run.buffer.completed.keys()):
+        if run.ledger.states[group_id] != "lost":
+            run.log.event("learner", "lost", group=group_id, reason="interrupted")
+        run.buffer.admit(group_id, run.learner.version)
+        problem = problem_of(run.task, group_id, "train")
+        run.interrupted.append(Group(group_id, run.learner.version, problem))
+
+
+def mailbox_of(config: Config, model: GPT):
+    """Where published weights are put: memory of this machine, or of each node of a cluster."""
+    form = form_of(model, config.published)
+    if not config.cluster:
+        return Mailbox(model.flat, form=form)
+    from runtime.cluster import Mailboxes  # importing Ray takes a second
+
+    return Mailboxes(form, config)
+
+
+def start_workers(run: AsyncRun) -> Pool:
+    """Spawn every process of the run."""
+    config, shape = run.config, run.learner.model.config
+    _, rollouts = pick_devices(config)
+    judges = replace(config, threads=torch.get_num_threads())  # as many as a replay has
+    roles = {
+        "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
+        "reward": (sessions.reward_worker, config.reward_workers, judges),
+        "learner": (workers.learner_worker, config.team_size - 1, config, shape),
+    }
+
+    def examine(answer: Answer, work: dict) -> str | None:
+        allowed = run.mailbox.version, shape.vocab_size, config.cut
+        return flaw(answer, work, config.group_size, *allowed)
+
+    return Pool(
+        roles,
+        logs=run.folder / "logs",
+        restarts=config.restarts,
+        silence=config.silence,
+        flaw=examine,
+        start=run.mailbox.start if config.cluster else start_here,
+    )
+
+
+def log_spawn(run: AsyncRun, worker: Worker) -> None:
+    """A worker was started; its end is an `exit`."""
+    run.log.event(worker.name, "spawn", pid=worker.process.pid)
+
+
+def settle(run: AsyncRun) -> None:
+    """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
+    an error names the first group that is not where it must be."""
+    for event in run.log.events:
+        run.ledger.note(event)
+    run.log.flush()
+    places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out().keys(), WORKER)
+    run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
+
+
+def log_discards(run: AsyncRun) -> None:
+    """Groups that were taken out untrained, and why."""
+    version = run.learner.version
+    for group, reason in run.buffer.dropped:
+        run.log.event("learner", "discard", group=group, reason=reason, version=version)
+    run.buffer.dropped.clear()
+
+
+def save_what_is(run: AsyncRun) -> None:
+    """A checkpoint of a run that cannot go on; not if its learners do not answer each other."""
+    run.log.close()
+    try:
+        checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())
+    except TrainingStopped as error:
+        run.log.say(f"no checkpoint of the last steps: {error}")
+
+
+def asynchronous_facts(run: AsyncRun) -> dict:
+    """What only an asynchronous run can say about itself, for its summary."""
+    seconds = time.monotonic() - (run.began or run.log.start)
+    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    learner = run.log.seconds["train"] / seconds
+    return {
+        "staleness_bound": run.config.max_staleness,
+        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
+        "published_bytes": run.mailbox.nbytes,
+        "ledger": run.ledger.totals(),
+        "workers_lost": run.lost,
+        "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),
+    }

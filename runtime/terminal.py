@@ -1,0 +1,82 @@
+"""runtime/terminal.py: a program and its terminal: one line for a mistake, exit codes, streams.
+
+Exit codes: 0, 1 (training cannot go on), 2 (a mistake of the user's), 128 + the number of a signal.
+"""
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+from runtime.config import Config, TrainingStopped, UserError, parse, require
+
+
+def run_main(main: Callable[[Config], None], description: str, program: type = Config) -> None:
+    """Parse, run, and turn the user's mistakes into one line and exit code 2, trouble into 1.
+    --help shows what the program is and how it is run, the first two paragraphs."""
+    open_streams()
+    try:
+        require(sys.platform == "linux", f"{sys.platform}: must be linux, to train")
+        main(parse("\n\n".join((description or "").split("\n\n")[:2]), sys.argv[1:], program))
+    except UserError as error:
+        fail(error)
+    except (TrainingStopped, OSError) as error:
+        sys.stderr.write(f"\nstopped: {printable(str(error))}\n")
+        raise SystemExit(1) from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def fail(error: Exception | str) -> None:
+    """Print one line to stderr and end the process with exit code 2."""
+    text = printable(" ".join(str(error).split()))
+    sys.stderr.write(f"{Path(sys.argv[0]).name}: {text}\n")
+    raise SystemExit(2)
+
+
+def printable(text: str) -> str:
+    """Text with every control character but the end of a line escaped: a terminal obeys others."""
+    return "".join([c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text])
+
+
+class Stream:
+    """stdout or stderr. When nobody reads it any more, the run ends as with its terminal, by
+    SIGUSR1 (runlog.py): nohup ignores SIGHUP."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> None:
+        self._do(self.stream.write, text)
+
+    def flush(self) -> None:
+        self._do(self.stream.flush)
+
+    def _do(self, method: Callable, *arguments) -> None:
+        try:
+            method(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            with suppress(OSError):  # the other stream may have a reader
+                os.write(2, f"\nnobody reads {self.stream.name} any more".encode())
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def open_streams() -> None:
+    """A closed stdout or stderr swallows what is written; one that cannot print a character prints
+    its number."""
+    while os.open(os.devnull, os.O_RDWR) < 3:
+        pass  # 1 or 2 was free: the next file would have been written to
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")
+        stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, Stream(stream))
