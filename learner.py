@@ -3,7 +3,7 @@
 `naive_step` is the idea: one GRPO step on one group of answers, on padded tensors. `learner_step`
 is the same for many groups at once, packed without padding, with any objective of losses.py; both
 trainers call it. `Learner` is plain data: policy, AdamW's moments, reference, damper, counters.
-Left out: set-up (runtime/setup.py), what is saved (runtime/checkpoint.py), evaluation
+Left out: set-up (runtime/run.py), what is saved (runtime/checkpoint.py), evaluation
 (tasks/exam.py), processes.
 
 Axes: G groups · n answers of a group · M generated tokens of a micro-batch (N in losses.py)

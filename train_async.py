@@ -7,7 +7,7 @@
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
 adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights
 that are published while episodes run, and groups that are issued again when a worker dies.
-Left out: how processes are kept (runtime/processes.py), set-up, ledger and end (runtime/flow.py).
+Left out: how processes are kept (runtime/processes.py), set-up, ledger and end (runtime/run.py).
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and

@@ -38,7 +38,7 @@ from model import naive_forward, pack_tokens
 from pretrain import episodes
 from reward import split_answers, task_of, verify_group
 from rollout import generate, make_generator, naive_generate
-from runtime import flow
+from runtime import run as run_room
 from runtime.advice import judge
 from runtime.arena import Arena
 from runtime.config import Config, TrainingStopped
@@ -74,7 +74,7 @@ BREAKS = 5  # of so many calls of the tool one breaks off
 # ------------------------------------------------------------------------------------- the run
 
 
-def workers_by_count(run: flow.AsyncRun, seen: SimpleNamespace) -> SimpleNamespace:
+def workers_by_count(run: run_room.AsyncRun, seen: SimpleNamespace) -> SimpleNamespace:
     """What the trainer needs of a Pool, without a process; notes what the stations look at."""
     rollout = SimpleNamespace(name="rollout-0", role="rollout", behind=0.0)
     reward = SimpleNamespace(name="reward-0", role="reward", behind=0.0)
@@ -139,7 +139,7 @@ def run_by_count(folder: Path) -> SimpleNamespace:
     config = dataclasses.replace(Config(), out=str(folder), **FLAGS)
     seen = SimpleNamespace(admitted={}, stamps={}, placed={}, steps=[])
     seen.arena = Arena()
-    start = mock.patch.object(flow, "start_workers", lambda run: workers_by_count(run, seen))
+    start = mock.patch.object(run_room, "start_workers", lambda run: workers_by_count(run, seen))
     learn = mock.patch.object(train_async, "learner_step", lambda *a: seen.learn(*a))
     with start, learn, contextlib.redirect_stdout(io.StringIO()):
         train_async.train(config)

@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from lab.plots import RESULTS, between, draw_both, markdown, save_result
-from runtime.config import flag, one_of, require
+from runtime.config import flag, one_of, require, words
 from runtime.folder import read_json, read_lines
 from runtime.pictures import (
     BLUE,
@@ -100,7 +100,7 @@ class RaceConfig:
 
 def run_command(trainer: str, run: Path, **flags) -> dict:
     """Run a trainer as a user does; its summary, with `command_s`: start of the process to end."""
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    options = words(flags)
     command = [sys.executable, trainer, f"--out={run.resolve()}", *options]
     begin = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

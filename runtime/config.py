@@ -238,13 +238,15 @@ def check(config: Config) -> Config:
             fits = low <= value <= high and value < math.inf
             most = f" and at most {high}" if math.isfinite(high) else ""
             require(fits, f"{must} at least {low}{most}")
-        for other, values in f.metadata["only_with"].items():
-            fits = value == f.default or getattr(config, other) in values
-            beside = written(other, getattr(config, other))
-            require(fits, f"{must} {f.default!r} with {beside}")
     if hasattr(config, "chunk_size"):
         size = config.chunk_size
         require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
+    for f in fields(config):
+        for other, values in f.metadata["only_with"].items():
+            value, beside = getattr(config, f.name), getattr(config, other)
+            must = f"{written(f.name, value, not f.metadata['flag'])}: must be {f.default!r}"
+            fits = value == f.default or beside in values
+            require(fits, f"{must} with {written(other, beside)}")
     if getattr(config, "model", "tiny") not in SIZES:
         needed = "must be tiny, small, medium or a folder of Qwen3 weights"
         there = "(config.json, *.safetensors, tokenizer.json)"

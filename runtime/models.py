@@ -1,6 +1,6 @@
 """models.py: from flags, a file or a run to a policy: its shape and its weights.
 
-Left out: Hugging Face folders (huggingface.py), the rest of a run (setup.py).
+Left out: Hugging Face folders (huggingface.py), the rest of a run (run.py).
 """
 
 import os

@@ -39,7 +39,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
-    gc.freeze()  # as in open_run (setup.py)
+    gc.freeze()  # as in open_run (run.py)
     born, active = time.monotonic(), False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()

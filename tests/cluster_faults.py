@@ -18,6 +18,8 @@ from pathlib import Path
 from faults import judged
 from tqdm import tqdm
 
+from runtime.config import words
+
 ROOT = Path(__file__).resolve().parent.parent
 MEMORY = {"object_store_memory": 100 << 20}
 KINDS = ("worker", "actor", "actor stopped", "keeper", "node", "driver")
@@ -39,8 +41,8 @@ def new_cluster():
 def start(address: str, **flags) -> subprocess.Popen:
     """A run as a process of its own."""
     flags |= {"cluster": address}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    command = [sys.executable, "train_async.py", *words]
+    options = words(flags)
+    command = [sys.executable, "train_async.py", *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=-3, stderr=subprocess.PIPE, text=True)
 
 

@@ -44,7 +44,7 @@ from learner import learner_step  # noqa: E402
 from runtime import checkpoint, sessions, team, workers  # noqa: E402
 from runtime import folder as run_folder  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
-from runtime.config import Config, TrainingStopped, run_main  # noqa: E402
+from runtime.config import Config, TrainingStopped, run_main, words  # noqa: E402
 from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
 from runtime.messages import Answer, Group, pack_messages  # noqa: E402
@@ -507,7 +507,7 @@ def run_plan(folder: Path, plan: list[dict], seconds: float = 200.0, **flags) ->
         if run.is_dir() and not again:  # it had no checkpoint yet
             run = folder / f"run-{len(ends)}"
         where = {"resume": run} if again else {"out": run, **flags}
-        options = [f"--{name.replace('_', '-')}={value}" for name, value in where.items()]
+        options = words(where)
         command = [sys.executable, __file__, str(folder), *options]
         process = subprocess.Popen(
             command, stdout=-3, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import show_group, summarise
 from reward import make_task
+from runtime.books import show_group
 from runtime.folder import Log
 from runtime.messages import Group, Trajectory
+from runtime.report import summarise
 from runtime.tokenizer import own_tokenizer
 
 encode = own_tokenizer().encode
@@ -21,7 +22,7 @@ ROW |= {"tokens": 9, "failures": {"env_error": 1}, "discarded": {}}
 
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
-    monkeypatch.setattr("lab.plots.draw_run", lambda run: None)
+    monkeypatch.setattr("runtime.report.draw_run", lambda run: None)
 
 
 def verdict_of(folder: Path, dead: list[int], solved: float = 0.5, **facts) -> str:

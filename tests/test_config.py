@@ -14,17 +14,19 @@ import torch
 
 import losses
 from runtime import devices
-from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, flag, parse, written
+from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, flag, parse, words, written
 from runtime.devices import pick_devices, set_threads
 from runtime.run import resumed
 from runtime.runlog import new_folder, write_config
 from runtime.terminal import fail, run_main
 
 
-def refused(capsys, *argv) -> str:
+def refused(capsys, monkeypatch, *argv) -> str:
     """The one line that a wrong command line prints; asserts exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+    monkeypatch.setattr("runtime.terminal.open_streams", lambda: None)
     with pytest.raises(SystemExit) as stop:
-        parse("test", list(argv))
+        run_main(lambda config: None, "test")
     assert stop.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "Traceback" not in err
@@ -32,19 +34,24 @@ def refused(capsys, *argv) -> str:
 
 
 @pytest.mark.parametrize(
-    "argv, words",
+    "argv, parts",
     [
         (["--speed", "9"], ["--speed", "must be a flag (such as --seed)"]),
         (["--max-stale", "9"], ["--max-stale: must be a flag (such as --max-staleness)"]),
         (["hello"], ["hello: must be a flag (such as --help)"]),
         (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
-        (["--silence", "inf"], ["--silence inf", "at least 1"]),
+        (["--set", "silence=inf"], ["--set=silence=inf", "at least 1"]),
+        (["--set", "quiet=1"], ["--set quiet=1", "must be one of scoring"]),
+        (["--set", "silence=x"], ["--set silence=x", "of type float"]),
+        (["--lr"], ["--lr", "expected one argument"]),
+        (["--credit", "turn", "--advantage", "gae"], ["--credit turn", "with --advantage gae"]),
+        (["--keep-dead", "no", "--teacher", "RUN"], ["--keep-dead no", "with --teacher RUN"]),
         (["--slots", "-1"], ["--slots", "-1", "at least 0"]),
         (["--group-size", "1"], ["--group-size", "1", "at least 2"]),
         (["--groups-per-step", "-4"], ["--groups-per-step", "-4"]),
         (["--max-staleness", "-1"], ["--max-staleness", "-1"]),
         (["--lr", "nan"], ["--lr", "nan"]),
-        (["--top-k", "3"], ["--top-k 3: must be left out with --attention dense"]),
+        (["--top-k", "3"], ["--top-k 3: must be 8 with --attention dense"]),
         (["--lr", "2"], ["--lr", "2.0", "at most 1.0"]),
         (["--swap", "hot"], ["--swap", "hot", "keep", "recompute", "drain"]),
         (["--objective", "vpg"], ["--objective", "vpg", "decoupled_ppo"]),
@@ -54,13 +61,19 @@ def refused(capsys, *argv) -> str:
         (["--chunk-size", "24"], ["--chunk-size", "24", "power of two"]),
         (["--seed", "x"], ["--seed", "x"]),
         (["--step", "3"], ["--step"]),  # no abbreviations: a typo is not a flag
-        (["--silence", "1", "--reward-seconds", "2"], ["--silence", "at least 4"]),
+        (["--set", "silence=1"], ["--set=silence=1.0", "at least 4"]),
     ],
 )
-def test_wrong_flags_cost_one_line(capsys, argv, words):
-    line = refused(capsys, *argv)
-    for word in words:
+def test_wrong_flags_cost_one_line(capsys, monkeypatch, argv, parts):
+    line = refused(capsys, monkeypatch, *argv)
+    for word in parts:
         assert word in line
+
+
+def test_settings_as_a_command_line_are_read_as_they_were():
+    changes = {"silence": 9.0, "lr": 0.01, "task": "sort:5", "scoring": "indexer"}
+    changes["attention"] = "dsa"
+    assert parse("test", words(changes)) == dataclasses.replace(Config(), **changes)
 
 
 def test_flags_are_the_fields():
@@ -101,12 +114,13 @@ def test_help_leaves_to_the_file_what_is_for_its_readers(text, monkeypatch, caps
 
 def test_help_all_shows_every_flag_in_its_group(capsys):
     text = help_of(capsys, "--help-all")
-    assert flags_in(text) == {written(f.name) for f in dataclasses.fields(Config)}
+    flags = {written(f.name) for f in dataclasses.fields(Config) if f.metadata["flag"]}
+    assert flags_in(text) == flags | {"--set"} and len(flags) < 45
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    groups = "what is learned, model, generation, staleness, objective, machines, trouble, watching"
+    groups = "what is learned, model, generation, staleness, objective, machines, watching"
     assert headings == ["options", *groups.split(", ")]
     staleness = text[text.index("\nstaleness:") : text.index("\nobjective:")]
-    assert flags_in(staleness) == {"--max-staleness", "--on-stale"}
+    assert flags_in(staleness) == {"--max-staleness"}
 
 
 def test_help_of_other_flags_shows_all_of_them(capsys):
@@ -222,7 +236,7 @@ def test_a_run_that_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path, nohup
 
 def test_a_run_says_that_nobody_reads_it(tmp_path):
     """`train_sync.py | head`, and somebody looks at stderr."""
-    code = "from runtime.config import open_streams; open_streams(); print(1, flush=True)"
+    code = "from runtime.terminal import open_streams; open_streams(); print(1, flush=True)"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent.parent,
@@ -249,13 +263,6 @@ def test_only_steps_may_change_on_resume(tmp_path):
         resumed(dataclasses.replace(Config(), resume=str(run), lr=0.2))
     with pytest.raises(UserError, match="must be a run folder"):
         resumed(dataclasses.replace(Config(), resume=str(tmp_path)))
-
-
-def test_where_a_folder_exports_is_said_anew_on_resume(tmp_path):
-    run = made(out=str(tmp_path / "run"), export="/where/a/stranger/likes")
-    for export in ("", str(tmp_path / "mine")):
-        config, _ = resumed(dataclasses.replace(Config(), resume=str(run), export=export))
-        assert config.export == export
 
 
 def test_a_setting_that_no_longer_exists_is_ignored_on_resume(tmp_path):

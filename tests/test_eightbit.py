@@ -18,8 +18,8 @@ from cache import decode, make_cache, prefill, reserve
 from model import merged
 from reward import make_task
 from rollout import generate
-from runtime import setup
-from runtime.config import Config
+from runtime import models as setup
+from runtime.config import Config, words
 from runtime.eightbit import (
     FLOAT8,
     LARGEST,
@@ -286,7 +286,7 @@ def test_slots_0_counts_a_byte_for_each_number(monkeypatch):
 
 def test_kernels_in_triton_refuse_it_in_one_line(tmp_path):
     flags = {"attention": "dsa", "kernels": "triton", "rollout-cache": EIGHT, "out": tmp_path / "x"}
-    command = [sys.executable, "train_sync.py", *[f"--{k}={v}" for k, v in flags.items()]]
+    command = [sys.executable, "train_sync.py", *words(flags)]
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     said = f"--rollout-cache {EIGHT}: must be auto with kernels in Triton"

@@ -252,7 +252,7 @@ def test_bfloat16_with_sparse_attention(more, tmp_path):
 
 
 def test_as_many_slots_as_fit(monkeypatch, capsys):
-    from runtime import setup
+    from runtime import models as setup
     from runtime.config import UserError
 
     task = make_task("sum")

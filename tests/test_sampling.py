@@ -22,7 +22,7 @@ from logprobs import generated_logprobs, token_logprobs
 from model import pack_tokens
 from reward import capacity_of, make_task, task_of, verify_group
 from rollout import Generator, generate, noise_keys, sample
-from runtime import setup as setup_room
+from runtime import run as run_room
 from runtime.checkpoint import completed_groups, load_tensors, to_tensors
 from runtime.config import Config
 from runtime.folder import read_lines
@@ -396,7 +396,7 @@ def config_of(folder=None, **flags) -> Config:
 @pytest.fixture
 def few_held_out_problems(monkeypatch):
     few = lambda config: dataclasses.replace(task_of(config), eval_size=8)  # noqa: E731
-    monkeypatch.setattr(setup_room, "task_of", few)
+    monkeypatch.setattr(run_room, "task_of", few)
 
 
 def summary_of(folder) -> dict:

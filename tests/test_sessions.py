@@ -18,7 +18,7 @@ import train_async
 import train_sync
 from lab.plots import load_result
 from runtime import sessions
-from runtime.config import Config, UserError
+from runtime.config import Config, UserError, words
 from runtime.messages import Call
 from tasks.exam import Host
 
@@ -223,7 +223,7 @@ def test_a_run_with_faults_ends_and_replays(tmp_path):
     states, run = tmp_path / "states", tmp_path / "run"
     states.mkdir()
     task = f"{SLOW}:0.01,yes,{states}"
-    flags = [f"--{k.replace('_', '-')}={v}" for k, v in SMALL.items()]
+    flags = words(SMALL)
     flags += ["--reward-seconds=0.5", "--max-failures=1", "--silence=5", f"--task={task}"]
     name, value = tag.split("=")
     command = [sys.executable, "train_async.py", *flags, f"--out={run}"]

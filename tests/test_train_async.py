@@ -26,10 +26,10 @@ import train_async
 import train_sync
 from buffer import Buffer
 from rollout import generate, make_generator
-from runtime import flow
+from runtime import run as run_room
 from runtime.advice import judge
 from runtime.checkpoint import completed_groups, load_checkpoint
-from runtime.config import Config, TrainingStopped, UserError
+from runtime.config import Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.messages import Answer
@@ -87,7 +87,7 @@ def kinds_of(folder) -> dict[str, set[str]]:
 
 def start(folder: Path, *flags: str) -> subprocess.Popen:
     """A run as somebody starts it, in a process group of its own."""
-    small = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    small = words(SMALL)
     command = [sys.executable, "train_async.py", "--out", str(folder), *small, *flags]
     if "--resume" in flags:
         command = [sys.executable, "train_async.py", *flags]
@@ -363,7 +363,7 @@ def train_here(tmp_path, monkeypatch):
     def train(happens: dict, **flags):
         pools, folder = [], tmp_path / "run"
         monkeypatch.setattr(
-            flow, "start_workers", lambda run: pools.append(PoolHere(run, happens)) or pools[0]
+            run_room, "start_workers", lambda run: pools.append(PoolHere(run, happens)) or pools[0]
         )
         try:
             train_async.train(config_of(folder, **flags))

@@ -19,15 +19,15 @@ import reward
 import rollout
 import train_async
 import train_sync
-from bench import batch_metrics
 from buffer import pack
 from learner import learner_step, make_learner, naive_step, samples_of
 from logprobs import token_logprobs
 from model import GPT, PRESETS, ModelConfig
 from reward import task_of
 from rollout import generate
+from runtime import run as run_room
 from runtime import runlog
-from runtime import setup as setup_room
+from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import read_lines
@@ -45,7 +45,7 @@ SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_e
 def few_held_out_problems(monkeypatch):
     """Evaluations are not what most of these tests look at: 8 problems, and not 256."""
     monkeypatch.setattr(
-        setup_room, "task_of", lambda config: dataclasses.replace(task_of(config), eval_size=8)
+        run_room, "task_of", lambda config: dataclasses.replace(task_of(config), eval_size=8)
     )
 
 
@@ -401,7 +401,7 @@ def failing(bad_share: int):
 
 
 def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup_room, "task_of", lambda config: failing(4))
+    monkeypatch.setattr(run_room, "task_of", lambda config: failing(4))
     train_sync.train(config_of(tmp_path / "run", max_failures=1.0))
     rows = rows_of(tmp_path / "run")[1:]
     failures = sum(n for r in rows for n in r["failures"].values())
@@ -454,7 +454,7 @@ def test_the_first_failing_call_is_shown_with_its_place(
 
 
 def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup_room, "task_of", lambda config: failing(1))
+    monkeypatch.setattr(run_room, "task_of", lambda config: failing(1))
     stopped = "64 of 64 episodes failed.*verifier_error.*--max-failures .*the first: verifier_error"
     with pytest.raises(TrainingStopped, match=stopped + ": RuntimeError: verifier is broken"):
         train_sync.train(config_of(tmp_path / "run"))
@@ -487,7 +487,7 @@ def test_evaluation_changes_nothing(tmp_path):
     ],
 )
 def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, words):
-    argv = [a for k, v in flags.items() for a in ("--" + k, str(v))]
+    argv = words(flags)
     monkeypatch.setattr(sys, "argv", ["train_sync.py", "--out", str(tmp_path / "run"), *argv])
     with pytest.raises(SystemExit) as stop:
         run_main(train_sync.train, "test")
