@@ -40,6 +40,10 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on; the message says why and what to look at; exit code 1."""
 
 
+class AttemptLost(TrainingStopped):
+    """This process cannot go on; a new one may, from the newest checkpoint."""
+
+
 def require(fits: bool, complaint: str) -> None:
     """UserError unless it fits."""
     if not fits:

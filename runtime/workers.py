@@ -1,15 +1,14 @@
-"""workers.py: what runs in the processes of an asynchronous run, beside the learner.
+"""workers.py: what runs in the processes of an asynchronous run, beside the parent.
 
 A rollout worker generates, a learner of rank 1 or more trains on its share of each batch. Each
 talks to the parent through one `Line` (pipes.py). Rollout workers read the mailbox; learners meet
 each other (team.py).
-Left out: reward workers (sessions.py), who gets which work (processes.py), and what happens when
-one of them dies (train_async.py, learners.py).
+Left out: reward workers (verifier.py), who gets which work, and what happens when one of them dies
+(pool.py).
 """
 
 import atexit
 import gc
-import sys
 import threading
 import time
 
@@ -17,16 +16,14 @@ from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
 from rollout import COUNTED, Generator, make_generator
-from runtime.advice import advice_of, judge, renew
-from runtime.checkpoint import share, whole_moments
+from runtime.advice import advice_of, judge
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.eightbit import form_of
 from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
-from runtime.messages import Answer, Group
+from runtime.messages import Answer, Group, pack
 from runtime.pipes import Line
-from runtime.team import CALL, LEARNER_SECONDS, Begin, Parted, join_team
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
@@ -40,7 +37,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_run (run.py)
-    born, active = time.monotonic(), False
+    born, active = time.time(), False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
@@ -49,10 +46,10 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             if isinstance(work, Group):
                 generator.submit(work)
             else:
-                generator.hear(work.key[1:], work)
+                generator.hear(work.key, work)
         if mailbox.version > generator.newest:
             generator.set_weights(*mailbox.read())
-        begin, before = time.monotonic(), generator.counts.copy()
+        begin, before = time.time(), generator.counts.copy()
         active = generator.step()
         if span and not (active and generator.version == span[1]):
             since, version, counts = span
@@ -62,17 +59,14 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             span = None
         if active:
             span = span or (begin, generator.version, before)
-        line.status = {**generator.counts, "alive": time.monotonic() - born}
+        line.status = {**generator.counts, "alive": time.time() - born}
         answers = []
         for group in generator.take_finished():
-            judgement = None
-            if advice:
-                renew(advice, config, task)
-                judgement = judge(group, task, config, advice, line.beat)
+            judgement = judge(group, task, config, advice, line.beat) if advice else None
             events = events_of(generator, group.group_id)
-            answers.append(Answer(group.group_id, group, judgement, events))
-        if said := [*generator.take_calls(), *answers]:
-            line.send(*said)
+            answers.append(Answer(group.group_id, pack(group), judgement, events))
+        if messages := [*generator.take_calls(), *answers]:
+            line.send(*messages)
         line.beat()
 
 
@@ -80,10 +74,10 @@ def events_of(generator: Generator, group_id: int) -> list[tuple]:
     """Take a group's events, and those of no group, from a generator. They travel with the group's
     answer: so no group ever arrives without its events."""
     events, generator.events = generator.events, []
-    own = []
+    taken = []
     for event in events:
-        (own if event[2] in (-1, group_id) else generator.events).append(event)
-    return own
+        (taken if event[2] in (-1, group_id) else generator.events).append(event)
+    return taken
 
 
 def learner_worker(line: Line, config: Config, shape: ModelConfig):

@@ -1,9 +1,8 @@
 """environment.py: how a generator, which knows token ids, talks with a task, which knows text.
 
-Left out: what a task is (reward.py), processes (runtime/sessions.py).
+Left out: what a task is (reward.py), processes (runtime/workers.py).
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +52,7 @@ def make_environment(config: Config, task: Task, outside: bool = False) -> Envir
 
     def over(key) -> list:
         if task.outside or outside:
-            return [Call((os.getpid(), *key), {}, None)]
+            return [Call(key, {}, None)]
         ask("env", partial(forget, task, states), [key] if key in states else [], config)
         return []
 
@@ -90,7 +89,7 @@ def respond(task: Task, config: Config, states: dict, requests: list) -> list:
 def call_of(task: Task, request: tuple) -> Call:
     """A request as a message to another process."""
     problem, tokens, turns, key = request
-    return Call((os.getpid(), *key), problem, tuple(split_answers(task, tokens, turns)))
+    return Call(key, problem, tuple(split_answers(task, tokens, turns)))
 
 
 def reply_of(task: Task, result: Result) -> Reply:

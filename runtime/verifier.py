@@ -1,0 +1,73 @@
+"""verifier.py: the reward worker: it judges groups, and is the environment of slow or unsafe tasks.
+
+It needs no torch, so it starts two seconds sooner. It does one thing after another: more at a time
+takes more of them. A task that hangs in C is killed with it (pool.py).
+Left out: what a task is, and its time limits (reward.py), who gets which work (pool.py).
+"""
+
+import gc
+import os
+import random
+import tempfile
+
+import numpy as np
+
+from reward import Task, advance, ask, forget, own_files, part_of, task_of
+from runtime.advice import advice_of, judge
+from runtime.config import Config
+from runtime.messages import Answer, Call, Result, unpack
+from runtime.pipes import Line
+
+
+def reward_worker(line: Line, config: Config):
+    """Verify one group after the other, and answer calls of environments. It leads a group of
+    processes: what a task forks ends with it."""
+    if config.teacher or config.reward_model or own_files(config.task):  # it may need torch
+        import torch
+
+        torch.set_num_threads(config.threads or 1)
+    os.setpgid(0, 0)
+    folder = tempfile.mkdtemp(prefix="nanoglm-")  # of the task's files; the parent removes it
+    os.environ["TMPDIR"] = tempfile.tempdir = line.status["folder"] = folder
+    task = task_of(config)
+    advice, states = advice_of(config, task), {}  # states: of episodes, by asker and key
+    gc.freeze()
+    line.beat()
+    try:
+        while True:
+            for work in line.receive(0.5):
+                if not isinstance(work, Call):
+                    group = unpack(work.packed)
+                    judgement = judge(group, task, config, advice, line.beat)
+                    line.send(Answer(group.group_id, judgement=judgement))
+                elif work.answers is not None:
+                    line.send(reply(work, task, config, states))
+                else:
+                    prefix = (work.asker, *work.key)
+                    over = [key for key in states if key[: len(prefix)] == prefix]
+                    close_states(over, task, config, states)
+            line.beat()
+    finally:
+        close_states(list(states), task, config, states)
+
+
+def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
+    """What an environment says to the newest answer. A state that is not there is made again from
+    all answers; the random numbers of a call depend on episode and turn alone."""
+    turn, key = len(call.answers), (call.asker, *call.key)
+    random.seed(f"{call.key} {turn}")
+    np.random.seed((*call.key, turn))
+
+    def talk(call: Call):
+        return advance(part_of(task, call.key[0]), states, key, call.problem, call.answers)
+
+    ((step, failure),) = ask("env", talk, [call], config)
+    observation, reward, done = step or (None, 0.0, True)
+    if done:
+        close_states([key], task, config, states)
+    return Result(call.key, turn, observation, reward, done, failure or "", call.asker)
+
+
+def close_states(keys: list, task: Task, config: Config, states: dict) -> None:
+    """Episodes are over."""
+    ask("env", lambda key: forget(part_of(task, key[1]), states, key), keys, config)
