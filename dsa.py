@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.eightbit import FLOAT8
+from fast.eightbit import FLOAT8
 
 QUERY_BLOCK = 256  # so many queries are scored at once ...
 TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from cache import Cache, make_cache, reserve
+from fast.eightbit import form_of
 from lab.plots import save_result
 from lab.qwen import FIELDS, SIZES
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import DTYPES
-from runtime.eightbit import form_of
 
 TOKENS = 131072
 SHAPES = {

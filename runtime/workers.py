@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+from fast.eightbit import form_of
 from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
@@ -21,7 +22,6 @@ from runtime.advice import advice_of, judge, renew
 from runtime.checkpoint import share, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
-from runtime.eightbit import form_of
 from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group

@@ -15,12 +15,7 @@ from test_rollout import LETTERS, environment, generator_of, group_of, learners,
 
 import cache as cache_room
 from cache import decode, make_cache, prefill, reserve
-from model import merged
-from reward import make_task
-from rollout import generate
-from runtime import models as setup
-from runtime.config import Config, words
-from runtime.eightbit import (
+from fast.eightbit import (
     FLOAT8,
     LARGEST,
     Form,
@@ -30,6 +25,11 @@ from runtime.eightbit import (
     pack,
     take,
 )
+from model import merged
+from reward import make_task
+from rollout import generate
+from runtime import models as setup
+from runtime.config import Config, words
 from runtime.mailbox import Mailbox
 
 ROOT = Path(__file__).parent.parent

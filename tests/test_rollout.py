@@ -16,6 +16,7 @@ import torch
 import cache as cache_room
 import rollout
 from cache import decode, make_cache, prefill, reserve
+from fast.eightbit import Precision, form_of, take
 from logprobs import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, alphabet_of, make_task, task_of, verify_group
@@ -27,7 +28,6 @@ from rollout import (
     sample,
 )
 from runtime.config import Config
-from runtime.eightbit import Precision, form_of, take
 from runtime.messages import Group
 from runtime.models import make_model
 from runtime.noise import mix, noise_keys, uniforms

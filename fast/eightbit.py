@@ -20,13 +20,6 @@ LARGEST = torch.finfo(FLOAT8).max  # 448
 SMALLEST = torch.finfo(torch.float32).tiny  # of the scales: smaller ones lose digits
 
 
-class Precision(NamedTuple):
-    """Names of dtypes: in what a generator has its weights, and its keys and values."""
-
-    weights: str = "float32"
-    cache: str = "auto"  # as the model computes
-
-
 # ------------------------------------------------------------------------------ the naive form
 
 
