@@ -20,14 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dsa
+from fast.kernels import dense_kernels, sparse_kernels
 from model import (
     GPT,
     ModelConfig,
     attend_packed,
     pack_tokens,
     padded,
-    sparse_kernels,
-    use_triton,
 )
 
 MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
@@ -166,26 +165,17 @@ def attend_rows(
 ) -> Callable:
     """Dense attention of one query a row to its keys up to its own: a function of (layer, q, k, v)
     of the newest tokens -> [n, Hq, D]."""
-    plan_all, attend_all = dense_kernels(config, kv)
-    plan = plan_all(positions, kv.shape[3], config.kv_heads)
+    kernels = dense_kernels(config, kv.device) or (hide_future, attend_masked)
+    plan_step, attend_step = kernels
+    plan = plan_step(positions, kv.shape[3], config.kv_heads)
     newest = torch.arange(len(positions), device=positions.device), positions.clamp(min=0)
 
     def attend(layer, q, k, v):
         keys, values = kv[:, layer]
         keys[newest], values[newest] = k, v
-        return attend_all(q, keys, values, plan)
+        return attend_step(q, keys, values, plan)
 
     return attend
-
-
-def dense_kernels(config: ModelConfig, kv: Tensor) -> tuple[Callable, Callable]:
-    """A function that is called once a step, and one that attends with what it has returned."""
-    if use_triton(config, kv.device):
-        from dsa_triton import WIDTHS, dense_decode, plan_dense
-
-        if config.head_width in WIDTHS:
-            return plan_dense, dense_decode
-    return hide_future, attend_masked
 
 
 def hide_future(positions: Tensor, length: int, *_) -> Tensor:

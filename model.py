@@ -17,7 +17,6 @@ Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsa
+from fast.kernels import sparse_kernels
 from methods.lora import Adapters
 
 # recomputed(f, *arguments) is f(*arguments), computed once more in the backward pass
@@ -390,22 +390,6 @@ def dense_packed(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell)
 
 
-def use_triton(config: ModelConfig, device: torch.device) -> bool:
-    """Whether attention is computed by the kernels of dsa_triton.py."""
-    return config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda")
-
-
-def sparse_kernels(config: ModelConfig, device: torch.device) -> ModuleType | None:
-    """dsa.py, or dsa_triton.py with functions of the same names; None where attention is dense."""
-    if config.attention == "dense":
-        return None
-    if use_triton(config, device):
-        import dsa_triton
-
-        return dsa_triton
-    return dsa
-
-
 def attend_packed(
     config: ModelConfig,
     packed: Packed,
@@ -415,13 +399,13 @@ def attend_packed(
 
     With a fixed capacity, sparse attention's rounding does not depend on the longest sequence.
     """
-    sparse = sparse_kernels(config, packed.tokens.device)
-    if sparse is None:
+    if config.attention == "dense":
         return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
     real = packed.grid >= 0  # [B, T]
     token_of_row = packed.grid[real]  # [K]
     row_of_token = real.flatten().cumsum(0)[packed.cell] - 1  # [N]
     edges = F.pad(real.sum(1).cumsum(0), (1, 0))  # [B + 1] the row where each sequence starts
+    sparse = sparse_kernels(config, edges.device)
     tables = dsa.packed_tables(edges, config.chunk_size, capacity)
     tables = tables._replace(blocks=sparse.plan_blocks(tables))
 

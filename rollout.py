@@ -128,6 +128,9 @@ class Generator:
         self.policy = self.model  # with its adapters, if it has any
         self.model = generating(self.policy)
         self.alphabet = torch.from_numpy(self.environment.alphabet).to(self.model.flat.device)
+        # a library sums some rows of a product with 11 columns in another order (MKL on AVX2), and
+        # an episode would depend on its slot: so with token 0, logits have a multiple of 16 columns
+        self.padded = F.pad(self.alphabet, (0, -len(self.alphabet) % 16))
         self.cache = make_racks(self.model, self.slots, self.capacity)
         self.batch = [None] * self.slots  # a Slot each, where there is an episode
         self.groups = {}  # group id -> Group, those that are not finished
@@ -273,7 +276,7 @@ class Generator:
     def _next_tokens(self, tokens, positions, uniform) -> tuple:
         """The work of a device in `_decode`, [B] each: chosen, of the alphabet; log-probs; kept."""
         hidden = decode(self.model, self.cache, tokens, positions)  # [B, d]
-        logits = output_logits(self.model, hidden, self.alphabet)  # [B, V]
+        logits = self.model.logits(hidden, self.padded)[:, : len(self.alphabet)]  # [B, V]
         kept = None
         if self.top_p < 1:
             kept = nucleus(logits / (self.temperature or 1.0), self.top_p)
@@ -364,16 +367,6 @@ class Generator:
             self.finished.append(self.groups.pop(group.group_id))
             self.prompts.pop(group.group_id, None)
             self._event("finish", group.group_id, sum(len(t.tokens) for t in group.trajectories))
-
-
-def output_logits(model: GPT, hidden: Tensor, alphabet: Tensor) -> Tensor:
-    """Logits [B, V] in float32, every row the same in every slot: a library sums some rows of a
-    product with 11 columns in another order (MKL on AVX2), so columns of 0 fill up to 16."""
-    if 2 * len(alphabet) >= model.config.vocab_size:
-        return model.logits(hidden, alphabet)
-    rows = model.output.weight[alphabet]  # [V, d]
-    head = F.pad(rows, (0, 0, 0, -len(rows) % 16)).t().contiguous()
-    return (hidden @ head)[:, : len(rows)].float()
 
 
 def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:
