@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-import cache as cache_room
 import rollout
-from cache import decode, make_cache, prefill, reserve
-from fast.eightbit import Precision, form_of, take
+from cache import decode, prefill
+from fast import prefixes
+from fast.eightbit import form_of, take
+from fast.racks import make_racks
 from logprobs import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, alphabet_of, make_task, task_of, verify_group
@@ -135,7 +136,7 @@ def assert_same(a, b) -> None:
 def learners(model: GPT, trajectories: list, alphabet, temperature=1.0) -> np.ndarray:
     """The learner's log-probs of the generated tokens of these trajectories."""
     learner, config = (
-        SimpleNamespace(alphabet=alphabet, allowed=None),
+        SimpleNamespace(alphabet=alphabet),
         Config(temperature=temperature),
     )
     with torch.no_grad():
@@ -314,7 +315,7 @@ def test_an_episode_is_bitwise_the_same_in_every_slot(kind):
         for group in crowd:
             generator.submit(group)
         generator.step()
-        assert generator.episodes[before].group_id == 13
+        assert generator.batch[before].group.group_id == 13
         generate(generator, [])
         assert_same(crowd[-1].trajectories[0], alone)
 
@@ -436,9 +437,9 @@ def test_a_swap_equals_decoding_by_hand(kind, swap):
     done, old, new, model = swap_after(5, swap, [group_of(3)], kind)
     t, prompt = done[3], group_of(3).problem["prompt"]
     model.flat.copy_(old)
-    cache, keys = make_cache(model, 8, CONTEXT), torch.zeros(8, dtype=torch.int64)
+    cache, keys = make_racks(model, 8, CONTEXT), torch.zeros(8, dtype=torch.int64)
     alone = np.arange(8) == 0
-    reserve(cache, alone * len(prompt) + ~alone)
+    cache.reserve(alone * len(prompt) + ~alone)
     prefill(model, cache, [0], [prompt[:-1]])
     keys[0] = noise_keys(0, 3, 4)[0]
     tokens, positions = torch.zeros(2, 8, dtype=torch.int64)
@@ -448,7 +449,7 @@ def test_a_swap_equals_decoding_by_hand(kind, swap):
             if swap == "recompute":
                 prefill(model, cache, [0], [t.tokens[:at]])
         tokens[0], positions[0] = int(t.tokens[at]), at
-        reserve(cache, alone * (at + 1) + ~alone)
+        cache.reserve(alone * (at + 1) + ~alone)
         hidden = decode(model, cache, tokens, positions)
         logits = hidden @ model.embed_tokens.weight[:LETTERS].t().contiguous()
         noise = torch.from_numpy(uniforms(keys.numpy(), positions.numpy() + 1))
@@ -507,7 +508,7 @@ def test_no_group_begins_under_weights_older_than_its_start(swap):
         by.set_weights(version, moved(model))
         while by.step():
             pass
-        assert by.busy and not any(by.episodes) and len(by.waiting) == 4
+        assert by.busy and not any(by.batch) and len(by.waiting) == 4
         assert [g.group_id for g in by.take_finished()] == ([0] if version == 0 else [])
     by.set_weights(2, moved(model))
     done = generate(by, [])
@@ -524,7 +525,7 @@ def test_no_group_begins_under_weights_older_than_its_start(swap):
 def test_rounded_weights_are_what_generates(kind, digits):
     """A mismatch on purpose: tokens and log-probs are those of the rounded weights."""
     model, exact = make(), make()
-    by = generator_of(model, size=2, precision=Precision(kind))
+    by = generator_of(model, size=2, rollout_weights=kind)
     by.set_weights(1, exact.flat)
     by.submit(group_of(0, start=1))
     (group,) = generate(by, [])
@@ -679,8 +680,8 @@ def test_a_slow_environment_stops_nobody_else():
             by.hear(answer.key[1:], answer)
         others += by.take_finished()
     assert 0 not in [g.group_id for g in others] and by.counts["steps"] >= 16 * 3 // 4
-    waiting = [b for b, episode in enumerate(by.episodes) if episode is not None]
-    assert len(waiting) == 4 and sorted(by.asked.values()) == waiting
+    waiting = [slot for slot in by.batch if slot]
+    assert len(waiting) == 4 and [*by.asked.values()] == waiting
     assert not by.step() and by.busy  # nothing to decode
     host.late = None
     others += generate(by, [], host)
@@ -827,7 +828,7 @@ def test_a_group_computes_its_prompt_once(kind, monkeypatch):
         computed.extend(list(s) for s in sequences)
         prefill(model, cache, slots, sequences)
 
-    monkeypatch.setattr(cache_room, "prefill", counted)
+    monkeypatch.setattr(prefixes, "prefill", counted)
     lengths = {0: 7, 1: 1, 2: 20}
     groups = [[group_of(i, length=n) for i, n in lengths.items()] for _ in range(2)]
     once = [groups[0][i].problem["prompt"][:-1] for i in (0, 2)]  # a single token is just decoded
@@ -893,7 +894,7 @@ def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
 
     monkeypatch.setattr(rollout, "decode", watched)
     by = play([group_of(i) for i in range(3)], size=1)["by"]
-    assert by.cache.lengths.tolist() == [32, 64]
+    assert [rack.kv.shape[3] for rack in by.cache.racks] == [32, 64]
     for positions, used in seen:
         assert positions[3:] == [0] * 5  # idle slots
         assert used == [8, sum(at >= 32 for at in positions)]
@@ -914,7 +915,7 @@ def test_the_cache_costs_what_sequences_use_and_not_slots_times_capacity():
 
 @pytest.mark.parametrize("attention", ["dense", "dsa"])
 def test_a_cpu_captures_nothing(attention, monkeypatch):
-    monkeypatch.setattr(rollout, "captured", lambda *_, **__: pytest.fail("captured"))
+    monkeypatch.setattr(rollout, "Captured", lambda *_: pytest.fail("captured"))
     config = Config(attention=attention, slots=8)
     task = task_of(config)
     generator = make_generator(config, task, make_model(config, task))
@@ -930,7 +931,7 @@ def test_a_prompt_may_be_fed_token_by_token(kind, monkeypatch):
     by = generator_of(model, environment(turns=2))
     by.fed_prompts = 10  # some of these prompts are longer
     prefilled = []
-    monkeypatch.setattr(cache_room, "prefill", lambda *a: (prefilled.extend(a[3]), prefill(*a)))
+    monkeypatch.setattr(prefixes, "prefill", lambda *a: (prefilled.extend(a[3]), prefill(*a)))
     lengths = [len(group_of(i).problem["prompt"]) for i in range(6)]
     for group in generate(by, [group_of(i) for i in range(6)]):
         for t in group.trajectories:
