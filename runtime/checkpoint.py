@@ -92,7 +92,10 @@ def newest_weights(place: Path) -> dict:
     if place.is_dir():
         refuse_links(place)
     state = load_checkpoint(place, logs=()) if place.is_dir() else load_tensors(place)
-    require(not state["shape"].get("lora"), f"{place}: has adapters only; --export gives all")
+    require(
+        not state["shape"].get("lora"),
+        f"{place}: has adapters only; export it first (python -m runtime.huggingface)",
+    )
     return state
 
 

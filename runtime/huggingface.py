@@ -172,20 +172,15 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
 # -------------------------------------------------------------------------------------------- out
 
 
-def open_export(folder: Path, shape: ModelConfig) -> None:
-    """Make the folder; UserError where a model of this shape cannot be written into it."""
-    flags = "--positions rope --qk-norm yes, without --scoring indexer"
-    fits = shape.positions == "rope" and shape.qk_norm and not shape.indexed
-    require(fits, f"--export {folder}: must have a model of Qwen3's form ({flags})")
-    with blame(f"--export {folder}: must be writable", OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        require(not any(folder.iterdir()), f"--export {folder}: must be new or an empty folder")
-
-
 def export(model: GPT, config: Config, folder: Path) -> str:
     """Write a model as transformers reads it, adapters merged; returns what to say. All of it or
-    nothing: OSError."""
-    open_export(folder, model.config)
+    nothing: UserError where it cannot be written, OSError for a full disk."""
+    shape, flags = model.config, "--positions rope --set qk_norm=yes, not scoring=indexer"
+    fits = shape.positions == "rope" and shape.qk_norm and not shape.indexed
+    require(fits, f"{folder}: must be of a model of Qwen3's form ({flags})")
+    with blame(f"{folder}: must be writable", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        require(not any(folder.iterdir()), f"{folder}: must be new or an empty folder")
     try:
         return write_model(model, config, folder)
     except BaseException as error:

@@ -27,7 +27,7 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
     if config.kernels == "triton":
         device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
         require(
-            device, "--set kernels=triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)"
+            device, "--set=kernels=triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)"
         )
     if config.init:
         require(not config.lora, f"--lora {config.lora}: must be 0 with --init")

@@ -20,6 +20,11 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
+{%- if not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"""
 REASON = "needs transformers and tokenizers: pip install -r requirements-dev.txt"
 
 
@@ -102,4 +107,6 @@ def write_folder(path: Path, vocab: int = 2000, **shape) -> Path:
     model.generation_config = transformers.GenerationConfig(eos_token_id=stops)
     model.save_pretrained(path, max_shard_size=shard)
     (path / "tokenizer.json").write_text(text)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path

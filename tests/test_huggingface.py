@@ -35,7 +35,7 @@ from runtime.huggingface import (
 )
 from runtime.models import make_model
 from runtime.terminal import run_main
-from runtime.tokenizer import own_tokenizer, read_tokenizer
+from runtime.tokenizer import FolderTokenizer, own_tokenizer
 
 transformers = pytest.importorskip("transformers", reason=REASON)
 safetensors = pytest.importorskip("safetensors.torch")
@@ -131,13 +131,13 @@ def test_export_is_read_by_transformers_and_comes_back_bitwise(folder, tmp_path)
     theirs.save_pretrained(tmp_path / "again", max_shard_size="1MB")
     (tmp_path / "again/tokenizer.json").write_bytes((tmp_path / "out/tokenizer.json").read_bytes())
     assert torch.equal(loaded(tmp_path / "again").flat, ours.flat)
-    assert read_tokenizer(tmp_path / "out").stop == read_tokenizer(folder).stop
+    assert FolderTokenizer(tmp_path / "out").stop == FolderTokenizer(folder).stop
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert auto("def train(config): 42")["input_ids"] == encoded(folder, "def train(config): 42")
 
 
 def encoded(folder, text) -> list[int]:
-    return read_tokenizer(folder).encode(text)
+    return FolderTokenizer(folder).encode(text)
 
 
 def test_bfloat16_is_exact_both_ways(tmp_path):
@@ -363,16 +363,13 @@ def test_flags_that_do_not_fit_a_folder_are_refused(small, tmp_path, capsys, mon
         config = config_of(small, lora=2, init="x")
         make_model(config, task_of(config))
     folder = ["--model", str(small)]
-    full = f"--export {small}: must be new or an empty folder"
     nothing = "--model /nowhere: must be tiny, small, medium or a folder of Qwen3 weights "
     for flags, words in [
         (["--model", "/proc"], f"{nothing.replace('/nowhere', '/proc')}(config.json"),
         (["--model", "/nowhere"], f"{nothing}(config.json, *.safetensors, tokenizer.json)"),
-        ([*folder, "--positions", "rope"], f"--positions rope: must be left out with {folder[0]}"),
-        ([*folder, "--qk-norm", "yes"], "--qk-norm yes: must be left out"),
-        ([*folder, "--export", str(small)], full),
-        (["--chat", "answer"], "--chat answer: must be no with this --model"),
-        (["--export", str(tmp_path / "out")], "must have a model of Qwen3's form"),
+        ([*folder, "--positions", "rope"], f"--positions rope: must be 'learned' with {folder[0]}"),
+        ([*folder, "--set", "qk_norm=yes"], "--set=qk_norm=yes: must be 'no' with"),
+        (["--chat", "answer"], "--chat answer: must be no with tiny"),
     ]:
         line = ["train_sync.py", "--task", "reverse:4", "--out", str(tmp_path / "run"), *flags]
         monkeypatch.setattr(sys, "argv", line)
@@ -396,39 +393,34 @@ def test_a_real_command_line_ends_with_one_line_and_code_2(small, tmp_path):
 # ------------------------------------------------------------------------------------------- runs
 
 
-def test_a_run_on_a_folder_is_exported_and_goes_on(small, tmp_path, capsys):
+def test_a_run_on_a_folder_is_exported_and_goes_on(small, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
-    train_sync.train(config_of(small, out=str(run), export=str(out), chat="answer"))
-    assert f"{out}: the model in float32, for transformers" in capsys.readouterr().out
+    train_sync.train(config_of(small, out=str(run), chat="answer"))
+    text = export(*stored_model(run), out)
+    assert text == f"{out}: the model in float32, for transformers"
     state = load_checkpoint(run)
     assert torch.equal(loaded(out).flat, state["weights"])
     assert not torch.equal(loaded(small).flat, state["weights"])
-    assert torch.equal(stored_model(run)[0].flat, state["weights"])
-    again = dataclasses.replace(Config(), resume=str(run), steps=3)
-    with pytest.raises(UserError, match="must be new or an empty folder"):
-        train_sync.train(dataclasses.replace(again, export=str(out)))
-    train_sync.train(again)  # what was exported stays as it is
-    assert torch.equal(loaded(out).flat, state["weights"])
-    again = dataclasses.replace(again, steps=4, export=str(tmp_path / "more"))
-    train_sync.train(again)
+    train_sync.train(dataclasses.replace(Config(), resume=str(run), steps=3))
+    export(*stored_model(run), tmp_path / "more")
     assert torch.equal(loaded(tmp_path / "more").flat, load_checkpoint(run)["weights"])
 
 
-def test_an_export_that_fails_leaves_nothing_and_loses_nothing(small, tmp_path, monkeypatch):
-    run, out = tmp_path / "run", tmp_path / "out"
+def test_an_export_that_fails_leaves_nothing(small, tmp_path, monkeypatch):
+    config = config_of(small)
+    model = make_model(config, task_of(config))
+    with pytest.raises(UserError, match="must be new or an empty folder"):
+        export(model, config, small)
+    with pytest.raises(UserError, match="must be writable"):
+        export(model, config, small / "config.json" / "x")
 
     def full(*_):
         raise SafetensorError("no space left")
 
     monkeypatch.setattr(huggingface, "save_file", full)
     with pytest.raises(OSError, match="no space left"):
-        train_sync.train(config_of(small, out=str(run), export=str(out)))
-    assert (run / "summary.json").exists() and (run / "reward.png").exists() and not out.exists()
-    with pytest.raises(UserError, match="must be new or an empty folder"):  # the run itself
-        train_sync.train(config_of(small, out=str(tmp_path / "x"), export=str(tmp_path / "x")))
-    with pytest.raises(UserError, match="--export .*: must be writable"):
-        train_sync.train(config_of(small, out=str(tmp_path / "y"), export=f"{run}/config.json/x"))
-    assert not (tmp_path / "x").exists() and not (tmp_path / "y").exists()
+        export(model, config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_go_on_with_their_own_base_only(small, tmp_path):
@@ -448,12 +440,11 @@ def test_weights_must_be_finite(small, tmp_path):
         loaded(tmp_path / "base")
 
 
-def test_an_asynchronous_run_on_a_folder_with_sparse_attention(small, tmp_path, capsys):
+def test_an_asynchronous_run_on_a_folder_with_sparse_attention(small, tmp_path):
     flags = {"attention": "dsa", "chunk_size": 4, "top_k": 2, "rollout_workers": 1}
-    out = tmp_path / "out"
-    config = config_of(small, out=str(tmp_path / "run"), export=str(out), **flags)
-    train_async.train(dataclasses.replace(config, lora=2))
-    assert "for transformers, its attention dense" in capsys.readouterr().out
+    run, out = tmp_path / "run", tmp_path / "out"
+    train_async.train(config_of(small, out=str(run), lora=2, **flags))
+    assert "for transformers, its attention dense" in export(*stored_model(run), out)
     assert theirs_of(out).config.num_hidden_layers == 2
 
 
@@ -464,7 +455,7 @@ def test_an_indexer_is_random_in_a_folders_model_and_is_not_exported(small, tmp_
     assert index and all(0.01 < float(p.detach().std()) < 1.0 for p in index)
     plain = named_weights(loaded(small))
     assert all(torch.equal(named_weights(model)[name], plain[name]) for name in plain)
-    with pytest.raises(UserError, match="without --scoring indexer"):
+    with pytest.raises(UserError, match="not scoring=indexer"):
         export(model, config, tmp_path / "out")
 
 
@@ -485,7 +476,7 @@ def test_a_preset_of_qwen3s_form_is_exported_with_its_vocabulary(tmp_path):
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
     assert theirs.config.rope_parameters["rope_theta"] == 10_000.0
 
-    twin = read_tokenizer(tmp_path / "out")
+    twin = FolderTokenizer(tmp_path / "out")
     assert twin.stop == own_tokenizer().stop and twin.alphabet == own_tokenizer().alphabet
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert (auto.eos_token_id, auto.pad_token_id) == (510, 511)

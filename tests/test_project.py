@@ -11,28 +11,24 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-STORY = "reward model cache dsa rollout losses critic logprobs dampers learner train_sync buffer"
-STORY = [*STORY.split(), "train_async"]
-FAST = ["dsa_triton", "pretrain", "bench", "reward_model"]
+STORY = "reward model cache dsa rollout losses logprobs learner train_sync buffer train_async"
+STORY = STORY.split()
+FAST = ["dsa_triton", "pretrain", "bench"]
+ROOMS = ("methods", "fast", "tasks", "runtime", "lab")
 # room -> code lines, tokens, tokens a line (dense code is tiring, and long lines hide it)
 CEILINGS = {
     "nano": (320, 3000, 10.0),
-    # agents (sessions, credit, a critic, several tasks) have taken 2,400, 1,600, 3,100 and 800;
-    # stale data (dampers, baseline, preferences, a teacher) 2,000
-    "story": (2465, 25990, 10.6),
-    # flash decoding and lists of 2,048 tokens have taken 2,000, lists read together 1,500
-    "fast and measured": (1258, 17090, None),
-    "tasks": (695, 6400, None),
-    # Hugging Face folders and tokenizers have taken 3,200, several learners 2,700, Ray 2,600,
-    # 8 bits 900, a teacher and a reward model 1,000, arrays in shared memory 900, terminals that
-    # are closed 150
-    "runtime": (3312, 31580, 9.6),
-    # what a cluster does has taken 2,200, bytes at 128k tokens 1,300, a look into a run 2,400,
-    # methods on stale data, distillation and judges 4,900, runs on one picture 230, one GPU 2,000
-    "lab": (3145, 34830, None),
+    "story": (1800, 18000, 10.0),
+    "fast and measured": (1100, 14500, None),
+    "methods": (700, 7000, None),
+    "fast": (350, 3600, None),
+    "tasks": (600, 5500, None),
+    "runtime": (2000, 19000, 10.0),
+    "lab": (2000, 20000, None),
 }
-FILE, README = 300, 160  # lines of any file but dsa_triton.py; lines of the README
-LEAVES = "arena config devices eightbit folder ledger mailbox messages pipes processes runlog"
+# lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer
+FILE, README, TESTS, FLAGS = 300, 160, 15000, 45
+LEAVES = "config devices folder ledger mailbox messages noise pipes pool runlog terminal"
 LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")]
 
 
@@ -41,7 +37,7 @@ def rooms() -> dict[str, list[Path]]:
     found = {"nano": [ROOT / "nano.py"]}
     found["story"] = [ROOT / f"{name}.py" for name in STORY]
     found["fast and measured"] = [ROOT / f"{name}.py" for name in FAST]
-    for name in ("tasks", "runtime", "lab"):
+    for name in ROOMS:
         found[name] = sorted((ROOT / name).rglob("*.py"))
     return found
 
@@ -131,10 +127,11 @@ def test_leaves_of_the_runtime_import_nothing_of_the_story(name):
     assert all(other in LEAVES for other in found), f"{name} imports {sorted(found)}"
 
 
-def test_only_bench_opens_the_laboratory():
+def test_only_bench_opens_the_laboratory_and_nobody_bench():
     for name, path in FILES.items():
         if name != "bench" and not name.startswith("lab."):
-            assert not [other for other in imports(path) if other.startswith("lab.")], name
+            opened = [other for other in imports(path) if other.startswith(("lab", "bench"))]
+            assert not opened, name
     for name in ("bench", *[name for name in FILES if name.startswith("lab.")]):
         assert not imports(FILES[name]) & {"train_sync", "train_async"}, name
 
@@ -144,8 +141,14 @@ def test_the_synchronous_trainer_knows_nothing_of_processes():
     assert "train_async" not in imports(FILES["train_sync"])
 
 
-def test_the_readme_is_short():
+def test_the_readme_the_flags_and_the_tests_are_few():
+    from runtime.config import Config  # here: as a script this file is the meter
+
     assert len((ROOT / "README.md").read_text().splitlines()) <= README
+    flags = [f.name for f in dataclasses.fields(Config) if f.metadata["flag"]]
+    assert len([*flags, "set"]) <= FLAGS, flags
+    lines = {path.name: len(path.read_text().splitlines()) for path in ROOT.glob("tests/*.py")}
+    assert sum(lines.values()) <= TESTS, lines
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

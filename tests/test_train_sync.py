@@ -29,7 +29,7 @@ from runtime import run as run_room
 from runtime import runlog
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, TrainingStopped, UserError
+from runtime.config import Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
 from runtime.messages import apply_verdicts
 from runtime.models import make_model
@@ -455,7 +455,9 @@ def test_the_first_failing_call_is_shown_with_its_place(
 
 def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(run_room, "task_of", lambda config: failing(1))
-    stopped = "64 of 64 episodes failed.*verifier_error.*--max-failures .*the first: verifier_error"
+    stopped = (
+        "64 of 64 episodes failed.*verifier_error.*--set max_failures.*the first: verifier_error"
+    )
     with pytest.raises(TrainingStopped, match=stopped + ": RuntimeError: verifier is broken"):
         train_sync.train(config_of(tmp_path / "run"))
 
@@ -474,7 +476,7 @@ def test_evaluation_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "flags, parts",
     [
         ({"task": "chess"}, ["chess", "guess", "reverse"]),
         ({"task": "jsonl:nowhere.jsonl"}, ["nowhere.jsonl"]),
@@ -483,17 +485,17 @@ def test_evaluation_changes_nothing(tmp_path):
         ({"device": "tpu"}, ["--device tpu"]),
         ({"init": "nowhere.pt"}, ["--init nowhere.pt", "weights file"]),
         ({"init": "requirements.txt"}, ["--init requirements.txt", "weights file"]),
-        ({"attention": "dsa", "kernels": "triton"}, ["--kernels triton", "CUDA"]),
+        ({"attention": "dsa", "kernels": "triton"}, ["--set=kernels=triton", "CUDA"]),
     ],
 )
-def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, words):
+def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, parts):
     argv = words(flags)
     monkeypatch.setattr(sys, "argv", ["train_sync.py", "--out", str(tmp_path / "run"), *argv])
     with pytest.raises(SystemExit) as stop:
         run_main(train_sync.train, "test")
     line = capsys.readouterr().err
     assert stop.value.code == 2 and line.count("\n") == 1
-    for word in words:
+    for word in parts:
         assert word in line
     assert not (tmp_path / "run").exists()
 
