@@ -30,8 +30,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runtime.eightbit import FLOAT8
-
 QUERY_BLOCK = 256  # so many queries are scored at once ...
 TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
 GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
@@ -231,28 +229,40 @@ def _by_tiles(
 ) -> Tensor:
     """Scores [N, Hs, K], -inf where a chunk is not past.
 
-    A tile is n queries that are scored with the same K keys, those of their sequence's chunks. The
-    place of a query in its tile is given by its position, so that its score does not depend,
-    bitwise, on what else is packed.
+    A tile is n queries that are scored with the same K keys, those of their sequence's chunks.
     """
     assert len(means) == len(tables.row), f"{len(means)} means of {len(tables.row)} chunks"
-    queries = _range(len(tables.q_pos), means)
     if tables.cached:  # a slot is a tile of one query, and its chunks lie together
         keys = at_least_float32(means).unflatten(0, (-1, tables.widest))
-        cell, rows = queries, queries[:, None]
+        cell = _range(len(keys), means)
+        rows = cell[:, None]
     else:
-        place = tables.q_pos % TILE
-        opens = place == 0
-        opens[0] = True  # a block of queries may begin inside a tile
-        cell = (opens.cumsum(0) - 1) * TILE + place  # [N] place of each query, in all tiles
-        chunks = tables.first[opens, None] + _range(tables.widest, means)  # [t, K]
+        chunks, rows, cell = _tiles(tables)
         keys = _gather(means, chunks.clamp(max=len(means) - 1))
-        rows = cell.new_zeros(len(chunks), TILE)  # [t, n]; unused places compute in vain
-        rows.view(-1)[cell] = queries
     scores = score(keys, *(_gather(x, rows) for x in of_queries))
     scores = scores.flatten(0, 1).index_select(0, cell)
     future = _range(tables.widest, means) >= tables.past[:, None, None]
     return scores.masked_fill(future, -torch.inf)
+
+
+def _tiles(tables: Tables) -> tuple:
+    """The chunks [t, K] and the queries [t, n] of each tile, and the cell of each query [N].
+
+    Sequences a and b of 6 and 3 queries, in tiles of 4 (here of TILE), cells counted row by row:
+        a0 a1 a2 a3
+        a4 a5 .  .
+        b0 b1 b2 .
+    The position of a query gives its column, so that its score does not depend, bitwise, on what
+    else is packed. Cells without a query compute in vain.
+    """
+    column = tables.q_pos % TILE
+    opens = column == 0
+    opens[0] = True  # a block of queries may begin inside a tile
+    cell = (opens.cumsum(0) - 1) * TILE + column
+    chunks = tables.first[opens, None] + _range(tables.widest, cell)
+    rows = cell.new_zeros(len(chunks), TILE)
+    rows.view(-1)[cell] = _range(len(cell), cell)
+    return chunks, rows, cell
 
 
 def _blocks(tables: Tables, step: int):
@@ -281,13 +291,7 @@ def top_chunks(
     width = tables.widest
     past = tables.past[:, None, None]
     local = _range(width, scores)
-
-    # One int64 per chunk: the float's order in the high half, the id, reversed, in the low half.
-    # No two are equal, so topk, whose order among ties is undocumented, is exact here. A stable
-    # sort gives the same and takes 4 to 10 times as long for 16k chunks on a CPU.
-    bits = (scores.float() + 0.0).view(torch.int32)
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    key = (order << 32) + (0xFFFFFFFF - local)
+    key = sortable(scores, local)
     key = key.masked_fill(local > past, -(1 << 63))
     key = key.masked_fill(local == past, (1 << 63) - 1)  # the own chunk
 
@@ -295,6 +299,15 @@ def top_chunks(
     best = key.topk(count, dim=-1).indices  # [N, Hs, S]
     ids = best + tables.first[:, None, None]
     return ids.masked_fill(local[:count] > past, -1)
+
+
+def sortable(scores, ids) -> Tensor:
+    """One int64 for each score: the float's order in the high half, its id, reversed, in the low
+    half. No two are equal, so topk, whose order among ties is undocumented, is exact. A stable sort
+    gives the same and takes 4 to 10 times as long for 16k chunks on a CPU."""
+    bits = (scores.float() + 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (order << 32) + (0xFFFFFFFF - ids)
 
 
 @torch.no_grad()
@@ -353,11 +366,13 @@ def sparse_attention(
     outs = []
     for part, block in _blocks(tables, max(1, GATHER_ELEMENTS // gathered)):
         chunk = sel[part][..., None]  # [n, Hs, S, 1]; -1 is the last one here, and hidden
-        position = (chunk - block.first[:, None, None, None]) * tables.chunk_size + offset
-        hidden = (chunk < 0) | (position > block.q_pos[:, None, None, None])  # [n, Hs, S, C]
+        first, newest, own = (
+            x[:, None, None, None] for x in (block.first, block.q_pos, tables.row[block.own])
+        )
+        position = (chunk - first) * tables.chunk_size + offset  # in its sequence
+        hidden = (chunk < 0) | (position > newest)  # [n, Hs, S, C]
         # What is hidden is not read: in its place stands the first key of the query's own chunk,
         # which all may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
-        own = tables.row[block.own][:, None, None, None]
         rows = torch.where(hidden, own, tables.row[chunk] + offset).flatten(2)
         rows = rows * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
         keys = _gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
@@ -464,10 +479,9 @@ def check_tensors(
     M, Hkv, width = k.shape
     fits = (N, M, D) == (len(tables.q_pos), tables.rows, width) and Hq % Hkv == 0
     assert fits, f"q {q.shape}, k {k.shape} for {len(tables.q_pos)} queries, {tables.rows} keys"
-    computed = [x for x in (q, k, *others) if x.dtype != FLOAT8]  # a cache may be in 8 bits
-    kinds = {(x.dtype, x.device) for x in computed}
-    same = kinds == {(q.dtype, tables.row.device)} and q.is_floating_point()
-    assert same, f"one floating dtype, on {tables.row.device}, got {kinds}"
+    forms = {(x.dtype, x.device) for x in (q, k, *others)}
+    same = forms == {(q.dtype, tables.row.device)} and q.is_floating_point()
+    assert same, f"one floating dtype, on {tables.row.device}, got {forms}"
 
 
 def check_selection(

@@ -24,9 +24,9 @@ import dampers
 import losses
 from buffer import deal, pack, repaired
 from critic import Critic, estimate_advantages, make_critic, update_critic
-from logprobs import policy_logprobs, token_logprobs, words_of
+from logprobs import policy_logprobs, token_logprobs
 from model import GPT, pack_tokens
-from reward import Task, problem_of
+from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
 from runtime.team import MOMENTS, Team, add_gradients, share_facts, share_weights, slice_of
@@ -78,7 +78,6 @@ class Learner:
     team: Team
     damper: dampers.Damper
     alphabet: Tensor  # int64 [V], token ids the policy may emit
-    allowed: Tensor | None  # what each of several tasks may emit: see `allowed_of`
     cursors: list  # the next prompt of each task
     begun: list  # where they were when this version began
     critic: Critic | None = None
@@ -99,7 +98,6 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         own = slice_of(flat, rank, config.team_size)
         moments = {name: torch.zeros_like(own) for name in names}
         slices.append((own, {"step": own.new_zeros(()), **moments}))
-    alphabet, allowed = words_of(task, flat.device)
     return Learner(
         model,
         flat,
@@ -107,8 +105,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
         names,
         team=Team(ranks, config.team_size),
         damper=dampers.Damper(config.kl_threshold if config.damper == "kl" else math.inf),
-        alphabet=alphabet,
-        allowed=allowed,
+        alphabet=torch.from_numpy(alphabet_of(task)).to(flat.device),
         cursors=[0] * len(task.shares),
         begun=[0] * len(task.shares),
         critic=make_critic(config, model) if config.advantage == "gae" else None,

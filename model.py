@@ -5,19 +5,18 @@ SwiGLU, tied or untied embeddings: with RoPE and QK-norm it is Qwen3. Attention 
 SDPA) or sparse (dsa.py). `naive_forward` is the whole model for one sequence; the rest computes the
 same for many at once.
 All parameters that are trained are views of ONE flat tensor, their gradients of another: publishing
-the weights is one copy, clipping is one norm, the optimizer is one vector operation. With LoRA only
-low-rank adapters are trained; what they are added to lies in a second flat tensor.
+the weights is one copy, clipping is one norm, the optimizer is one vector operation. What is not
+trained (with adapters, methods/lora.py) lies in a second flat tensor.
 Left out: generation (cache.py), training, sampling, tokenizers. Token ids in, hidden states out.
 
 Axes: N packed tokens · K rows · B sequences · T cells of each in a grid · M tokens that are read
       d model width · F hidden width · V vocabulary, V' tokens of a task
-      H heads: Hq of queries, Hkv of keys and values · D head width · P parameters · r rank
+      H heads: Hq of queries, Hkv of keys and values · D head width · P parameters
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -27,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsa
+from fast.kernels import sparse_kernels
+from methods.lora import Adapters
 
-LORA_SCALE = 2.0  # alpha / r
 # recomputed(f, *arguments) is f(*arguments), computed once more in the backward pass
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-MATRICES = ("qkv", "attention_out", "gate_up", "mlp_out")  # of a layer; each may have adapters
 PAD_BLOCK = 16  # attention over 13 tokens takes longer than over 16, a register of AVX-512
 
 
@@ -152,20 +151,11 @@ class Layer(nn.Module):
         self.mlp_norm = parameter(c.width)
         self.gate_up = parameter(c.width, 2 * c.hidden)  # columns [gate | up]
         self.mlp_out = parameter(c.hidden, c.width)
-        for name in MATRICES if c.lora else ():
-            rows, columns = getattr(self, name).shape
-            self.register_parameter(f"{name}_a", parameter(rows, c.lora))
-            self.register_parameter(f"{name}_b", parameter(c.lora, columns))
 
     def project(self, name: str, x: Tensor, add=None) -> Tensor:
-        """x @ W, W one of MATRICES, plus `add`; with adapters x @ (W + 2 A B) (LoRA, arXiv
-        2106.09685, with alpha = 2 r)."""
+        """x @ W, W the matrix of this name, plus `add`."""
         W = getattr(self, name)
-        out = x @ W if add is None else torch.addmm(add, x, W)
-        if self.config.lora:
-            A, B = getattr(self, f"{name}_a"), getattr(self, f"{name}_b")
-            out = torch.addmm(out, x @ A, B, alpha=LORA_SCALE)
-        return out
+        return x @ W if add is None else torch.addmm(add, x, W)
 
     def heads(self, h, rope) -> tuple:
         """Queries [N, Hq, D], keys and values [N, Hkv, D] of h [N, d]; rope: (cos, sin) or None."""
@@ -187,6 +177,10 @@ class Layer(nn.Module):
         return self.project("mlp_out", F.silu(gate) * up, x)
 
 
+class AdaptedLayer(Adapters, Layer):
+    """A block with low-rank adapters."""
+
+
 class GPT(nn.Module):
     """The policy: token ids in, hidden states out; `logits` applies the output matrix.
 
@@ -202,7 +196,8 @@ class GPT(nn.Module):
             self.embed_tokens = embedding(config.vocab_size, config.width)
             if config.positions == "learned":
                 self.embed_positions = embedding(config.context, config.width)
-            self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+            block = AdaptedLayer if config.lora else Layer
+            self.layers = nn.ModuleList(block(config) for _ in range(config.layers))
             self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
             words = self.embed_tokens
             self.output = words if config.tied else embedding(*words.weight.shape)
@@ -236,18 +231,15 @@ class GPT(nn.Module):
 
     def flatten(self, device, dtype: torch.dtype) -> None:
         """Lay all parameters out as views of `flat` and `frozen`, there and in this precision."""
-        parts = {True: [], False: []}  # trained or not -> (module, name, parameter)
+        trained, frozen = [], []  # (module, name, parameter)
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):
-                parts[self.trains(name)].append((module, name, p.detach()))
-        for trained, places in parts.items():
-            sizes = [p.numel() for _, _, p in places]
-            flat = torch.empty(sum(sizes), device=device, dtype=dtype)
-            for (module, name, p), new in zip(places, flat.split(sizes), strict=True):
-                if not p.is_meta:
-                    new.copy_(p.flatten())
-                setattr(module, name, nn.Parameter(new.view_as(p), trained))
-            setattr(self, "flat" if trained else "frozen", flat)
+                views = trained if self.trains(name) else frozen
+                views.append((module, name, p.detach()))
+        self.flat = lay_out(trained, device, dtype)
+        self.frozen = lay_out(frozen, device, dtype)
+        for module, name, _ in frozen:
+            getattr(module, name).requires_grad_(False)
         self.rope = self.rope.to(device)
         self.__dict__.pop("flat_grad", None)
 
@@ -332,19 +324,15 @@ class GPT(nn.Module):
         return dsa.at_least_float32(scores)
 
 
-@torch.no_grad()
-def merged(model: GPT, into=None) -> GPT:
-    """The same policy without adapters: W + 2 A B are its matrices. `into`: one made before.
-    A model that has none, or is to keep them (`into` itself), is returned as it is."""
-    if not model.config.lora or into is model:
-        return model
-    into = into or GPT(replace(model.config, lora=0), None, model.flat.dtype).on(model.flat.device)
-    into.flat.copy_(model.frozen)
-    for layer, plain in zip(model.layers, into.layers, strict=True):
-        for name in MATRICES:
-            A, B = getattr(layer, f"{name}_a"), getattr(layer, f"{name}_b")
-            getattr(plain, name).addmm_(A, B, alpha=LORA_SCALE)
-    return into
+def lay_out(parameters: list, device, dtype: torch.dtype) -> Tensor:
+    """Make parameters, (module, name, values) each, views of one new flat tensor, and return it."""
+    sizes = [p.numel() for _, _, p in parameters]
+    flat = torch.empty(sum(sizes), device=device, dtype=dtype)
+    for (module, name, p), view in zip(parameters, flat.split(sizes), strict=True):
+        if not p.is_meta:
+            view.copy_(p.flatten())
+        setattr(module, name, nn.Parameter(view.view_as(p)))
+    return flat
 
 
 # ------------------------------------------------------------------- many sequences at once
@@ -402,22 +390,6 @@ def dense_packed(
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell)
 
 
-def use_triton(config: ModelConfig, device: torch.device) -> bool:
-    """Whether attention is computed by the kernels of dsa_triton.py."""
-    return config.kernels == "triton" or (config.kernels == "auto" and device.type == "cuda")
-
-
-def sparse_kernels(config: ModelConfig, device: torch.device) -> ModuleType | None:
-    """dsa.py, or dsa_triton.py with functions of the same names; None where attention is dense."""
-    if config.attention == "dense":
-        return None
-    if use_triton(config, device):
-        import dsa_triton
-
-        return dsa_triton
-    return dsa
-
-
 def attend_packed(
     config: ModelConfig,
     packed: Packed,
@@ -427,13 +399,13 @@ def attend_packed(
 
     With a fixed capacity, sparse attention's rounding does not depend on the longest sequence.
     """
-    sparse = sparse_kernels(config, packed.tokens.device)
-    if sparse is None:
+    if config.attention == "dense":
         return lambda layer, q, k, v, index: dense_packed(q, k, v, packed)
     real = packed.grid >= 0  # [B, T]
     token_of_row = packed.grid[real]  # [K]
     row_of_token = real.flatten().cumsum(0)[packed.cell] - 1  # [N]
     edges = F.pad(real.sum(1).cumsum(0), (1, 0))  # [B + 1] the row where each sequence starts
+    sparse = sparse_kernels(config, edges.device)
     tables = dsa.packed_tables(edges, config.chunk_size, capacity)
     tables = tables._replace(blocks=sparse.plan_blocks(tables))
 

@@ -60,8 +60,8 @@ def cost(size: int, ray: bool) -> dict:
     """Both, of so many bytes; ray: a local cluster, and not pipes and shared memory."""
     flat = torch.zeros(size // 4)
     if ray:
+        from fast.eightbit import Form
         from runtime.cluster import Mailboxes, open_cluster
-        from runtime.eightbit import Form
 
         config = Config(cluster="local", reward_workers=0, rollout_workers=1)
         open_cluster(config)

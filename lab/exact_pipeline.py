@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from cache import decode, make_cache, prefill, reserve
+from cache import decode, make_cache, prefill
 from lab.pipeline import Costs, Pipeline, end
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
@@ -62,7 +62,6 @@ def swapped_logprobs(a, b, responses, boundary, mode):
     known = torch.cat([torch.tensor(PROMPT).expand(count, -1), responses], 1)
     total = known.shape[1]
     cache = make_cache(a, count, total)
-    reserve(cache, np.full(count, total))
     prefill(a, cache, slots, known[:, :start].tolist())
     for cached in range(start, total - 1):
         if cached == start + boundary and mode != "drain":

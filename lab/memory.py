@@ -19,15 +19,14 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 
-from cache import Cache, make_cache, reserve
+from cache import Cache, make_cache
+from fast.eightbit import form_of
 from lab.plots import save_result
 from lab.qwen import FIELDS, SIZES
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import DTYPES
-from runtime.eightbit import form_of
 
 TOKENS = 131072
 SHAPES = {
@@ -93,16 +92,15 @@ def resident() -> int:
 
 def tensors_of(cache: Cache) -> list[torch.Tensor]:
     """Everything that grows with the context."""
-    parts = [rack.kv for rack in cache.racks] + [cache.scored, cache.means, *(cache.tables or ())]
+    parts = [cache.kv, cache.scored, cache.means, *(cache.tables or ())]
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def written_cache(c: ModelConfig, tokens: int, precision: str) -> Cache:
     """The cache of one slot with so many tokens, every byte of it written: there is no memory
     behind zeros that nobody has written."""
-    model = SimpleNamespace(config=c, flat=torch.zeros(1))  # no weight is read
-    cache = make_cache(model, slots=1, capacity=tokens, precision=precision)
-    reserve(cache, np.array([tokens]))
+    flat = torch.zeros(1, dtype=getattr(torch, precision))  # no weight is read
+    cache = make_cache(SimpleNamespace(config=c, flat=flat), slots=1, capacity=tokens)
     for part in tensors_of(cache):
         part.fill_(1)
     return cache

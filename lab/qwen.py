@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import cache as caches
+from fast.graphs import Captured
 from lab.plots import go_on, markdown, save_result
 from lab.races import run_command
 from lab.speed import bandwidth, full_cache, in_turn
@@ -146,12 +147,11 @@ def decode_row(model: GPT, slots: int, context: int, copied: float) -> dict:
     """Milliseconds of a decode step, and which share of the memory bound that is."""
     cache, *inputs = full_cache(model, slots, context)
 
-    def step(given):
+    def step(*given):
         return model.logits(caches.decode(model, cache, *given))
 
-    captured = partial(caches.captured, step, inputs, [])
-    seconds = median_of(captured if model.flat.is_cuda else partial(step, inputs))
-    read = model.flat.nbytes + cache.racks[-1].kv[:, :, :slots].nbytes
+    seconds = median_of(partial(Captured(step) if model.flat.is_cuda else step, *inputs))
+    read = model.flat.nbytes + cache.kv.nbytes
     share = read / copied / seconds
     return {"slots": slots, "context": context, "ms": 1e3 * seconds, "of_memory_bound": share}
 

@@ -117,8 +117,7 @@ def left(lengths: list[int], result: dict) -> tqdm:
 def full_cache(model: GPT, slots: int, context: int) -> tuple:
     """A cache full of random numbers, and the last token and position of every slot."""
     cache = caches.make_cache(model, slots, context)
-    caches.reserve(cache, np.full(slots, context))
-    for part in (cache.racks[-1].kv, cache.scored, cache.means):
+    for part in (cache.kv, cache.scored, cache.means):
         if part is not None:
             part.normal_()
     tokens = torch.arange(slots, device=model.flat.device)

@@ -30,9 +30,9 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from fast.eightbit import Form, pack
 from runtime.config import Config, require
 from runtime.devices import cores
-from runtime.eightbit import Form, pack
 from runtime.mailbox import Mailbox
 from runtime.pipes import END, next_delivery, start_here
 

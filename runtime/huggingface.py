@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model import GPT, PRESETS, ModelConfig, merged
+from methods.lora import merged
+from model import GPT, PRESETS, ModelConfig
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, require, require_only
 from runtime.folder import read_json, refuse_links, write_json

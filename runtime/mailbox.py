@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.eightbit import Form, pack
+from fast.eightbit import Form, pack
 
 HEADER = 64  # bytes before the buffers
 

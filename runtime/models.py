@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from cache import kept_in
 from model import GPT, PRESETS, ModelConfig, padded
 from reward import Task, capacity_of
 from runtime.checkpoint import newest_weights
@@ -75,8 +74,7 @@ def fitting_slots(config: Config, task: Task, model: GPT, places: list[str]) -> 
     c, device = model.config, places[0]
     length = padded(capacity_of(config, task))
     # on its way to the longest row, a sequence may have had one of each shorter length: 2 in all
-    kept = kept_in(model, "auto").itemsize
-    size = 4 * c.layers * c.kv_heads * c.head_width * length * kept
+    size = 4 * c.layers * c.kv_heads * c.head_width * length * model.flat.itemsize
     weights = model.flat.nbytes + 2 * model.frozen.nbytes  # with adapters merged ones, too
     free = free_memory(device) // places.count(device) - weights
     count = int(0.5 * free / size)

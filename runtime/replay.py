@@ -142,18 +142,16 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
 
 def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> list[Group]:
     """Play everything as far as the learner's version fed it; returns the finished groups."""
-    version = learner.version
+    version, until = learner.version, {}  # until: where newer weights came
+    for group_id in generator.groups:
+        for sample_index, swaps in enumerate(scores[group_id]["swaps"]):
+            pairs = zip(swaps[::2], swaps[1::2], strict=True)  # positions and versions
+            newer = [position for position, other in pairs if other > version]
+            until[group_id, sample_index] = min(newer, default=generator.capacity)
     generator.set_weights(version, learner.model.flat)
     moved = True
     while moved:
-        for b, episode in enumerate(generator.episodes):
-            if episode and episode.key not in generator.asked:
-                swaps = scores[episode.group_id]["swaps"][episode.sample_index]
-                pairs = zip(swaps[::2], swaps[1::2], strict=True)  # positions and versions
-                newer = [position for position, other in pairs if other > version]
-                end = min(newer, default=generator.capacity)
-                generator.running[b] = generator.cached[b] < end
-        decoded = generator.step()
+        decoded = generator.step(until)
         moved = decoded or bool(generator.asked)
         host.send(generator.take_calls())
         for result in host.receive(0.0 if decoded else 0.5):

@@ -19,6 +19,7 @@ import torch
 from tqdm import tqdm
 
 from buffer import Buffer
+from fast.eightbit import form_of
 from learner import Learner, make_learner
 from model import GPT
 from reward import Task, own_files, problem_of, task_of
@@ -34,7 +35,6 @@ from runtime.checkpoint import (
 )
 from runtime.config import SIZES, Config, TrainingStopped, UserError, check, require, written
 from runtime.devices import pick_devices, set_threads
-from runtime.eightbit import form_of
 from runtime.folder import own_folder
 from runtime.ledger import BUFFER, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from logprobs import policy_logprobs, words_of
+from logprobs import policy_logprobs
 from model import GPT
-from reward import Task
+from reward import Task, alphabet_of
 from runtime.checkpoint import checkpoint_path, newest_weights
 from runtime.config import Config, blame, require
 from runtime.models import make_model, model_of
@@ -28,7 +29,6 @@ class Teacher(NamedTuple):
 
     model: GPT
     alphabet: Tensor
-    allowed: Tensor | None
     config: Config
 
 
@@ -51,7 +51,7 @@ def teacher_of(config: Config, task: Task) -> Teacher:
             model = make_model(other, task)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
     model.flat.requires_grad_(False)
-    return Teacher(model, *words_of(task), config)
+    return Teacher(model, torch.from_numpy(alphabet_of(task)), config)
 
 
 def pinned(config: Config) -> Config:

@@ -12,6 +12,7 @@ import gc
 import threading
 import time
 
+from fast.eightbit import form_of
 from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
@@ -19,7 +20,6 @@ from rollout import COUNTED, Generator, make_generator
 from runtime.advice import advice_of, judge
 from runtime.config import Config
 from runtime.devices import take_place
-from runtime.eightbit import form_of
 from runtime.huggingface import base_model
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, pack

@@ -156,7 +156,6 @@ def evaluate(learner, config: Config, task: Task, host: Host) -> dict:
         group_size=several or 1,
         seed=~config.seed,  # below 0: that of no run
         temperature=config.temperature if several else 0.0,
-        cut=config.cut if several else (),
     )
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in ids]
     groups = generate(generator, groups, host)

@@ -192,8 +192,12 @@ def swap_weights(model, cache, flat, tokens, cached, running):
     environment = rollout.Environment(None, None, alphabet, frozenset(), turn_tokens=1)
     sizes = {"slots": slots, "capacity": capacity, "group_size": 1}
     generator = rollout.Generator(model, environment, **sizes, swap="recompute")
-    generator.cache, generator.tokens, generator.cached = cache, tokens, cached
-    generator.episodes = [Trajectory(0, 0, 0) if busy else None for busy in running]
+    generator.cache = cache
+    for b in np.flatnonzero(running):
+        slot = rollout.Slot(
+            b, Trajectory(0, 0, 0), tokens=tokens[b].tolist(), cached=int(cached[b])
+        )
+        generator.batch[b] = slot
     generator.set_weights(1, flat)
     generator._adopt()
 

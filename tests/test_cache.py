@@ -6,7 +6,9 @@ import torch
 from test_model import KINDS, hidden_of, kinds, make, sentences
 
 import dsa
-from cache import decode, make_cache, prefill, prefill_groups, reserve, row_of
+from cache import decode, make_cache, prefill
+from fast.prefixes import prefill_groups
+from fast.racks import make_racks
 
 
 def needed(slots: int, lengths: dict) -> np.ndarray:
@@ -16,7 +18,7 @@ def needed(slots: int, lengths: dict) -> np.ndarray:
 
 def parts_of(cache) -> list:
     """Every tensor of a cache that holds keys or values."""
-    found = [x for rack in cache.racks for x in (rack.kv,)]
+    found = [rack.kv for rack in getattr(cache, "racks", [cache])]
     return found + [x for x in (cache.scored, cache.means) if x is not None]
 
 
@@ -24,19 +26,19 @@ def bytes_of(cache) -> tuple[int, int]:
     """What keys and values take, and what slots times capacity would."""
     position = cache.racks[0].kv[:, :, :1, :1].nbytes
     now = sum(len(rack.slots) * rack.kv.shape[3] for rack in cache.racks)
-    return position * now, position * len(cache.rack) * int(cache.lengths[-1])
+    return position * now, position * len(cache.rack) * cache.capacity
 
 
 @pytest.mark.parametrize("kind", ["dense learned", "dense rope", *[k for k in KINDS if "dsa" in k]])
 def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
     model, sequences, slots = make(kind), sentences((30, 9, 20)), [6, 0, 3]
     wanted = hidden_of(model, sequences)
-    cache = make_cache(model, 9, 40)
-    reserve(cache, np.full(9, 40))  # every rack has its rows
+    cache = make_racks(model, 9, 40)
+    cache.reserve(np.full(9, 40))  # every rack has its rows
     for part in parts_of(cache):
         part.fill_(7.0)  # left behind by an earlier episode: must not be seen
     prefixes = [13, 1, 16]
-    reserve(cache, needed(9, dict(zip(slots, prefixes, strict=True))))
+    cache.reserve(needed(9, dict(zip(slots, prefixes, strict=True))))
     prefill(
         model,
         cache,
@@ -50,7 +52,7 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
         active = [i for i, s in enumerate(sequences) if fed[i] < len(s)]
         for i in active:
             tokens[slots[i]], positions[slots[i]] = sequences[i][fed[i]], fed[i]
-        reserve(cache, needed(9, {slots[i]: fed[i] + 1 for i in active}))
+        cache.reserve(needed(9, {slots[i]: fed[i] + 1 for i in active}))
         hidden = decode(model, cache, tokens, positions)
         for i in active:
             error = (hidden[slots[i]] - wanted[i][fed[i]]).abs().max()
@@ -58,15 +60,31 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
     assert worst <= 1e-5
 
 
+@pytest.mark.parametrize("length", [20, 100])
+def test_racks_give_what_a_plain_cache_gives(length):
+    """To rounding: a plain row is longer, and its sums are split in another way."""
+    model, (tokens,) = make("dense rope", context=200), sentences((length,))
+    found = []
+    for make_one in (make_cache, make_racks):
+        cache, positions = make_one(model, 8, 200), np.zeros(8, np.int64)
+        ids = torch.zeros(8, dtype=torch.int64)
+        for at, token in enumerate(tokens):
+            ids[3], positions[3] = int(token), at
+            cache.reserve(positions + 1)
+            hidden = decode(model, cache, ids, torch.from_numpy(positions))
+        found.append(hidden[3])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
 @kinds
 def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
     model, (tokens, *others) = make(kind), sentences((24, 60, 45, 33, 60))
 
     def run(slot: int, neighbours: dict[int, list[int]]) -> list[torch.Tensor]:
-        cache = make_cache(model, 9, 64)
+        cache = make_racks(model, 9, 64)
         rows = {slot: tokens, **neighbours}
         starts = {b: 5 if b == slot else 30 for b in rows}
-        reserve(cache, needed(9, starts))
+        cache.reserve(needed(9, starts))
         prefill(model, cache, list(rows), [s[: starts[b]] for b, s in rows.items()])
         found = []
         for step in range(len(tokens) - 5):
@@ -74,7 +92,7 @@ def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
             for b, s in rows.items():
                 positions[b] = min(starts[b] + step, len(s) - 1)
                 ids[b] = s[positions[b]]
-            reserve(cache, needed(9, {b: int(positions[b]) + 1 for b in rows}))
+            cache.reserve(needed(9, {b: int(positions[b]) + 1 for b in rows}))
             found.append(decode(model, cache, ids, positions)[slot].clone())
         return found
 
@@ -93,13 +111,13 @@ def test_decode_is_bitwise_independent_of_the_neighbours_lengths(heads, kv_heads
     tokens = torch.arange(8)
     for own in (10, 31, 32, 95, 127, 150, 190, 200, 255, 300, 383, 384, 500, 599):
         keys = torch.randn(2, 1, own + 1, kv_heads, 16, generator=random)
-        cache, wanted = make_cache(model, 8, 600), None
+        cache, wanted = make_racks(model, 8, 600), None
         for longest in range(0, 600, 24):
             few = torch.randint(longest + 1, (8,), generator=random)
             for others in (torch.full((8,), longest), few):
                 positions = others.index_fill(0, torch.tensor([5]), own)
-                reserve(cache, positions.numpy() + 1)
-                for part, values in zip(row_of(cache, 5, own + 1), keys, strict=True):
+                cache.reserve(positions.numpy() + 1)
+                for part, values in zip(cache.row(5, own + 1), keys, strict=True):
                     part.copy_(values)
                 found = decode(model, cache, tokens, positions)[5]
                 wanted = found if wanted is None else wanted
@@ -113,14 +131,14 @@ def test_prefill_is_bitwise_independent_of_what_else_is_in_the_call(kind):
     shape = dict(context=272, head_width=32, chunk_size=1, top_k=8)
     model, lengths = make(kind, **shape), (3, 200, 250, 16, 224, 7, 272)
     sequences = sentences(lengths)
-    together, alone = make_cache(model, 8, 272), make_cache(model, 8, 272)
-    reserve(together, needed(8, {b: len(s) for b, s in enumerate(sequences)}))
+    together, alone = make_racks(model, 8, 272), make_racks(model, 8, 272)
+    together.reserve(needed(8, {b: len(s) for b, s in enumerate(sequences)}))
     prefill(model, together, range(7), sequences)
     for slot, sequence in enumerate(sequences):
         n = len(sequence)
-        reserve(alone, needed(8, {slot: n}))
+        alone.reserve(needed(8, {slot: n}))
         prefill(model, alone, [slot], [sequence])
-        for a, b in zip(*(row_of(cache, slot, n)[:3] for cache in (together, alone)), strict=True):
+        for a, b in zip(*(cache.row(slot, n)[:3] for cache in (together, alone)), strict=True):
             assert b.any() and torch.equal(a, b), f"length {n}"
 
 
@@ -128,8 +146,7 @@ def test_prefill_of_a_few_tokens_fits_a_short_context():
     """Filler rows must not run over the model's last position (task guess has 12)."""
     model = make(context=6)
     cache = make_cache(model, 8, 6)
-    k = cache.racks[0].kv[0]
-    assert len(cache.racks) == 1
+    k = cache.kv[0]
     assert k.shape == (2, 8, 16, 2, 8)  # capacity is rounded up to PAD_BLOCK
     prefill(model, cache, [3], [[1, 2, 3]])
     assert k[:, 3, :3].all() and not k[:, 3, 3:].any()
@@ -139,8 +156,8 @@ def test_prefill_of_a_few_tokens_fits_a_short_context():
 def test_sequences_keep_what_they_have_when_they_and_others_move():
     """Sequences begin, grow and end in any order; each writes its own number into its row."""
     model, random = make(context=600), np.random.default_rng(0)
-    cache, name, grown = make_cache(model, 12, 600), 0, 0
-    assert cache.lengths.tolist() == [32, 64, 128, 256, 608]
+    cache, name, grown = make_racks(model, 12, 600), 0, 0
+    assert [rack.kv.shape[3] for rack in cache.racks] == [32, 64, 128, 256, 608]
     lengths, names = np.zeros(12, np.int64), np.zeros(12)
     for _ in range(400):
         before = lengths.copy()
@@ -149,11 +166,11 @@ def test_sequences_keep_what_they_have_when_they_and_others_move():
         begun = (lengths == 0) & (random.random(12) < 0.3)
         lengths[begun] = random.integers(1, 60, begun.sum())
         tensors = [rack.kv.data_ptr() for rack in cache.racks]
-        moved = reserve(cache, np.maximum(lengths, 1))
+        moved = cache.reserve(np.maximum(lengths, 1))
         grown += moved
         assert moved == (tensors != [rack.kv.data_ptr() for rack in cache.racks])
         for b in np.flatnonzero(lengths):
-            k, v = row_of(cache, b, lengths[b])
+            k, v = cache.row(b, lengths[b])
             assert k.shape[1] == lengths[b]
             if begun[b]:
                 name += 1
@@ -170,15 +187,15 @@ def test_sequences_keep_what_they_have_when_they_and_others_move():
         for rack in cache.racks[1:]:  # nobody's row belongs to nobody
             assert (rack.slots[rack.used :] == -1).all()
     assert grown > 5 and name > 50
-    reserve(cache, np.ones(12))
+    cache.reserve(np.ones(12))
     assert [rack.used for rack in cache.racks] == [12, 0, 0, 0, 0]
 
 
 def test_no_rack_has_more_rows_than_there_are_slots():
     """All sequences grow in step: at most twice what slots times capacity would take."""
-    cache = make_cache(make(context=600), 50, 600)
+    cache = make_racks(make(context=600), 50, 600)
     for length in range(1, 600, 7):
-        reserve(cache, np.full(50, length))
+        cache.reserve(np.full(50, length))
     assert [len(rack.slots) for rack in cache.racks] == [50] * 5
     now, full = bytes_of(cache)
     assert full < now < 2 * full
@@ -186,9 +203,9 @@ def test_no_rack_has_more_rows_than_there_are_slots():
 
 def test_a_sequence_that_ended_leaves_its_row_to_others():
     """A new one in its slot begins in a short row: what it reads hangs on its own length only."""
-    cache = make_cache(make(context=600), 8, 600)
-    assert reserve(cache, needed(8, {3: 500})) and cache.rack[3] == 4
-    assert not reserve(cache, needed(8, {3: 20, 5: 500})) and cache.rack[3] == 0
+    cache = make_racks(make(context=600), 8, 600)
+    assert cache.reserve(needed(8, {3: 500})) and cache.rack[3] == 4
+    assert not cache.reserve(needed(8, {3: 20, 5: 500})) and cache.rack[3] == 0
     assert cache.rack[5] == 4 and len(cache.racks[4].slots) == 1
     small, full = bytes_of(cache)
     assert full == 8 * 608 * 2 * 2 * 2 * 8 * 4 and small == full * (8 * 32 + 608) / (8 * 608)
@@ -224,7 +241,7 @@ def test_sparse_decode_reads_no_key_that_was_not_selected(kind):
     model, (tokens,) = make(kind, chunk_size=4, top_k=2), sentences((37,))
     clean = make_cache(model, 8, 40)
     prefill(model, clean, [1], [tokens[:36]])
-    k, v = clean.racks[0].kv
+    k, v = clean.kv
     ids, positions = torch.zeros(2, 8, dtype=torch.int64)
     ids[1], positions[1] = tokens[36], 36
     picked, attend = [], dsa.sparse_attention

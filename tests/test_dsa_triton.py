@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsa
-from cache import captured, decode, make_cache, prefill, reserve
+from cache import decode, make_cache, prefill
+from fast.graphs import Captured
 from model import GPT, ModelConfig, pack_tokens
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -565,7 +567,6 @@ def test_a_model_computes_with_them_what_it_computes_without(kind):
         hidden.square().sum().backward()
         cache = make_cache(model, 2, 32)
         prefill(model, cache, [1], [tokens[:14]])
-        reserve(cache, np.array([1, 15]))
         ids, positions = (torch.tensor([0, x], device=DEVICE) for x in (tokens[14], 14))
         step = decode(model, cache, ids, positions)[1]
         close(step, hidden[-1].detach(), 1e-5)
@@ -908,14 +909,14 @@ def test_more_than_2_31_elements():
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_captured_step_serves_all_lengths(kind):
     model = GPT(ModelConfig(**MODEL, layers=2, **KINDS[kind])).on(DEVICE)
-    caches, graphs = [make_cache(model, 2, 40) for _ in "ab"], []
+    caches = [make_cache(model, 2, 40) for _ in "ab"]
+    captured = Captured(partial(decode, model, caches[1]))
     for cache in caches:
-        reserve(cache, np.array([40, 40]))
         prefill(model, cache, [0, 1], [[1, 2, 3], [4]])
     for step in range(20):
         inputs = [torch.tensor(x, device=DEVICE) for x in ([4 + step, 5], [3 + step, 1 + step])]
         want = decode(model, caches[0], *inputs)
-        got = captured(lambda given: decode(model, caches[1], *given), inputs, graphs)
+        got = captured(*inputs)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 

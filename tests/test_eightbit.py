@@ -1,35 +1,27 @@
-"""8 bits: of weights, with a scale for each channel, and of cached keys and values."""
+"""Weights in 8 bits, with a scale for each channel."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_model import kinds, make, sentences
+from test_model import make
 from test_precision import adapted
-from test_rollout import LETTERS, environment, generator_of, group_of, learners, moved
+from test_rollout import environment, generator_of, group_of, moved
 
-import cache as cache_room
-from cache import decode, make_cache, prefill, reserve
-from model import merged
-from reward import make_task
-from rollout import generate
-from runtime import models as setup
-from runtime.config import Config, words
-from runtime.eightbit import (
+from fast.eightbit import (
     FLOAT8,
     LARGEST,
     Form,
-    Precision,
     form_of,
     naive_rounded,
     pack,
     take,
 )
+from methods.lora import merged
+from rollout import generate
+from runtime.config import Config
 from runtime.mailbox import Mailbox
 
 ROOT = Path(__file__).parent.parent
@@ -97,15 +89,6 @@ def test_how_far_a_weight_moves():
     assert (W.abs() < scale * 2**-6).any()  # there are such small ones
 
 
-@pytest.mark.parametrize("std, better", [(0.08, 1.0), (0.02, 1.2), (0.002, 10)])
-def test_with_scales_weights_move_less_than_without(std, better):
-    """The smaller weights are, the more: below 2^-6 a plain float8 has ever fewer digits."""
-    W = std * torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
-    plain, ours = ((x - W).norm() / W.norm() for x in (W.to(FLOAT8).float(), naive_rounded(W, 0)))
-    print(f"\nstd {std}: relative error {plain:.4f} plain, {ours:.4f} with scales")
-    assert ours < 0.03 and better * ours < plain
-
-
 @pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows(worst):
     """In its whole channel, and nowhere else; channels of zeros stay zeros."""
@@ -158,7 +141,7 @@ def test_packed_or_not_a_generator_computes_with_the_same_weights(dtype):
     model = make().on("cpu", dtype)
     new, found = moved(model).to(dtype), []
     for offered in (new, pack(new, form_of(model, EIGHT))):
-        by = generator_of(copy.deepcopy(model), size=2, precision=Precision(EIGHT))
+        by = generator_of(copy.deepcopy(model), size=2, rollout_weights=EIGHT)
         by.set_weights(1, offered)
         (group,) = generate(by, [group_of(0, start=1)])
         found.append((by.model.flat, [t.logprobs for t in group.trajectories]))
@@ -170,7 +153,7 @@ def test_packed_or_not_a_generator_computes_with_the_same_weights(dtype):
 
 def test_adapters_are_added_up_and_then_rounded():
     model = adapted()
-    by = generator_of(model, environment(), precision=Precision(EIGHT))
+    by = generator_of(model, environment(), rollout_weights=EIGHT)
     by.set_weights(1, moved(model, 0.05))
     by._adopt()
     whole = merged(by.policy)
@@ -185,110 +168,3 @@ def test_other_precisions_are_what_they_were():
         assert form == Form(getattr(torch, name), len(model.flat))
         assert torch.equal(pack(model.flat, form), model.flat.to(form.dtype))
     assert Config(rollout_weights=EIGHT, lora=4).published == "float32"
-
-
-# ----------------------------------------------------------------------- keys and values in 8 bits
-
-
-def through(model, sequence, first: int, precision: str, slots=8) -> list[torch.Tensor]:
-    """Hidden states of a sequence, of which the first tokens are prefilled and the others fed."""
-    cache = make_cache(model, slots, 64, precision)
-    tokens, positions = torch.zeros(2, slots, dtype=torch.int64)
-    needed, found = np.ones(slots, np.int64), []
-    needed[3] = first
-    reserve(cache, needed)
-    prefill(model, cache, [3], [sequence[:first]])
-    for at in range(first, len(sequence)):
-        tokens[3], positions[3], needed[3] = sequence[at], at, at + 1
-        reserve(cache, needed)
-        found.append(decode(model, cache, tokens, positions)[3].clone())
-    return found
-
-
-@kinds
-@pytest.mark.parametrize("first", [1, 20])
-def test_a_cache_in_8_bits_is_one_whose_numbers_were_rounded_by_hand(kind, first, monkeypatch):
-    """Bitwise, through longer and longer rows; and near what an exact one gives."""
-    model, (sequence,) = make(kind), sentences((50,))
-    exact = torch.stack(through(model, sequence, first, "auto"))
-    ours = torch.stack(through(model, sequence, first, EIGHT))
-    monkeypatch.setattr(cache_room, "fitted", lambda x, like: x.to(FLOAT8).float())
-    wanted = torch.stack(through(model, sequence, first, "auto"))
-    assert torch.equal(ours, wanted)
-    apart = (ours - exact).norm() / exact.norm()
-    assert 0 < apart < (0.7 if "dsa" in kind else 0.2)  # some queries select other chunks
-
-
-@kinds
-def test_what_a_cache_in_8_bits_gives_does_not_hang_on_the_neighbours(kind):
-    model, (tokens, *others) = make(kind), sentences((24, 60, 45))
-
-    def run(slot: int, neighbours: dict) -> torch.Tensor:
-        cache, rows = make_cache(model, 9, 64, EIGHT), {slot: tokens, **neighbours}
-        lengths = np.ones(9, np.int64)
-        for b, s in rows.items():
-            lengths[b] = len(s)
-        reserve(cache, lengths)
-        prefill(model, cache, list(rows), [s[:-1] for s in rows.values()])
-        ids = torch.tensor([rows[b][-1] if b in rows else 0 for b in range(9)])
-        return decode(model, cache, ids, torch.from_numpy(lengths) - 1)[slot]
-
-    alone = run(0, {})
-    for slot, free in ((5, (0, 8)), (8, (7, 3))):
-        assert torch.equal(alone, run(slot, dict(zip(free, others, strict=True)))), f"slot {slot}"
-
-
-@kinds
-def test_a_cache_in_8_bits_takes_a_byte_for_each_number(kind):
-    model = make(kind)
-    exact, ours = (make_cache(model, 8, 64, precision) for precision in ("auto", EIGHT))
-    for a, b in zip(exact.racks, ours.racks, strict=True):
-        assert b.kv.dtype == FLOAT8 and a.kv.nbytes == 4 * b.kv.nbytes
-    if "dsa" in kind:
-        assert exact.scored.nbytes == 4 * ours.scored.nbytes
-        assert ours.means.dtype == torch.float32  # they decide what is read
-
-
-def test_what_is_too_large_for_8_bits_is_the_largest_and_nan_stays():
-    like = torch.empty(0, dtype=FLOAT8)
-    x = torch.tensor([1e9, -1e9, 449.0, 3.3, float("nan")])
-    found = cache_room.fitted(x, like).float()
-    assert found[:4].tolist() == [448.0, -448.0, 448.0, 3.25] and found[4].isnan()
-    assert cache_room.fitted(x, x) is x
-
-
-def test_a_generator_with_a_cache_in_8_bits_says_what_it_samples_from():
-    """Near the learner's log-probs, and not they: `mismatch` measures how near."""
-    model, gaps = make(), {}
-    for cache in ("auto", EIGHT):
-        by = generator_of(
-            model, environment(stop=(), turn_tokens=30), precision=Precision(cache=cache)
-        )
-        found = [
-            t
-            for g in generate(by, [group_of(i, length=20) for i in range(3)])
-            for t in g.trajectories
-        ]
-        behaviour = np.concatenate([t.logprobs[t.loss_mask] for t in found])
-        gaps[cache] = np.abs(behaviour - learners(model, found, torch.arange(LETTERS)))
-    assert gaps["auto"].max() < 1e-5 < 1e-3 < gaps[EIGHT].mean() < 0.2
-
-
-def test_slots_0_counts_a_byte_for_each_number(monkeypatch):
-    task, model = make_task("sum"), make(context=304)
-    monkeypatch.setattr(setup, "free_memory", lambda device: model.flat.nbytes + 2**24)
-    exact, ours = (
-        setup.fitting_slots(Config(task="sum", rollout_cache=kept), task, model, ["cpu"])
-        for kept in ("auto", EIGHT)
-    )
-    assert ours in range(4 * exact, 4 * exact + 4)
-
-
-def test_kernels_in_triton_refuse_it_in_one_line(tmp_path):
-    flags = {"attention": "dsa", "kernels": "triton", "rollout-cache": EIGHT, "out": tmp_path / "x"}
-    command = [sys.executable, "train_sync.py", *words(flags)]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    said = f"--rollout-cache {EIGHT}: must be auto with kernels in Triton"
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
-    assert not (tmp_path / "x").exists()

@@ -942,7 +942,7 @@ def check_ex15(swap_weights):
     cached, running = np.array([9, 5, 0, 17], np.int64), np.array([True, False, True, True])
     cache, slots = make_cache(old, 4, 32), [0, 1, 3]
     prefill(old, cache, torch.tensor(slots), [tokens[b, : cached[b]] for b in slots])
-    idle = cache.racks[0].kv[:, :, 1].clone()
+    idle = cache.kv[:, :, 1].clone()
     where = old.flat.data_ptr()
     swap_weights(old, cache, flat, tokens, cached, running)
     place = "write into model.flat in place: the parameters are views of it"
@@ -957,18 +957,18 @@ def check_ex15(swap_weights):
         prefill(
             reference, made[name], torch.tensor([0, 3]), [tokens[b, : cached[b]] for b in (0, 3)]
         )
-    (k, v), (new_k, new_v) = cache.racks[0].kv, made["new"].racks[0].kv
+    (k, v), (new_k, new_v) = cache.kv, made["new"].kv
     for b in (0, 3):
         n = cached[b]
         newest = f"the newest key of slot {b} (token cached[b] - 1 was fed, too)"
         for what, at in ((f"keys of slot {b}", slice(n - 1)), (newest, slice(n - 1, n))):
             hint = "stale keys: they are still those of the old weights"
-            old_keys = {hint: made["old"].racks[0].kv[0, :, b, at]}
+            old_keys = {hint: made["old"].kv[0, :, b, at]}
             expect(what, k[:, b, at], new_k[:, b, at], old_keys)
         expect(f"values of slot {b}", v[:, b, :n], new_v[:, b, :n])
         beyond = f"slot {b} has keys of tokens that were not fed yet"
         assert (k[:, b, n:] == 0).all(), beyond
-    untouched = cache.racks[0].kv[:, :, 1].equal(idle)
+    untouched = cache.kv[:, :, 1].equal(idle)
     assert untouched, "an empty slot must be left alone"
     following = torch.from_numpy(tokens[np.arange(4), cached]).long(), torch.from_numpy(cached)
     hidden = [decode(*pair, *following)[[0, 3]] for pair in ((old, cache), (new, made["new"]))]

@@ -20,7 +20,8 @@ import train_async
 import train_sync
 from learner import make_learner, new_groups
 from logprobs import token_logprobs
-from model import GPT, ModelConfig, merged, pack_tokens
+from methods.lora import merged
+from model import GPT, ModelConfig, pack_tokens
 from reward import task_of
 from rollout import generate, make_generator
 from runtime import huggingface
@@ -90,7 +91,6 @@ def test_logits_are_those_of_transformers_packed_prefilled_and_decoded(folder):
 
     held = cache.make_cache(ours, slots=3, capacity=80)
     begins = [s[: len(s) // 2] for s in sequences]
-    cache.reserve(held, np.array([len(begin) for begin in begins]))
     cache.prefill(ours, held, range(3), begins)
     for step in range(5):  # of the second halves
         places = torch.tensor([len(begin) + step for begin in begins]).clamp(max=79)
@@ -98,7 +98,6 @@ def test_logits_are_those_of_transformers_packed_prefilled_and_decoded(folder):
         tokens = [
             int(s[min(place, len(s) - 1)]) for s, place in zip(sequences, places, strict=True)
         ]
-        cache.reserve(held, places.numpy() + 1)
         hidden = cache.decode(ours, held, torch.tensor(tokens), places)
         for i in inside:
             found = ours.logits(hidden[i : i + 1])[0]
@@ -116,7 +115,6 @@ def test_greedy_generation_is_that_of_transformers(folder):
     tokens = prompt.tolist()
     for place in range(len(prompt) - 1, len(prompt) + 63):
         at = torch.tensor([place])
-        cache.reserve(held, at.numpy() + 1)
         hidden = cache.decode(ours, held, torch.tensor(tokens[-1:]), at)
         tokens.append(int(ours.logits(hidden).argmax()))
     assert tokens == wanted.tolist() and len({*tokens}) > 10

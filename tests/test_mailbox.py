@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_model import make
 
+from fast.eightbit import form_of, pack, take
 from runtime.config import Config
-from runtime.eightbit import form_of, pack, take
 from runtime.mailbox import Mailbox
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from cache import make_cache, reserve
+from fast.racks import make_racks
 from lab import memory
 from lab.memory import KINDS, LATENT, TOKENS, cache_bytes, measured_bytes, weight_bytes
 from lab.plots import load_result
@@ -60,9 +60,9 @@ def test_the_arithmetic_in_small_numbers():
 def test_a_sequence_that_grew_has_had_shorter_rows():
     """A dense cache keeps them: together they are as long as the last one."""
     model = GPT(ModelConfig(**PRESETS["tiny"], positions="rope", context=4096))
-    cache = make_cache(model, 1, 4096)
-    for length in cache.lengths:
-        reserve(cache, np.array([length]))
+    cache = make_racks(model, 1, 4096)
+    for rack in cache.racks:
+        cache.reserve(np.array([rack.kv.shape[3]]))
     held = sum(rack.kv.nbytes for rack in cache.racks)
     assert held == NEAR(2 * sum(cache_bytes(model.config, 4096, "float32").values()), rel=0.02)
 

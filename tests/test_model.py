@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from qwen3 import named_weights
 
-from logprobs import share_prefixes
+from fast.prefixes import share_prefixes
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)

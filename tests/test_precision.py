@@ -18,7 +18,8 @@ import train_sync
 from dampers import Look
 from learner import make_learner
 from logprobs import generated_logprobs
-from model import GPT, ModelConfig, merged, pack_tokens
+from methods.lora import merged
+from model import GPT, ModelConfig, pack_tokens
 from reward import make_task
 from rollout import generate
 from runtime.config import Config

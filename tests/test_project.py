@@ -29,7 +29,7 @@ CEILINGS = {
 # lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer
 FILE, README, TESTS, FLAGS = 300, 160, 15000, 45
 LEAVES = "config devices folder ledger mailbox messages noise pipes pool runlog terminal"
-LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")]
+LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")] + ["fast.eightbit"]
 
 
 def rooms() -> dict[str, list[Path]]:

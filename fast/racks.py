@@ -1,0 +1,123 @@
+"""racks.py: rows that grow, so that a cache takes about what sequences use.
+
+A rack has rows of one length: the first (32 positions) has one for every slot; a sequence that
+outgrows its row moves to a rack with longer ones (64, 128, ..., the capacity), about as many as
+were ever needed at once; racks never shrink. For `sum`, whose longest episodes are many times
+longer than most, 64 slots take less than 0.35 of slots times capacity.
+
+Axes: B slots · n rows of a rack, T positions of each · L layers · Hkv heads · D head width
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cache import Cache, attend_rows, empty_rows, make_cache
+from model import GPT, ModelConfig, padded
+
+SHORT = 32  # positions of the shortest rows
+
+
+@dataclass(eq=False)
+class Rack:
+    """Rows of one length, the first `used` in use; `slots` tells whose sequence lies in each
+    (-1 where nobody's does)."""
+
+    kv: Tensor  # [2, L, n, T, Hkv, D] keys and values
+    slots: Tensor  # [n]
+    used: int
+
+
+def make_racks(model: GPT, slots: int, capacity: int) -> Cache:
+    """An empty cache with racks; a plain one for sparse attention, and where all rows are short."""
+    T = padded(capacity)
+    lengths = [SHORT << i for i in range(16) if SHORT << i <= T / 1.5] + [T]
+    if model.config.attention == "dsa" or len(lengths) == 1:
+        return make_cache(model, slots, capacity)
+    numbers = torch.arange(slots, device=model.flat.device)
+    racks = []
+    for length in lengths:
+        rows = 0 if racks else slots
+        racks.append(Rack(empty_rows(model, rows, length), numbers[:rows].clone(), rows))
+    none = np.zeros(slots, np.int64)
+    return Racks(racks[0].kv, T, None, None, None, racks, none, np.arange(slots), numbers)
+
+
+@dataclass(eq=False)
+class Racks(Cache):
+    """A cache of which every sequence lies in a row of the shortest rack that it fits into."""
+
+    racks: list = ()  # by length; in the first, row b is slot b's for ever
+    rack: np.ndarray = None  # [B] in which rack its sequence lies, and in which row
+    row_in_rack: np.ndarray = None  # [B]
+    place: Tensor = None  # [B] this row's number, counted across racks
+
+    def row(self, slot: int, length: int) -> list:
+        """See `Cache.row`."""
+        kv = self.racks[self.rack[slot]].kv[:, :, self.row_in_rack[slot]]
+        return [x[:, :length] for x in kv]
+
+    def reserve(self, lengths) -> bool:
+        """Give every slot the shortest row that has so many positions [B]; a sequence that has
+        grown moves with its keys. True when a rack got more rows: captured graphs know the old."""
+        wanted = np.searchsorted([rack.kv.shape[3] for rack in self.racks], lengths)
+        changed = np.flatnonzero(wanted != self.rack).tolist()
+        grown = [self.move(slot, wanted[slot]) for slot in changed]
+        if changed:
+            before = np.cumsum([0] + [rows_to_read(rack) for rack in self.racks])
+            self.place.copy_(torch.from_numpy(before[self.rack] + self.row_in_rack))
+        return any(grown)
+
+    def move(self, slot: int, to: int) -> bool:
+        """Move a slot's sequence to another rack; True when that rack got more rows."""
+        old, new = self.racks[self.rack[slot]], self.racks[to]
+        old_row, new_row, grown = self.row_in_rack[slot], slot, False
+        if to > 0:
+            new_row = new.used
+            grown = new_row == len(new.slots)
+            if grown:  # half as many rows again, and one
+                more = min(new_row // 2 + 1, len(self.rack) - new_row)
+                longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
+                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more), value=-1)
+            new.used += 1
+            new.slots[new_row] = slot
+            copy_row(old, old_row, new, new_row)
+        if self.rack[slot] > 0:  # the last row fills the gap: those in use stay together
+            old.used -= 1
+            last = int(old.slots[old.used])
+            copy_row(old, old.used, old, old_row)
+            old.slots[old_row], self.row_in_rack[last] = last, old_row
+            old.slots[old.used] = -1
+        self.rack[slot], self.row_in_rack[slot] = to, new_row
+        return grown
+
+    def attention(self, config: ModelConfig, positions: Tensor) -> Callable:
+        """See `Cache.attention`: rack by rack."""
+        parts = []  # slots of a rack's rows, and their attention
+        for rack in self.racks:
+            if n := rows_to_read(rack):
+                # a sequence that has moved on still writes into its first row, which nobody reads
+                at = positions[rack.slots[:n]].clamp(max=rack.kv.shape[3] - 1)
+                at = at.masked_fill(rack.slots[:n] < 0, -1)
+                parts.append((rack.slots[:n], attend_rows(rack.kv[:, :, :n], config, at)))
+
+        def attend(layer, q, k, v, index):
+            outs = [part(layer, q[slots], k[slots], v[slots]) for slots, part in parts]
+            return torch.cat(outs).index_select(0, self.place)
+
+        return attend
+
+
+def copy_row(old: Rack, row, new: Rack, to):
+    """Keys and values of a sequence, as many as fit."""
+    known = old.kv[:, :, row, : new.kv.shape[3]]
+    new.kv[:, :, to, : known.shape[2]] = known
+
+
+def rows_to_read(rack: Rack) -> int:
+    """Those in use; on a GPU all, because shapes are fixed in a captured graph."""
+    return len(rack.slots) if rack.kv.is_cuda else rack.used
