@@ -33,7 +33,7 @@ from methods.sampling import KeptTokens, nucleus
 from model import GPT, pack_tokens
 from reward import Task, capacity_of
 from runtime.config import Config
-from runtime.messages import Group, Trajectory
+from runtime.messages import Group, Result, Trajectory
 from runtime.noise import noise_keys, uniforms
 from tasks.environment import Environment, Reply, make_environment
 
@@ -204,7 +204,7 @@ class Generator:
             self._go_on(slot, self.environment.read(answer))
 
     def _event(self, kind: str, group_id: int, size: int):
-        self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
+        self.events.append((time.time(), kind, group_id, self.version, {"size": size}))
 
     # ------------------------------------------------------------------- schedule: who has a slot
 
@@ -246,7 +246,7 @@ class Generator:
                 prompts[b] = group.group_id, prompt[:first]
             key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
             episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
-            episode.started = time.monotonic()
+            episode.started = time.time()
             episode.swaps = [first, self.version]
             self.batch[b] = Slot(b, episode, group, cached=first)
             self._begin_turn(self.batch[b], prompt)
@@ -359,7 +359,7 @@ class Generator:
         if self.kept:
             vars(episode).update(self.kept.take(slot.number))
         episode.finish, _, episode.failure = finish.partition(": ")
-        episode.finished = time.monotonic()
+        episode.finished = time.time()
         self.batch[slot.number] = None
         group.trajectories.append(episode)
         if len(group.trajectories) == self.group_size:
@@ -387,16 +387,17 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
     )
 
 
-def generate(generator: Generator, groups: list, host=None) -> list:
-    """Run groups to their end and return them sorted by id: the synchronous use. `host` has the
-    environments that are outside (tasks/exam.py)."""
+def generate(generator: Generator, groups: list, pool) -> list:
+    """Run groups to their end and return them sorted by id: the synchronous use. `pool` has the
+    environments that are outside (runtime/pool.py); None where there are none."""
     for group in groups:
         assert group.start <= generator.newest, f"group starts at version {group.start}, too late"
         generator.submit(group)
     while generator.busy:
         active = generator.step()
-        if host:
-            host.send(generator.take_calls())
-            for result in host.receive(0.0 if active else 0.5):
-                generator.hear(result.key[1:], result)
+        if generator.asked or generator.calls:
+            pool.ask(generator.take_calls())
+            for _, message in pool.receive(0.0 if active else 0.5):
+                if isinstance(message, Result):
+                    generator.hear(message.key, message)
     return sorted(generator.take_finished(), key=lambda g: g.group_id)

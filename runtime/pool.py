@@ -191,8 +191,10 @@ class Pool:
         where a message is an `Answer`, `Result`, `Lost` or `Silent`. TrainingStopped when a worker
         is lost and the restarts are used up, AttemptLost when it is a learner."""
         with self.books:
-            if not self.news:
-                self.books.wait(seconds)
+            idle = not self.news and self.books.wait(seconds)
+        if idle:
+            time.sleep(0.001)  # what comes together is given out together
+        with self.books:
             arrived, self.news = self.news, []
         for _, message in arrived:
             if isinstance(message, Exception):
@@ -369,7 +371,7 @@ class Pool:
                 return
             self._put(worker, Lost(reason, []))
             for item in work[:1]:  # it was at this
-                self._blame(item, reason)
+                self._blame(worker, item, reason)
             for item in work[1:]:
                 self._again(item)
 
@@ -380,7 +382,7 @@ class Pool:
         else:
             self.waiting.append((item, pack(item)))
 
-    def _blame(self, item: Group | Call, reason: str) -> None:
+    def _blame(self, worker: Worker, item: Group | Call, reason: str) -> None:
         """What a reward worker was at when it was lost: a call has failed, so has a group that has
         cost two workers."""
         if isinstance(item, Call):
@@ -392,7 +394,7 @@ class Pool:
         if self.deaths[item.group_id] < 2:
             return self._again(item)
         verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(item.trajectories)
-        self._put(None, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
+        self._put(worker, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
 
     def _may_restart(self, worker: Worker) -> bool:
         """Whether the budget allows one more restart; it is noted, and forgotten in time. A reward

@@ -10,11 +10,11 @@ import importlib
 import os
 from types import SimpleNamespace
 
+import dampers
 import numpy as np
 import pytest
 import torch
 
-import dampers
 import dsa
 import losses
 import rollout

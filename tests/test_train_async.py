@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 from faults import group_is_gone
+from runtime.processes import Lost
 
 import train_async
 import train_sync
@@ -33,7 +34,6 @@ from runtime.config import Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
 from runtime.ledger import audit
 from runtime.messages import Answer
-from runtime.processes import Lost
 
 ROOT = Path(__file__).parent.parent
 TRACKER = "multiprocessing.resource_tracker"
