@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsa
 from fast.kernels import sparse_kernels
+from methods.indexer import Indexer
 from methods.lora import Adapters
 
 # recomputed(f, *arguments) is f(*arguments), computed once more in the backward pass
@@ -146,7 +147,7 @@ class Layer(nn.Module):
             self.q_norm = parameter(c.head_width)
             self.k_norm = parameter(c.head_width)
         if c.indexed:
-            self.indexer = dsa.Indexer(c.width, c.index_heads, c.index_width)
+            self.indexer = Indexer(c.width, c.index_heads, c.index_width)
         self.attention_out = parameter(c.heads * c.head_width, c.width)
         self.mlp_norm = parameter(c.width)
         self.gate_up = parameter(c.width, 2 * c.hidden)  # columns [gate | up]
