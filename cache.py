@@ -116,8 +116,8 @@ def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
 
     model.body(packed.tokens, packed.positions, attend, rows=packed.cell[:0])
     if cache.tables is not None:
-        C, first = cache.tables.chunk_size, int(cache.tables.first[slot])
-        chunks = torch.arange(first, first + -(-n // C), device=packed.cell.device)
+        chunk_size, first = cache.tables.chunk_size, slot * cache.tables.widest
+        chunks = torch.arange(-(-n // chunk_size), device=packed.cell.device) + first
         for layer in range(model.config.layers):
             renew_means(cache, layer, chunks)
 

@@ -317,7 +317,7 @@ class Generator:
 
     def _end_turns(self, ended: list):
         """The policy's turn is over in these slots: ask the environment, here or outside."""
-        environment, here, requests = self.environment, [], []
+        environment, requests = self.environment, {}  # of those in this process, by slot
         for slot in ended:
             episode = slot.episode
             episode.turns[-1] = (episode.turns[-1][0], len(slot.tokens))
@@ -328,10 +328,9 @@ class Generator:
                 slot.asked, self.asked[episode.key] = True, slot
                 self.calls.append(environment.call(request))
             else:
-                here.append(slot)
-                requests.append(request)
-        replies = environment.respond(requests) if requests else []
-        for slot, reply in zip(here, replies, strict=True):
+                requests[slot] = request
+        replies = environment.respond([*requests.values()]) if requests else []
+        for slot, reply in zip(requests, replies, strict=True):
             self._go_on(slot, reply)
 
     def _go_on(self, slot: Slot, reply: Reply):
