@@ -252,7 +252,7 @@ class Generator:
         key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
         episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
         slot = Slot(b, episode, group, cached=n - 1 if n > self.fed_prompts else 0)
-        episode.started, episode.swaps = time.monotonic(), [slot.cached, self.version]
+        episode.started, episode.swaps = time.time(), [slot.cached, self.version]
         self._begin_turn(slot, prompt)
         if sample_index == 0:
             self._event("start", group.group_id, n)

@@ -53,7 +53,6 @@ class Worker:
     role: str
     number: int
     process: object
-    connection: Connection
     log: str
     serial: int  # no other worker of the pool has had it
     heard: float  # time of its last delivery, or of its start
@@ -69,6 +68,11 @@ class Worker:
     @property
     def name(self) -> str:
         return self.process.name
+
+    @property
+    def connection(self) -> Connection | None:
+        """To its process; None: that has not begun yet, on another machine."""
+        return self.process.connection
 
 
 class ToVerify(NamedTuple):
@@ -108,7 +112,7 @@ class Pool:
     silence: seconds without a sign of life, of each role. flaw(answer, group): what is wrong with
     an answer, or None; a worker that sends nonsense is replaced.
     start(name, function, number, log, arguments): a new process (name, pid, exitcode, kill, join)
-    and a `Connection` to it.
+    with the `connection` to it.
     """
 
     def __init__(
@@ -207,7 +211,8 @@ class Pool:
             self.closing = True  # from here on nobody is replaced
         self.threads[0].join(2.0)
         for worker in self.workers.values():
-            worker.connection.close()
+            if worker.connection:
+                worker.connection.close()
         deadline = time.monotonic() + 2.0
         for worker in self.workers.values():
             worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -228,7 +233,8 @@ class Pool:
                     group, packed = self.waiting.popleft()
                     worker.work[group.group_id] = group
                     self._post(worker, ToVerify(packed))
-            outbox, self.outbox = self.outbox, {}
+            outbox = {w: messages for w, messages in self.outbox.items() if w.connection}
+            self.outbox = {w: x for w, x in self.outbox.items() if not (w.connection or w.lost)}
         for worker, messages in outbox.items():
             with suppress(OSError), worker.lock:  # it is gone: the reader notices
                 worker.connection.send_bytes(pickle.dumps(messages, 5))
@@ -263,7 +269,10 @@ class Pool:
         """The thread that takes what workers send. It replaces nobody: messages would wait."""
         while not self.closing:
             with self.books:
-                pipes = {w.connection: w for w in self.workers.values() if not w.lost}
+                workers = [w for w in self.workers.values() if w.connection and not w.lost]
+                pipes = {worker.connection: worker for worker in workers}
+            if self.outbox:  # a worker that had not begun
+                self._send()
             for connection in wait([*pipes], 0.1):
                 worker, reason = pipes[connection], None
                 self.reading = worker
@@ -322,9 +331,9 @@ class Pool:
         function, _, *arguments = self.roles[role]
         name = f"{role}-{number}"
         log = str(self.logs / f"{name}.log")
-        process, connection = self.start(name, function, number, log, arguments)
+        process = self.start(name, function, number, log, arguments)
         serial, now = next(self.serials), time.monotonic()
-        self.workers[name] = Worker(role, number, process, connection, log, serial, now)
+        self.workers[name] = Worker(role, number, process, log, serial, now)
 
     def _watch(self) -> None:
         """The thread that notices every silence, and replaces whoever is lost, until `close`."""

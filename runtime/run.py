@@ -323,9 +323,9 @@ def mailbox_of(config: Config, model: GPT):
     form = form_of(model, config.published)
     if not config.cluster:
         return Mailbox(model.flat, form=form)
-    from runtime.cluster import Mailboxes  # importing Ray takes a second
+    from runtime.cluster import ClusterMailbox  # importing Ray takes a second
 
-    return Mailboxes(form, config)
+    return ClusterMailbox(form, config)
 
 
 def start_workers(run: AsyncRun) -> Pool:

@@ -22,13 +22,13 @@ from runtime.checkpoint import load_state, unpickled, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
-from runtime.mailbox import Mailbox
+from runtime.mailbox import open_mailbox
 from runtime.messages import Answer, Group, pack, unpack
 from runtime.pipes import Line
 from runtime.team import Begin, GatherMoments, join_team
 
 
-def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
+def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
     device = take_place(config, config.team_size + line.worker)
     model = base_model(config, shape, stored=True).on(device)
@@ -36,7 +36,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     generator = make_generator(config, task, model, line.worker)
     advice = None if config.reward_workers else advice_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
+    mailbox = open_mailbox(mailbox_place, model.flat, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_run (run.py)
     born, active = time.time(), False
