@@ -387,7 +387,7 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
     )
 
 
-def generate(generator: Generator, groups: list, pool) -> list:
+def generate(generator: Generator, groups: list, pool=None) -> list:
     """Run groups to their end and return them sorted by id: the synchronous use. `pool` has the
     environments that are outside (runtime/pool.py); None where there are none."""
     for group in groups:
