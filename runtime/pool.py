@@ -116,10 +116,18 @@ class Pool:
     """
 
     def __init__(
-        self, roles: dict, *, logs: Path, restarts: int, silence: dict, flaw, start=start_here
+        self,
+        roles: dict,
+        *,
+        logs: Path,
+        restarts: int,
+        silence: dict,
+        flaw,
+        start=start_here,
+        prefix="",  # of the workers' names
     ):
         self.roles, self.logs, self.restarts, self.silence = roles, logs, restarts, silence
-        self.flaw, self.start = flaw, start
+        self.flaw, self.start, self.prefix = flaw, start, prefix
         # Guards all that follows: of this process only, never shared with a worker.
         self.books = threading.Condition(threading.RLock())
         self.workers = {}  # name -> Worker
@@ -329,7 +337,7 @@ class Pool:
     def _spawn(self, role: str, number: int) -> None:
         """Start a worker, in the place of the one that had its name."""
         function, _, *arguments = self.roles[role]
-        name = f"{role}-{number}"
+        name = f"{self.prefix}{role}-{number}"
         log = str(self.logs / f"{name}.log")
         process = self.start(name, function, number, log, arguments)
         serial, now = next(self.serials), time.monotonic()

@@ -27,6 +27,7 @@ def exam_pool(config: Config, logs: Path) -> Pool:
         restarts=config.restarts,
         silence={"reward": silence_of(plain)},
         flaw=lambda answer, asked: flaw(answer, asked, 1, 0, 0),
+        prefix="exam-",
     )
 
 

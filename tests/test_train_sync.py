@@ -528,7 +528,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"positions": "learned"', '"positions": "rope"'))
     resume = dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=2)
     before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    with pytest.raises(UserError, match="its shape positions is 'learned', and this run's is 'rope'"):
+    with pytest.raises(
+        UserError, match="its shape positions is 'learned', and this run's is 'rope'"
+    ):
         train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
 
