@@ -1,7 +1,7 @@
 """The exact laboratory: tasks so small that every response is enumerated.
 
 A task has 64 responses, spelled as one token of 64 or as three tokens of 4. The true policy
-gradient, the true KL and the best reward are finite sums here, so bias and variance of every
+gradient and the best reward are finite sums here, so bias and variance of every
 objective are exact numbers. What a run does to its data is in exact_runs.py. `bench_lab` (one
 thread, seconds) measures everything; docs/lab.md reads the results.
 Left out: optimizer state, clipping of the gradient norm, function approximation (the policy is a
@@ -117,14 +117,14 @@ def accuracy(gradients: Tensor, chances: Tensor, truth: Tensor) -> dict:
 # -------------------------------------------------------------------------------------- objectives
 
 
-def opsm_mask(behaviour: Tensor, logprobs: Tensor, advantages: Tensor, sequence: Tensor) -> Tensor:
+def opsm_mask(behaviour, logprobs, advantages, sequence, delta: float = OPSM_DELTA) -> Tensor:
     """Tokens to keep, bool [N]: all but those of sequences that are bad news AND off-policy.
 
-    A sequence goes iff A < 0 and the mean of log(mu / pi) over its tokens is > OPSM_DELTA:
+    A sequence goes iff A < 0 and the mean of log(mu / pi) over its tokens is > delta:
     DeepSeek-V3.2 (arXiv 2512.02556) equation 9. What was dropped stays in the denominator.
     """
     drift = losses.sequence_mean(-losses.log_ratio(logprobs.detach(), behaviour), sequence)
-    return ~((advantages < 0) & (drift > OPSM_DELTA))
+    return ~((advantages < 0) & (drift > delta))
 
 
 def loss_of(method: str, new: Tensor, old: Tensor, advantages: Tensor, staleness=0) -> tuple:
@@ -176,68 +176,11 @@ def objectives_part(task: EnumeratedTask) -> dict:
     return curves
 
 
-# ---------------------------------------------------------------------------------- the KL and its
-
-
-def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """-log x [N], x = pi_ref / pi: unbiased, of either sign, high variance."""
-    return logprobs - reference
-
-
-def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """(log x)^2 / 2 [N]: biased, low variance, never negative."""
-    return (reference - logprobs).square() / 2
-
-
-KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": losses.k3, "unbiased_k3": losses.unbiased_k3}
-
-
-def true_kl(theta: Tensor, first: Tensor, task: EnumeratedTask) -> Tensor:
-    """KL(theta || first): a sum over all responses."""
-    logprobs = logprobs_of(theta, task)
-    return chances_of(logprobs) @ (logprobs - logprobs_of(first, task)).sum(1)
-
-
-def examine_kl(name: str, task: EnumeratedTask, theta, older, first) -> dict:
-    """Value and gradient of an estimator of the KL from `theta` to `first`.
-
-    k1, k2, k3 see samples of `theta`, unbiased_k3 those of `older`.
-    """
-    new = logprobs_of(theta, task).requires_grad_()
-    tensors, chances = [new, logprobs_of(first, task)], chances_of(new.detach())
-    if name == "unbiased_k3":
-        tensors.append(logprobs_of(older, task))
-        chances = chances_of(tensors[-1])
-    values = KL_ESTIMATORS[name](*tensors).sum(1)  # [R]
-    (slopes,) = torch.autograd.grad(values.sum(), new)
-    gradients = response_gradients(slopes, theta, task)
-    truth = torch.func.grad(true_kl)(theta, first, task).flatten()
-    values = values.detach()
-    mean = chances @ values
-    return {
-        "kl": float(true_kl(theta, first, task)),
-        "value": float(mean),
-        "deviation": float((chances @ (values - mean) ** 2).sqrt()),
-        "gradient_error": accuracy(gradients, chances, truth)["bias"],
-    }
-
-
-def kl_part(task: EnumeratedTask) -> dict:
-    """The KL estimators against KL(pi || pi_ref), pi_ref = step 0, on policies and on samples of
-    policies two steps older."""
-    first, *chain = policies(task)
-    curves = defaultdict(list)
-    for name in KL_ESTIMATORS:
-        for theta, older in zip(chain, [first, first, *chain], strict=False):
-            curves[name].append(examine_kl(name, task, theta, older, first))
-    return curves
-
-
-# ------------------------------------------------------------------------------------ the pictures
+# ------------------------------------------------------------------------------------ the picture
 
 
 def draw(folder: Path, result: dict) -> None:
-    """lab_objectives.png and lab_kl.png, one message each."""
+    """lab_objectives.png."""
     labels = {
         "bias": "bias / length of the true gradient",
         "ess": "effective sample size\n(share of tokens)",
@@ -254,19 +197,6 @@ def draw(folder: Path, result: dict) -> None:
         panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
     title = "Whole-response weights (sequence_is) have no bias; their price is variance"
     draw_panels(folder / "lab_objectives.png", title, panels, (9, 7))
-    panels = []
-    for spelling in TASKS:
-        curves = {}
-        for name, facts in result[f"kl, {spelling}"].items():
-            curves[name] = column(facts, "kl"), np.maximum(column(facts, "gradient_error"), 1e-4)
-        axis = {
-            "title": f"responses of {spelling}",
-            "xlabel": "true KL to the reference (nats)",
-            "ylabel": "bias / length of the true gradient\n(0 is drawn at 0.0001)",
-            "ylim": (5e-5, 2),
-        }
-        panels.append((curves, axis | {"xscale": "log", "yscale": "log"}))
-    draw_panels(folder / "lab_kl.png", "k1 and k3: the value is right, the gradient wrong", panels)
 
 
 def bench_lab(folder: Path) -> None:
@@ -275,11 +205,9 @@ def bench_lab(folder: Path) -> None:
 
     torch.set_num_threads(1)
     result = {"seed": SEED}
-    for name, task in TASKS.items():
-        result[name] = objectives_part(task)
-        result[f"kl, {name}"] = kl_part(task)
-    result |= {"credit": runs.credit_part(), "critic": runs.critic_part()}
-    result |= {"lengths": runs.drop_part(), "swap": runs.swap_part(enumerate_task(4, 4))}
+    result |= {name: objectives_part(task) for name, task in TASKS.items()}
+    result |= {"credit": runs.credit_part(), "lengths": runs.drop_part()}
+    result["swap"] = runs.swap_part(enumerate_task(4, 4))
     save_result(folder, "lab", result)
     draw(folder, result)
     runs.draw_credit(folder, result)

@@ -1,20 +1,18 @@
-"""What a run makes of its data, against the truth: credit for turns, critics, swaps, dropping.
+"""What a run makes of its data, against the truth: credit for turns, swaps, dropping.
 
-`credit_part`, `critic_part`: a task of two turns. The policy says one of three words. The
+`credit_part`: a task of two turns. The policy says one of three words. The
 environment answers well or badly: chance decides, and the word how likely it is. The policy says
 another word, which earns 1 if the answer was good and the word fits. The word 2 earns `pay` in the
 first turn, too; where the first turn `may_end` the episode, the word 1 does. So a first word earns
 now, and decides what can be earned later.
 `swap_part`: a real GPT with a real cache, of which every response is enumerated.
 `drop_part`: the real Buffer in the simulated pipeline, with answers of which a few are very long.
-Left out: samples of an older policy (exact.py), training a critic, prompts that differ in
-difficulty.
+Left out: samples of an older policy (exact.py), critics, prompts that differ in difficulty.
 
 Axes: R responses · T tokens of a response · D entries of the policy's table · C groups
 """
 
 import copy
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -31,11 +29,10 @@ from lab.exact import (
     chances_of,
     logprobs_of,
     policies,
-    response_gradients,
     true_gradient,
 )
 from lab.plots import column, draw_panels
-from lab.simulate import Costs, Pipeline
+from lab.simulate import Costs, simulate
 from logprobs import generated_logprobs
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import SWAPS, Config
@@ -43,8 +40,6 @@ from runtime.config import SWAPS, Config
 CASES = {"two turns": False, "may end in turn 1": True}
 CREDITS, ESTIMATORS = ("turn", "episode"), ("grpo", "mean", "rloo")
 PAYS = [i / 4 for i in range(-4, 5)]
-LAMBDAS = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-OBSERVED = 8  # tokens of an observation; the first one says whether it is good
 
 
 # --------------------------------------------------------------------------- credit for turns
@@ -103,55 +98,16 @@ def credit_part() -> dict:
     return curves
 
 
-def mean_given(chances: Tensor, known: Tensor, values: Tensor) -> Tensor:
-    """For each response the mean of values [R] over all in which the same is known, int64 [R]."""
-    return (torch.bincount(known, chances * values) / torch.bincount(known, chances))[known]
-
-
-def critic_part() -> dict:
-    """Generalized advantage estimates of one response, for each of `LAMBDAS`.
-
-    The critic is `true` and knows what the policy will earn on average, or `blind` and knows the
-    mean of each turn only. Observations are `skipped`, or `inside` the sum: there the critic's
-    value of every token counts, and credit for what follows must pass all of them.
-    """
-    task = enumerate_turns()
-    theta = policies(task)[2]
-    chances = chances_of(logprobs_of(theta, task)) * task.luck
-    nothing, answer = task.prefix.T
-    known = {"true": (nothing, task.tokens[:, 0], answer), "blind": (nothing, nothing, nothing)}
-    returns = task.turn_rewards.sum(1), *[task.turn_rewards[:, 1]] * 2  # from each of them on
-    curves = {}
-    for critic, way in product(known, ("skipped", "inside")):
-        start, said, seen = map(partial(mean_given, chances), known[critic], returns)
-        before = [start, said, *[seen] * OBSERVED] if way == "inside" else [start, seen]
-        values = torch.stack(before, 1)  # [R, tokens]
-        rewards = torch.zeros_like(values)
-        rewards[:, [0, -1]] = task.turn_rewards
-        batch = rewards.flatten(), values.flatten(), [len(before)] * len(values)
-        rows = curves[f"{critic}, {way}"] = []
-        for lam in LAMBDAS:
-            advantages = losses.skip_observation_gae(*batch, lam).view_as(values)[:, [0, -1]]
-            gradients = response_gradients(advantages, theta, task)
-            rows.append(accuracy(gradients, chances, true_gradient(theta, task)))
-    return curves
-
-
 def draw_credit(folder: Path, result: dict) -> None:
-    """lab_credit.png: when credit for turns is quieter, and what a sum over observations costs."""
-    variances = {}
+    """lab_credit.png: when credit for turns is quieter."""
+    curves = {}
     for case in CASES:
         rows = [result["credit"][f"{case}, {credit}, rloo"] for credit in CREDITS]
-        variances[case] = PAYS, np.divide(*[column(facts, "spread") for facts in rows]) ** 2
-    left = {"xlabel": "reward of a word in turn 1 (negative: a price)"}
-    left["ylabel"] = "variance, credit for turns\n/ credit for the episode (rloo)"
-    rows = result["critic"].items()
-    biases = {name: (LAMBDAS, column(facts, "bias")) for name, facts in rows}
-    right = {"xlabel": "λ, by critic and observations"}
-    right["ylabel"] = "bias / length of the true gradient"
-    title = "Credit by turn: less variance if turn 1 pays. Skipped observations: less bias"
-    panels = [(variances, left), (biases, right)]
-    draw_panels(folder / "lab_credit.png", title, panels, (8.5, 4))
+        curves[case] = PAYS, np.divide(*[column(facts, "spread") for facts in rows]) ** 2
+    axis = {"xlabel": "reward of a word in turn 1 (negative: a price)"}
+    axis["ylabel"] = "variance, credit for turns\n/ credit for the episode (rloo)"
+    title = "Credit by turn: less variance if turn 1 pays"
+    draw_panels(folder / "lab_credit.png", title, [(curves, axis)], (5.5, 4))
 
 
 # ------------------------------------------------------------------------------- swaps of weights
@@ -231,15 +187,15 @@ def drop_part(steps: int = 375) -> dict:
     Eight answers a batch, staleness at most 2; a learner step takes as long as a median answer.
     Log-normal lengths, sigma 1, median 100.
     """
-    lengths = np.ceil(100 * np.exp(np.random.default_rng(0).standard_normal(5000)))
-    costs = Costs(step=1.0, train=100.0, groups=[[0, int(n)] for n in lengths])
+    answers = np.ceil(100 * np.exp(np.random.default_rng(0).standard_normal(5000)))
+    costs = Costs(step=1.0, train=100.0, groups=[[0, int(n)] for n in answers])
     sizes = {"steps": steps, "slots": 64, "groups_per_step": 8, "group_size": 1}
     curves = {}
     for rule in ("wait", "drop"):
-        pipeline = Pipeline(Config(**sizes, rollout_workers=1, on_stale=rule), costs).run()
-        trained = [pipeline.lengths[i][0] for row in pipeline.steps for i in row["groups"]]
-        facts = curves[rule] = {"time": pipeline.steps[-1]["end"]}
-        admitted = [tokens for (tokens,) in pipeline.lengths.values()]
+        rows, lengths = simulate(Config(**sizes, rollout_workers=1, on_stale=rule), costs)
+        trained = [lengths[i][0] for row in rows for i in row["groups"]]
+        facts = curves[rule] = {"time": rows[-1]["begin"] + rows[-1]["seconds"]}
+        admitted = [tokens for (tokens,) in lengths.values()]
         for name, values in {"admitted": admitted, "trained": trained}.items():
             total = float(sum(values))
             facts[name] = {"answers": len(values), "tokens": total, "mean": total / len(values)}

@@ -126,7 +126,7 @@ def compare(runs: list[str]) -> str:
 
 def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:
     """Write panels of (curves {label: (x, y)}, settings of the axis) into one picture. Panels with
-    the labels of the first share its legend."""
+    the labels of the first share its legend, in the place that the last row leaves free."""
     figure = new_figure(size)
     axes = figure.subplots(-(-len(panels) // columns), min(columns, len(panels)), squeeze=False)
     for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
@@ -136,9 +136,11 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
-        if axis is axes.flat[0] or curves.keys() != panels[0][0].keys():
-            axis.legend(fontsize=8)
-    for axis in axes.flat[len(panels) :]:
-        axis.axis("off")
+        if curves.keys() != panels[0][0].keys():
+            axis.legend(fontsize=9)
+    free = axes.flat[len(panels) % axes.size]
+    free.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=9)
+    if len(panels) < axes.size:
+        free.axis("off")
     figure.suptitle(title, parse_math=False)
     save_figure(figure, path)

@@ -1,22 +1,20 @@
 """simulate.py: a simulated pipeline, asked what published systems should have gained.
 
-A discrete-event simulation: an agenda of moments at which something changes, in order of time. What
-decides is real: `Buffer` admits groups and picks batches, and a group goes to the least busy worker.
+A loop over the ticks of a clock. What decides is real: `Buffer` admits groups and picks batches.
 What takes time is not: `Costs` says how long each thing takes. Synchronous training is the same
 pipeline with eta = 0 in which all devices generate, then all train.
 
 `python bench.py scale` predicts what published systems have gained, from costs that arithmetic
 gives for a language model on a GPU (`ASSUMED`): nobody has published an event log.
-Left out: faults, slow environments, the parent's time, swaps that rebuild or drain the cache, and
-networks, except for one all-reduce a step; memory: every split of the devices fits.
+Left out: faults, slow environments, the parent's time, swaps that rebuild or drain the cache,
+networks (but for one all-reduce a step), and memory: every split of the devices fits.
+
+Axes: W workers · S slots of each
 """
 
-import heapq
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count, cycle
-from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,10 +31,11 @@ from runtime.messages import Group
 class Costs:
     """Seconds of everything that takes time on one device, and the episodes of a task."""
 
+    tick: float = 1.0  # of the simulated clock
     step: float = 0.0  # a decode step, however full
     step_running: float = 0.0  # added for each slot that is busy
-    prefill: float = 0.0  # of a token of a prompt
-    score: float = 0.0  # the verification of a group
+    prefill: float = 0.0  # of a token of a group's prompt
+    score: float = 0.0  # the verification of a group; there are reward workers enough
     train: float = 0.0  # an optimizer step, whatever is in it
     train_token: float = 0.0  # added for each token of the episodes, prompts included
     all_reduce: float = 0.0  # several learners join their gradients
@@ -45,179 +44,92 @@ class Costs:
     groups: list[list[int]] = field(default_factory=list)
 
 
-class SimulatedWorker:
-    """A rollout worker: what its slots hold, and when that changes."""
+def simulate(config: Config, costs: Costs) -> tuple[list[dict], dict[int, list]]:
+    """A row for each training step, and of every admitted group the tokens of its episodes."""
+    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+    left = np.zeros((config.rollout_workers, config.slots))  # [W, S] tokens still to generate
+    sample_of = {}  # (worker, slot) -> (group, sample)
+    debt = np.zeros(len(left))  # [W] seconds of prompts that are still to be computed
+    lengths, steps = {}, []  # group id -> tokens of its episodes; trained steps
+    load = np.zeros(len(left), int)  # [W] groups of each worker
+    waiting = [deque() for _ in left]  # of each worker, samples without a slot
+    verifying = []  # (when it is done, group)
+    ids, groups = count(), cycle(costs.groups)
+    version, now, busy_until, generated = 0, 0.0, 0.0, 0.0
 
-    def __init__(self, slots: int):
-        self.load = 0  # groups that it has and the learner has not taken in
-        self.waiting: deque[tuple] = deque()  # (group, tokens) of samples without a slot
-        self.samples: list = [None] * slots
-        self.left = np.zeros(slots, np.int64)  # tokens still to generate
-        self.begin = 0.0  # when decoding began, after the prompts
-        self.pace = 0.0  # seconds a decode step
-        self.steps = 0  # decode steps until the next change; 0: idle
-        self.ticket = 0  # only the planned boundary with this number still counts
-
-
-class Pipeline:
-    """One simulation. Its methods run at a moment of it: `now`, in seconds."""
-
-    def __init__(self, config: Config, costs: Costs, synchronous: bool = False):
-        self.config, self.costs, self.synchronous = config, costs, synchronous
-        self.buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-        self.workers = [SimulatedWorker(config.slots) for _ in range(config.rollout_workers)]
-        self.verifiers = [0.0] * config.reward_workers  # heap: when each reward worker is free
-        self.agenda, self.order = [], count()  # heap of (time, order, what happens)
-        self.group_ids, self.groups = count(), cycle(costs.groups)
-        self.version, self.now, self.idle = 0, 0.0, False  # idle: the learner waits for a group
-        self.learner = self.learn()
-        self.lengths = {}  # group id -> tokens of its episodes
-        self.generating, self.steps = [], []  # what they did, in order
-
-    def run(self) -> "Pipeline":
-        """Simulate all steps; returns the pipeline with its records."""
-        self.go_on()
-        while self.version < self.config.steps:
-            self.now, _, action = heapq.heappop(self.agenda)
-            action()
-        return self
-
-    def plan(self, time, action, *arguments):
-        """Put an action on the agenda."""
-        heapq.heappush(self.agenda, (time, next(self.order), partial(action, *arguments)))
-
-    # --------------------------------------------------------------------------- generation
-
-    def admit(self):
-        """Admit as many groups as the deadlines allow; each goes to the least busy worker."""
-        wanted = (self.config.steps - self.version) * self.config.groups_per_step
-        while len(self.buffer.outstanding) < wanted and self.buffer.may_admit(self.version):
-            prompt, *lengths = next(self.groups)
-            worker = min(self.workers, key=lambda worker: worker.load)
-            worker.load += 1
-            problem = {"prompt": prompt, "worker": worker, "computed": None}
-            group = Group(next(self.group_ids), self.version, problem)
-            self.lengths[group.group_id] = lengths
-            self.buffer.admit(group.group_id, self.version)
-            worker.waiting.extend((group, tokens) for tokens in lengths)
-        for worker in self.workers:
-            if worker.waiting and not worker.left.all():
-                self.wake(worker)
-
-    def wake(self, worker):
-        """There is work for a free slot: the worker looks at its next token boundary."""
-        if not worker.steps:
-            return self.boundary(worker, worker.ticket)
-        worker.steps = min(worker.steps, max(1, ceil((self.now - worker.begin) / worker.pace)))
-        self.plan_boundary(worker)
-
-    def plan_boundary(self, worker):
-        """Plan the boundary after `worker.steps` steps, in place of the one planned before."""
-        worker.ticket += 1
-        stop = worker.begin + worker.steps * worker.pace
-        self.plan(stop, self.boundary, worker, worker.ticket)
-
-    def boundary(self, worker, ticket):
-        """A token boundary: full episodes leave, waiting samples begin; decode to the next one."""
-        if ticket != worker.ticket:
-            return
-        if worker.steps:
-            self.advance(worker)
-        free = np.flatnonzero(worker.left == 0)[: len(worker.waiting)]
-        prompts = [self.start_sample(worker, slot) for slot in free]
-        begin, running = self.now, worker.left[worker.left > 0]
-        worker.begin = begin + sum(prompts) * self.costs.prefill
-        worker.steps = int(min(running, default=0))
-        if worker.steps:
-            worker.pace = self.costs.step + self.costs.step_running * len(running)
-            self.plan_boundary(worker)
-        if worker.begin > begin:
-            self.generating.append((begin, worker.begin))
-
-    def start_sample(self, worker, slot):
-        """Give a slot to the next sample; returns the prompt tokens to compute: once a group and
-        version."""
-        group, tokens = worker.waiting.popleft()
-        prompt, computed = group.problem["prompt"], group.problem["computed"]
-        worker.samples[slot] = (group, SimpleNamespace(oldest=self.version, tokens=tokens))
-        worker.left[slot] = max(1, tokens - prompt)
-        group.problem["computed"] = self.version
-        return 0 if computed == self.version else prompt
-
-    def advance(self, worker):
-        """The planned steps are done; episodes that have all their tokens leave their slots."""
-        running = worker.left > 0
-        self.generating.append((worker.begin, self.now))
-        worker.left[running] -= worker.steps
-        for slot in np.flatnonzero(running & (worker.left == 0)):
-            group, sample = worker.samples[slot]
+    while True:
+        # verify
+        for done, group in [pair for pair in verifying if pair[0] <= now]:
+            buffer.complete(group)
+            load[group.problem["worker"]] -= 1
+            verifying.remove((done, group))
+        if now >= busy_until:  # publish, admit, learn
+            version = len(steps)
+            if version == config.steps:
+                return steps, lengths
+            wanted = (config.steps - version) * config.groups_per_step
+            while len(buffer.outstanding) < wanted and buffer.may_admit(version):
+                prompt, *tokens = next(groups)
+                worker = int(load.argmin())
+                load[worker] += 1
+                group = Group(next(ids), version, {"worker": worker, "prompt": prompt})
+                lengths[group.group_id] = tokens
+                buffer.admit(group.group_id, version)
+                waiting[worker].extend((group, n, prompt * (i == 0)) for i, n in enumerate(tokens))
+            if batch := buffer.next_batch(version):
+                steps.append(train(batch, version, config, costs))
+                steps[-1] |= {"begin": now, "generated": generated}
+                busy_until = now + steps[-1]["seconds"] + costs.publish
+            buffer.dropped.clear()
+        # generate
+        for worker, queue in enumerate(waiting):
+            for slot in np.flatnonzero(left[worker] == 0)[: len(queue)] if queue else ():
+                group, tokens, prompt = queue.popleft()
+                sample_of[worker, slot] = (group, SimpleNamespace(oldest=version, tokens=tokens))
+                left[worker, slot] = max(1, tokens - group.problem["prompt"])
+                debt[worker] += prompt * costs.prefill
+        running = (left > 0).sum(1)  # [W]
+        seconds = (costs.tick - debt).clip(0)
+        debt = (debt - costs.tick).clip(0)
+        pace = costs.step + costs.step_running * running  # [W] seconds a token
+        busy = left > 0
+        left -= busy * (seconds / pace)[:, None]
+        generated += costs.tick * (running > 0).sum()
+        now += costs.tick
+        for place in zip(*np.nonzero(busy & (left < 1e-6)), strict=True):
+            group, sample = sample_of.pop(place)
+            left[place] = 0.0
             group.trajectories.append(sample)
-            if len(group.trajectories) == len(self.lengths[group.group_id]):
-                done = max(self.now, self.verifiers[0]) + self.costs.score
-                heapq.heapreplace(self.verifiers, done)
-                self.plan(done, self.arrive, group)
+            if len(group.trajectories) == len(lengths[group.group_id]):
+                verifying.append((now + costs.score, group))
 
-    # ----------------------------------------------------------------------------- learning
 
-    def arrive(self, group):
-        """A verified group reaches the learner."""
-        self.buffer.complete(group)
-        group.problem["worker"].load -= 1
-        if self.idle:
-            self.go_on()
-
-    def go_on(self):
-        """The learner goes on, until something takes time, or it has nothing to do."""
-        seconds = next(self.learner)
-        self.idle = seconds is None
-        if not self.idle:
-            self.plan(self.now + seconds, self.go_on)
-
-    def learn(self):
-        """The learner's loop. Yields the seconds of what it does, or None to wait for a group."""
-        while True:
-            self.admit()
-            batch = self.buffer.next_batch(self.version)
-            if self.buffer.dropped:
-                self.buffer.dropped.clear()
-                self.admit()
-            if batch is None:
-                yield None
-                continue
-            step = self.step_of(batch)
-            self.steps.append(step)
-            yield step["end"] - self.now
-            yield self.costs.publish
-            self.version += 1
-
-    def step_of(self, batch: list[Group]) -> dict:
-        """A training step: its groups, tokens, mean staleness, begin and end."""
-        costs, learners = self.costs, self.config.team_size
-        samples = [sample for group in batch for sample in group.trajectories]
-        tokens = sum(sample.tokens for sample in samples)
-        seconds = costs.train + tokens * costs.train_token / learners
-        seconds += costs.all_reduce * (learners > 1)
-        age = np.mean([staleness(sample, self.version) for sample in samples])
-        row = {"groups": [group.group_id for group in batch], "tokens": tokens}
-        return row | {"staleness": float(age), "begin": self.now, "end": self.now + seconds}
+def train(batch: list[Group], version: int, config: Config, costs: Costs) -> dict:
+    """What a step trains, and how long it takes."""
+    samples = [sample for group in batch for sample in group.trajectories]
+    tokens, learners = sum(sample.tokens for sample in samples), config.team_size
+    seconds = costs.train + tokens * costs.train_token / learners
+    return {
+        "groups": [group.group_id for group in batch],
+        "tokens": tokens,
+        "staleness": float(np.mean([staleness(sample, version) for sample in samples])),
+        "seconds": seconds + costs.all_reduce * (learners > 1),
+    }
 
 
 def predict(config: Config, costs: Costs, synchronous: bool = False) -> dict[str, float]:
     """Tokens trained a second, idle share of all devices, mean staleness; measured while the
     pipeline is full: without the first and last eta + 1 steps."""
-    pipeline = Pipeline(config, costs, synchronous).run()
+    steps, _ = simulate(config, costs)
     first, last = 1 + config.max_staleness, config.steps - 1 - config.max_staleness
-    begin, stop = (pipeline.steps[i - 1]["end"] for i in (first, last))
-    rows = pipeline.steps[first:last]
-    learners = config.team_size
-    spans = [(*span, 1) for span in pipeline.generating]
-    spans += [(row["begin"], row["end"], learners) for row in pipeline.steps]
-    work = sum(max(0.0, min(b, stop) - max(a, begin)) * devices for a, b, devices in spans)
+    begin, stop, rows = steps[first], steps[last], steps[first:last]
+    seconds, learners = stop["begin"] - begin["begin"], config.team_size
+    work = stop["generated"] - begin["generated"] + learners * sum(column(rows, "seconds"))
     # in a synchronous run the devices that train are those that generate
     devices = config.rollout_workers + learners * (not synchronous)
     return {
-        "tokens_per_s": sum(column(rows, "tokens")) / (stop - begin),
-        "idle": 1 - work / ((stop - begin) * devices),
+        "tokens_per_s": sum(column(rows, "tokens")) / seconds,
+        "idle": float(1 - work / (seconds * devices)),
         "staleness": float(np.mean(column(rows, "staleness"))),
     }
 
