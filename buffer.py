@@ -18,7 +18,7 @@ Example: B = 2, eta = 1, v = 5. Groups that started at 4 are due now or never: 2
 this batch. Counting those that started at 5, too, 4 may be outstanding: this batch and the next.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections import Counter
 
 from runtime.messages import Group, Trajectory
@@ -52,75 +52,34 @@ def staleness(record: Trajectory | Group, version: int) -> int:
     return max(0, version - record.oldest)
 
 
-class Starts(dict):
-    """Group id -> start version, in order of admission; and for each of `tasks` tasks the starts,
-    ascending. They are kept so, not sorted for every question: a parent of 64 workers spends 0.02
-    ms on the admission of a group, not 0.2."""
-
-    def __init__(self, tasks: int):
-        self.sorted = [[] for _ in range(tasks)]
-
-    def __setitem__(self, group_id: int, start: int):
-        if group_id in self:
-            self.own(group_id).remove(self[group_id])
-        super().__setitem__(group_id, start)
-        insort(self.own(group_id), start)
-
-    def __delitem__(self, group_id: int):
-        self.own(group_id).remove(self.pop(group_id))
-
-    def own(self, group_id: int) -> list:
-        """The starts of a group's task."""
-        return self.sorted[group_id % len(self.sorted)]
-
-
 class Buffer:
     """Outstanding groups, in order, with the two rules of the theorem; no threads, no clocks.
-
-    shares: groups of each task in a step. Group g is of task g modulo their number, and the theorem
-    holds for each task by itself: every batch has its share exactly.
 
     on_stale="wait" uses the rules above and never drops; "drop" is GLM-5's rule (arXiv 2602.15763):
     train whatever is complete, discard a group that is older than eta (it favours quick answers).
     """
 
-    def __init__(
-        self,
-        shares: tuple | int,
-        max_staleness: int,
-        on_stale: str = "wait",
-    ):
-        shares = shares if isinstance(shares, tuple) else (shares,)
-        assert min(shares) >= 1 and max_staleness >= 0, (shares, max_staleness)
+    def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
+        assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
         assert on_stale in ("wait", "drop"), on_stale
-        self.shares, self.groups_per_step = shares, sum(shares)
-        self.eta = max_staleness
-        self.on_stale = on_stale
-        self.outstanding = Starts(len(self.shares))
+        self.groups_per_step, self.eta, self.on_stale = groups_per_step, max_staleness, on_stale
+        self.outstanding = {}  # group id -> start version, in order of admission
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
 
-    def count(self, kind: int) -> int:
-        """Outstanding groups of a task."""
-        return len(self.outstanding.sorted[kind])
+    def starts(self, without=()) -> list:
+        """Where the outstanding groups started, ascending; without some of them."""
+        left = self.outstanding.keys() - without
+        return sorted([self.outstanding[group_id] for group_id in left])
 
-    def starts(self, kind: int = 0, without=()) -> list:
-        """Where the outstanding groups of a task started, ascending; without some of them."""
-        left = self.outstanding.sorted[kind].copy()
-        for group in without:
-            del left[bisect_left(left, self.outstanding[group])]
-        return left
-
-    def may_admit(self, version: int, kind: int = 0) -> bool:
-        """Whether one more group of a task, started now, still meets every deadline."""
-        starts = self.outstanding.sorted[kind]
-        return may_admit(starts, version, version, self.eta, self.shares[kind])
+    def may_admit(self, version: int) -> bool:
+        """Whether one more group, started now, still meets every deadline."""
+        return may_admit(self.starts(), version, version, self.eta, self.groups_per_step)
 
     def admit(self, group_id: int, version: int):
         """Fix a group's start version; the caller asked `may_admit` before."""
         assert group_id not in self.outstanding, f"group {group_id} is admitted already"
-        fits = self.may_admit(version, group_id % len(self.shares))
-        assert fits, f"group {group_id} at version {version} breaks a deadline"
+        assert self.may_admit(version), f"group {group_id} at version {version} breaks a deadline"
         self.outstanding[group_id] = version
 
     def requeue(self, group_id: int, version: int):
@@ -136,15 +95,15 @@ class Buffer:
         start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
             return False
-        said = f"group {group.group_id}: token of version {group.oldest} < start {start}"
-        assert group.oldest >= start, said
+        wrong = f"group {group.group_id}: token of version {group.oldest} < start {start}"
+        assert group.oldest >= start, wrong
         self.completed[group.group_id] = group
         return True
 
     def restore(self, group: Group):
         """Take a completed group from a checkpoint: it keeps its start, and so its deadline."""
         self.admit(group.group_id, group.start)
-        self.complete(group)
+        assert self.complete(group), f"group {group.group_id} is here already"
 
     def discard(self, group_id: int, reason: str):
         """Take an outstanding group out without training it, for a reason."""
@@ -157,27 +116,21 @@ class Buffer:
 
         Earliest completed first; if that leaves a deadline unmet, oldest start first.
         """
+        B = self.groups_per_step
         if self.on_stale == "drop":
             for group in list(self.completed.values()):
                 if staleness(group, version) > self.eta:
                     self.discard(group.group_id, "stale")
-        chosen = [self._choose(kind, version) for kind in range(len(self.shares))]
-        return self.take(sum(chosen, []), version) if all(chosen) else None
-
-    def _choose(self, kind: int, version: int) -> list | None:
-        """One task's share of a batch; None: wait."""
-        B, tasks = self.shares[kind], len(self.shares)
-        complete = [i for i in self.completed if i % tasks == kind]
-        if len(complete) < B:
+        if len(self.completed) < B:
             return None
-        by_start = sorted(complete, key=self.outstanding.get)  # stable
-        for order in (complete, by_start):
-            left = self.starts(kind, without=order[:B])
+        by_start = sorted(self.completed, key=self.outstanding.get)  # stable
+        for order in (list(self.completed), by_start):
+            left = self.starts(without=order[:B])
             if self.on_stale == "drop" or may_leave_behind(left, version, self.eta, B):
-                return order[:B]
+                return self.take(order[:B], version)
         return None
 
-    def take(self, chosen: list, version: int) -> list:
+    def take(self, chosen: list, version: int) -> list[Group]:
         """Remove a batch; the theorem is asserted on the tokens themselves, not on bookkeeping."""
         batch = [self.completed.pop(group_id) for group_id in sorted(chosen)]
         for group in batch:
@@ -188,11 +141,6 @@ class Buffer:
 
 
 # ---- a batch ----
-
-
-def by_task(groups: list, shares: tuple) -> list:
-    """The groups of each task."""
-    return [[g for g in groups if g.group_id % len(shares) == k] for k in range(len(shares))]
 
 
 def unfit(group: Group, keep_dead: bool = True) -> str | None:

@@ -94,41 +94,30 @@ def prefill(
     slots,  # [B] whole numbers
     sequences,  # B arrays or lists of token ids
 ) -> None:
-    """Write keys and values of whole sequences into their rows, one sequence a slot.
-
-    Only sequences whose grids have the same width go together: SDPA's order of summation changes
-    with the width (from 200 tokens on, torch 2.13, CPU).
-    """
-    widths = {}  # width of the grid -> slots and their sequences
+    """Write keys and values of whole sequences into their rows, one after the other: SDPA's order
+    of summation changes with the width of a batch (from 200 tokens on, torch 2.13, CPU)."""
     for slot, sequence in zip(map(int, slots), sequences, strict=True):
-        widths.setdefault(padded(len(sequence)), []).append((slot, sequence))
-    for same in widths.values():
-        _prefill_width(model, cache, *zip(*same, strict=True))
+        _prefill_one(model, cache, slot, sequence)
 
 
-def _prefill_width(model: GPT, cache: Cache, slots, sequences):
-    lengths = [len(s) for s in sequences]
-    filler = [[0]] * (MIN_ROWS - sum(lengths))  # too few rows change the rounding
-    packed = pack_tokens([*sequences, *filler], model.flat.device)
+def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
+    n, last = len(tokens), model.config.layers - 1
+    filler = [[0]] * (MIN_ROWS - n)  # too few rows change the rounding
+    packed = pack_tokens([tokens, *filler], model.flat.device)
     attend_all = attend_packed(model.config, packed, cache.capacity)
-    rows = [cache.row(slot, n) for slot, n in zip(slots, lengths, strict=True)]
+    keys, values, *scored = cache.row(slot, n)
 
     def attend(layer, q, k, v, index):
-        start = 0
-        for n, (keys, values, *scored) in zip(lengths, rows, strict=True):
-            own = slice(start, start + n)
-            keys[layer], values[layer] = k[own], v[own]
-            if index is not None:
-                scored[0][layer] = index[1][own, None]
-            start += n
-        if layer == model.config.layers - 1:  # nothing but its keys and values is read
-            return q
-        return attend_all(layer, q, k, v, index)
+        keys[layer], values[layer] = k[:n], v[:n]
+        if index is not None:
+            scored[0][layer] = index[1][:n, None]
+        # of the last layer nothing but its keys and values is read
+        return q if layer == last else attend_all(layer, q, k, v, index)
 
     model.body(packed.tokens, packed.positions, attend, rows=packed.cell[:0])
-    if cache.tables is not None:  # chunks as far as the longest sequence fills them
-        local = torch.arange(-(-max(lengths) // cache.tables.chunk_size), device=packed.cell.device)
-        chunks = (cache.tables.first[[*slots], None] + local).flatten()
+    if cache.tables is not None:
+        chunk_size, first = cache.tables.chunk_size, slot * cache.tables.widest
+        chunks = torch.arange(-(-n // chunk_size), device=packed.cell.device) + first
         for layer in range(model.config.layers):
             renew_means(cache, layer, chunks)
 

@@ -16,7 +16,8 @@ leaks through a mean. A query's own chunk is always selected, and counts as one 
 where chunks and queries lie, so packed training, prefill and cached decode are one code path.
 A query's numbers depend, bitwise, on its own sequence and on the shapes only. What selection saves
 is compute and bytes read, not the memory of a cache.
-Left out: kernels (dsa_triton.py), the indexer's training stages (pretrain.py), low-precision keys.
+Left out: kernels (dsa_triton.py), the indexer's parameters (methods/indexer.py) and its training
+stages (pretrain.py), low-precision keys.
 
 Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = Hq / Hkv
          B slots     C keys per chunk  K most chunks of one sequence (`widest`)    NC all chunks
@@ -28,7 +29,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 QUERY_BLOCK = 256  # so many queries are scored at once ...
 TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
@@ -402,54 +403,6 @@ def dsa_attention(
     """
     sel = select_chunks(q, k, tables, top_k, index, means)
     return sparse_attention(q, k, v, sel, tables)
-
-
-# ----------------------------------------------------------------------------- the indexer
-
-
-def rotary(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary embedding of the first half of the channels, halves (not neighbours) paired.
-
-    x [N, H, E], positions [N] -> [N, H, E]. DeepSeek-V3.2-Exp (64 of 128 channels) warns in its
-    README that its indexer needs this layout, unlike its attention.
-    """
-    quarter = x.shape[2] // 4
-    left, right, still = x.tensor_split((quarter, 2 * quarter), dim=-1)
-    step = _range(quarter, x) / quarter
-    angle = positions[:, None, None] * 10_000.0**-step  # [N, 1, E / 4], float32
-    cos = angle.cos()
-    sin = angle.sin()
-    turned = (
-        left * cos - right * sin,
-        right * cos + left * sin,
-        still,
-    )
-    return torch.cat(turned, dim=-1).to(x.dtype)
-
-
-class Indexer(nn.Module):
-    """The lightning indexer's parameters: J query heads, one shared key head, J weights.
-
-    Its input is detached (model.py), so no other loss reaches it; in RL nothing trains it.
-    """
-
-    def __init__(self, width: int, heads: int, head_width: int):
-        super().__init__()
-        self.query = nn.Linear(width, heads * head_width, bias=False)
-        self.key = nn.Linear(width, head_width, bias=False)
-        self.key_norm = nn.LayerNorm(head_width, eps=1e-6)
-        self.weight = nn.Linear(width, heads, bias=False)
-
-    def forward(self, hidden: Tensor, positions: Tensor) -> tuple:
-        """hidden [N, width], positions [N] -> q_index [N, J, E], k_index [N, E], weights [N, J].
-
-        The weights are scaled by J^-1/2 (a sum over heads) and E^-1/2 (a product of width E).
-        """
-        k = self.key_norm(self.key(hidden))[:, None]  # [N, 1, E]
-        q = self.query(hidden).unflatten(1, (-1, k.shape[2]))  # [N, J, E]
-        both = rotary(torch.cat([q, k], dim=1), positions)
-        weights = self.weight(hidden) * self.query.out_features**-0.5
-        return both[:, :-1], both[:, -1], weights
 
 
 # ---------------------------------------------------------------------- helpers and checks

@@ -1,7 +1,7 @@
 """losses.py: the objectives of the learner: advantages, policy losses, KL, diagnostics.
 
 Pure functions on packed tokens. Left out: models, optimizers, batching; what is done to a step as a
-whole when its data are stale (dampers.py).
+whole when its data are stale (methods/dampers.py), what one method alone needs (methods/).
 Call `policy_loss("tis", tokens, count)` for every micro-batch of a step; losses and statistics of
 the micro-batches add up. What the policy did not generate is not here: learner.py leaves it out.
 
@@ -12,7 +12,6 @@ Policies:  mu = behaviour (it generated the token), pi_p = proximal (recomputed 
            w = pi_p / mu,  r = pi / pi_p,  rho = pi / mu,  A = advantage.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -208,7 +207,7 @@ def dpo(t, c):
     """-A log pi, with the A that makes it the gradient of -log sigmoid(beta m).
 
     Online DPO (arXiv 2402.04792), as asynchronous RLHF (arXiv 2410.18252) trains it; A is that of
-    `preference_advantages`.
+    methods/preferences.py.
     """
     return reinforce(t, c)
 
@@ -242,159 +241,58 @@ def policy_loss(
     # One advantage per sequence would broadcast over its tokens, silently and wrongly.
     assert len(shapes) == 1, f"tensors of different shape: {shapes}"
     gain, clipped, capped = OBJECTIVES[objective](t, c)
-    none = torch.zeros_like(gain, dtype=torch.bool)
-    return -token_mean(gain, count), {"clipped": none | clipped, "capped": none | capped}
+    touched = {"clipped": clipped, "capped": capped}
+    for name, which in touched.items():  # False: none of them
+        touched[name] = torch.zeros_like(gain, dtype=torch.bool) if which is False else which
+    return -token_mean(gain, count), touched
 
 
 # ---- advantages ----
 
 
-ADVANTAGES = ("grpo", "mean", "rloo")
+def grpo(rewards, valid):
+    """(R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300)."""
+    centred = mean(rewards, valid)
+    others = (valid.sum(1, keepdim=True) - 1).clamp_min(1)  # [G, 1]
+    std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
+    return centred / (std + STD_EPSILON)
+
+
+def mean(rewards, valid):
+    """R - mean (Dr. GRPO, arXiv 2503.20783; GLM-5's agents)."""
+    size = valid.sum(1, keepdim=True)  # [G, 1]
+    centred = rewards - rewards.sum(1, keepdim=True) / size.clamp_min(1)
+    return centred.masked_fill(~valid, 0.0)
+
+
+def rloo(rewards, valid):
+    """R - mean of the others (arXiv 2402.14740), which is (R - mean) n / (n - 1)."""
+    size = valid.sum(1, keepdim=True)  # [G, 1]
+    return mean(rewards, valid) * size / (size - 1).clamp_min(1)
 
 
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
+# rewards float [G, n], 0 where they are not valid, valid bool [G, n] -> advantages [G, n]
+ADVANTAGES = {"grpo": grpo, "mean": mean, "rloo": rloo}
 
 
-def group_advantages(
-    rewards,  # [G, n]
-    kind: str,
-    valid=None,  # bool [G, n]
-) -> tuple:
+def group_advantages(rewards, name: str, valid=None) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
-    `grpo`: (R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300). `mean`: R - mean
-    (Dr. GRPO, arXiv 2503.20783; GLM-5's agents). `rloo`: R - mean of the others (arXiv 2402.14740).
-    Samples that are not `valid` bool [G, n] (their environment failed) count nowhere and get 0.
-    A group with fewer than two valid samples or with equal rewards is dead: exactly 0 everywhere.
-    AssertionError for an unknown kind, or a valid reward that is not finite.
+    name: one of ADVANTAGES. Samples that are not `valid` bool [G, n] (their environment failed)
+    count nowhere and get 0. A group with fewer than two valid samples or with equal rewards is
+    dead: exactly 0 everywhere. AssertionError for an unknown name, or a valid reward that is not
+    finite.
     """
-    assert kind in ADVANTAGES, f"advantage {kind!r}: must be one of {', '.join(ADVANTAGES)}"
+    assert name in ADVANTAGES, f"advantage {name!r}: must be one of {', '.join(ADVANTAGES)}"
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     rewards = rewards.masked_fill(~valid, 0.0)  # a product with `valid` would keep NaN
     assert torch.isfinite(rewards).all(), f"rewards must be finite, got {rewards.tolist()}"
-    size = valid.sum(1, keepdim=True)  # [G, 1]
-    others = (size - 1).clamp_min(1)  # [G, 1]
-    mean = rewards.sum(1, keepdim=True) / size.clamp_min(1)  # [G, 1]
-    centred = (rewards - mean).masked_fill(~valid, 0.0)  # [G, n]
+    advantages = ADVANTAGES[name](rewards, valid)
     # Compared exactly: the std of equal floats need not come out as 0.
     best = rewards.masked_fill(~valid, -math.inf).amax(1, keepdim=True)  # [G, 1]
     dead = ((rewards == best) | ~valid).all(1)  # a single one, too
-    if kind == "grpo":
-        std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
-        centred = centred / (std + STD_EPSILON)
-    elif kind == "rloo":
-        centred = centred * size / others  # R - mean of others = (R - mean) n / (n - 1)
-    return centred.masked_fill(dead[:, None], 0.0), dead
-
-
-def optimal_baseline(
-    rewards,  # [G, n]
-    ratios,  # [G, n]
-    norms,  # [G, n]
-) -> Tensor:
-    """The baseline [G, 1] with which stale samples of a group have the least variance.
-
-    VCPO (arXiv 2602.17616): b = sum w^2 |g|^2 R / sum w^2 |g|^2, with w = pi / mu of the whole
-    answer and |g| the norm of the gradient of its log-prob. On-policy, with equal norms, it is the
-    mean. Also where all weights are 0.
-    """
-    weights = (ratios * norms).square()
-    weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, 1.0)
-    return (weights * rewards).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
-
-
-def optimal_advantages(
-    rewards,  # [G, n]
-    ratios,  # [G, n]
-    norms,  # [G, n]
-) -> tuple:
-    """As `grpo`, with the optimal baseline in place of the mean: (advantages [G, n], dead [G])."""
-    advantages, dead = group_advantages(rewards, "grpo")
-    lower = rewards.mean(1, keepdim=True) - optimal_baseline(rewards, ratios, norms)  # [G, 1]
-    advantages = advantages + lower / (rewards.std(1, keepdim=True) + STD_EPSILON)
     return advantages.masked_fill(dead[:, None], 0.0), dead
-
-
-def preference_advantages(margins, beta: float) -> Tensor:
-    """What makes `reinforce` on pairs the gradient of online DPO: [pairs] -> [2, pairs].
-
-    L = -log sigmoid(beta m), m = log(pi / pi_ref) of the better answer minus that of the worse
-    (Rafailov et al. 2023, arXiv 2305.18290, equation 7). So dL / d log pi is -beta sigmoid(-beta m)
-    for the better one, and the opposite for the worse.
-    """
-    push = beta * torch.sigmoid(-beta * margins)
-    return torch.stack([push, -push])
-
-
-def distilled(
-    advantages,  # [N]
-    teacher,  # [N]
-    logprobs,  # [N]
-    weight: float,
-) -> Tensor:
-    """Advantages [N] mixed with a teacher's: (1 - weight) A + weight log(pi_teacher / pi).
-
-    On-policy distillation, token by token: GLM-5's between its stages (arXiv 2602.15763; weight 1,
-    so one answer to a prompt is enough). The ratio has no gradient: this descends KL(pi || teacher)
-    as a policy gradient that looks at one token at a time. It is cut like all log-ratios.
-    """
-    gap = log_ratio(teacher.to(logprobs), logprobs).detach().to(advantages)
-    return (1 - weight) * advantages + weight * gap
-
-
-def turn_advantages(
-    turn_rewards,  # [G, n, T]
-    present,  # bool [G, n, T]
-    kind: str,
-) -> tuple:
-    """Credit a turn: its reward-to-go relative to the group -> (advantages [G, n, T], dead [G]).
-
-    turn_rewards float [G, n, T] (0: none), `present` bool [G, n, T] (the sample has this turn, and
-    has not failed). `group_advantages` of R_t + R_t+1 + ... (gamma = 1) among the samples that have
-    turn t: one alone there gets 0, so do equal ones; dead is a group in which every turn is.
-    "Turn-level credit" has several meanings. GTPO (arXiv 2511.14846): normalized returns-to-go, as
-    here, but discounted, and of shaped rewards. MT-GRPO (arXiv 2505.11821, v1): the normalized
-    outcome, and in the first turn its own normalized reward, too. GiGPO (arXiv 2505.10978): returns
-    compared among samples in the same state, and the episode's advantage is added; here only the
-    turn is the same, so what differs between states stays in as noise.
-    AssertionError: see `group_advantages`.
-    """
-    size, turns = turn_rewards.shape[1:]
-    rewards = turn_rewards.masked_fill(~present, 0.0)
-    # Summed in double: 0.1 + 0.5 + 0.1 and 0.7 are the same return.
-    returns = rewards.double().flip(2).cumsum(2).flip(2).to(rewards)
-    rows = [x.transpose(1, 2).reshape(-1, size) for x in (returns, present)]  # [G T, n]
-    advantages, dead = group_advantages(rows[0], kind, rows[1])
-    return advantages.view(-1, turns, size).transpose(1, 2), dead.view(-1, turns).all(1)
-
-
-def skip_observation_gae(
-    rewards,  # [N]
-    values,  # [N]
-    lengths: list,
-    lam: float,
-    gamma: float = 1.0,
-) -> Tensor:
-    """Generalized advantage estimates [N] of generated tokens, as if nothing stood between them.
-
-    delta_j = r_j + gamma V_j+1 - V_j and A_j = delta_j + gamma lam A_j+1: Schulman et al. 2015
-    (arXiv 1506.02438) equation 16. rewards and values float [N] of S sequences end to end, each as
-    long as `lengths` says; after a sequence V and A are 0. Observations are not in the list, so
-    after the last token of a turn comes the first of the next one: the skip-observation GAE of SAO
-    (arXiv 2607.07508). No gradient. AssertionError when lengths, rewards and values do not agree.
-    """
-    assert len(rewards) == len(values) == sum(lengths), (len(rewards), len(values), lengths)
-    ends = set(itertools.accumulate(lengths))
-    earned, worth = rewards.tolist(), values.tolist()
-    found = []
-    following = later = 0.0
-    for j in reversed(range(len(earned))):
-        if j + 1 in ends:
-            following = later = 0.0
-        later = earned[j] + gamma * following - worth[j] + gamma * lam * later
-        following = worth[j]
-        found.append(later)
-    return values.new_tensor(found[::-1])
 
 
 # ---- KL to the reference: x = pi_ref / pi (Schulman, "Approximating KL Divergence", 2020) ----

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dsa
 from fast.kernels import sparse_kernels
+from methods.indexer import Indexer
 from methods.lora import Adapters
 
 # recomputed(f, *arguments) is f(*arguments), computed once more in the backward pass
@@ -146,7 +147,7 @@ class Layer(nn.Module):
             self.q_norm = parameter(c.head_width)
             self.k_norm = parameter(c.head_width)
         if c.indexed:
-            self.indexer = dsa.Indexer(c.width, c.index_heads, c.index_width)
+            self.indexer = Indexer(c.width, c.index_heads, c.index_width)
         self.attention_out = parameter(c.heads * c.head_width, c.width)
         self.mlp_norm = parameter(c.width)
         self.gate_up = parameter(c.width, 2 * c.hidden)  # columns [gate | up]
@@ -296,9 +297,8 @@ class GPT(nn.Module):
             # detached: the policy's loss does not reach the indexer, nor the indexer's the policy
             index = layer.indexer(h.detach(), positions) if self.config.indexed else None
             out = attend(number, q, k, v, index).flatten(1)
-            if rows is not None:
-                x = x.index_select(0, rows)
-                out = out.index_select(0, rows)
+            if rows is not None:  # in the last layer: from here on only what is read
+                x, out = x.index_select(0, rows), out.index_select(0, rows)  # [M, ...]
             x = layer.project("attention_out", out, x)  # x + out @ attention_out
             return layer.mlp(x)
 
@@ -363,7 +363,8 @@ def pack_tokens(sequences: list, device="cpu") -> Packed:
     lengths = np.array([len(s) for s in sequences])
     assert lengths.size and lengths.min() > 0, f"empty sequence among lengths {lengths}"
     real = np.arange(padded(lengths.max())) < lengths[:, None]  # [B, T]
-    grid = real.cumsum().reshape(real.shape) * real - 1
+    grid = np.full(real.shape, -1)
+    grid[real] = np.arange(lengths.sum())
     arrays = (
         np.concatenate(sequences).astype(np.int64),
         real.nonzero()[1],

@@ -13,9 +13,10 @@ Every file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`,
 of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
 Copy tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and
 alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end`.
-Several tasks in one run are a `Task` with `parts`: group g belongs to part g modulo their number.
-Left out: learned rewards (reward_model.py); processes (runtime/sessions.py). Never give model
-output to `eval`, to an unbounded number parser or to a regular expression that backtracks.
+Never give model output to `eval`, to an unbounded number parser or to a regular expression that
+backtracks.
+Left out: several tasks in one (methods/mixture.py), learned rewards (methods/reward_model.py),
+processes (runtime/verifier.py).
 
 `python bench.py episode [SPEC ...]` prints a sample episode of each task.
 """
@@ -81,14 +82,13 @@ class Task:
     solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
     name: str = ""  # the spec; `make_task` writes it
     tokenizer: Tokenizer | None = None  # of the run; `check_task` writes it
-    parts: tuple = ()  # several tasks in one run
-    shares: tuple = (1,)  # groups of each task in a step
+    longest: int = 0  # tokens that every episode fits into; 0: as many as its sizes allow
 
     @property
     def context(self) -> int:
         """The number of tokens that every episode fits into."""
-        if self.parts:
-            return max(part.context for part in self.parts)
+        if self.longest:
+            return self.longest
         turn = self.turn_tokens + self.observation_tokens
         return self.max_prompt_tokens + self.max_turns * turn - self.observation_tokens
 
@@ -130,38 +130,15 @@ def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> T
 
 
 def task_of(config: Config) -> Task:
-    """The configured task, or several in one, in the vocabulary of the configured model; UserError.
+    """The configured task, or several in one, in the vocabulary of the model; UserError."""
+    tokenizer = tokenizer_of(config)
+    tasks = [make_task(spec, config.seed, tokenizer) for spec in specs_of(config.task)]
+    if len(tasks) == 1:
+        require(not config.ratio, f"--ratio {config.ratio}: must be left out with one task")
+        return tasks[0]
+    from methods.mixture import mixture_of
 
-    Several share the groups of a step by --ratio, exactly; a run is as long as it takes until each
-    has had as many groups as alone.
-    """
-    specs, tokenizer = specs_of(config.task), tokenizer_of(config)
-    parts = tuple(make_task(spec, config.seed, tokenizer) for spec in specs)
-    said = f"--ratio {config.ratio}: must be"
-    require(len(parts) > 1 or not config.ratio, f"{said} left out with one task")
-    shares = [int(n) if n.isascii() and n.isdigit() else 0 for n in config.ratio.split(",")]
-    shares = shares if config.ratio else [1] * len(parts)
-    fits = len(shares) == len(parts) and min(shares) > 0
-    require(fits, f"{said} {len(parts)} whole numbers from 1 up, one for each of {config.task}")
-    B, total = config.groups_per_step, sum(shares)
-    if len(parts) == 1:
-        return replace(parts[0], shares=(B,))
-    require(len(set(specs)) == len(specs), f"--task {config.task}: must name each task once")
-    needed = f"a multiple of {total} with --ratio {','.join(map(str, shares))}"
-    require(B % total == 0, f"--groups-per-step {B}: must be {needed}, such as {B + -B % total}")
-    return replace(
-        parts[0],
-        alphabet=tuple(sorted({*np.concatenate([alphabet_of(part) for part in parts]).tolist()})),
-        steps=max(part.steps * total // n for part, n in zip(parts, shares, strict=True)),
-        name=config.task,
-        parts=parts,
-        shares=tuple(n * B // total for n in shares),
-    )
-
-
-def part_of(task: Task, group_id: int) -> Task:
-    """The task that a group belongs to, where there are several."""
-    return task.parts[group_id % len(task.parts)] if task.parts else task
+    return mixture_of(tasks, config.ratio)
 
 
 def specs_of(text: str) -> list:
@@ -203,7 +180,10 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     if not isinstance(task, Task):
         raise TaskError(f"make must return a reward.Task, not {task!r:.80}")
     for field in fields(Task):
-        value, least = getattr(task, field.name), int(field.name != "observation_tokens")
+        value, least = (
+            getattr(task, field.name),
+            int(field.name not in ("observation_tokens", "longest")),
+        )
         if field.type is int and (type(value) is not int or value < least):
             raise TaskError(f"{field.name} {value!r}: allowed is a whole number from {least} up")
     chat = len(tokenizer.encode_prompt(""))
@@ -229,10 +209,9 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
 
 def problem_of(task: Task, group_id: int, split: str) -> dict:
     """The problem of a group; TaskError, in one line, for one that cannot be used."""
-    index, task = group_id // max(1, len(task.parts)), part_of(task, group_id)
-    where = f"reset({index}, {split!r})"
+    where = f"reset({group_id}, {split!r})"
     try:
-        problem = task.reset(index, split)
+        problem = task.reset(group_id, split)
         json.dumps(problem)  # it travels between processes and into checkpoints
     except Exception as error:
         raise TaskError(f"{where}: {limits.describe(error)}") from error
@@ -256,13 +235,11 @@ def alphabet_of(task: Task) -> np.ndarray:
 
 def capacity_of(config: Config, task: Task) -> int:
     """Positions that an episode of a task may fill; raises UserError when it needs more."""
-    capacity = config.context or task.context
-    for part in task.parts or (task,):
-        if not part.context <= capacity <= LONGEST_CONTEXT:
-            raise UserError(
-                f"--context {capacity}: must be at least {part.context} (the longest prompt of task"
-                f" {part.name} has {part.max_prompt_tokens} tokens) and at most {LONGEST_CONTEXT}"
-            )
+    capacity, most = config.context or task.context, task.max_prompt_tokens
+    given = "--set context=" if config.context else f"task {task.name}: its longest episode, "
+    facts = f"{task.context} (its longest prompt has {most} tokens) and at most {LONGEST_CONTEXT}"
+    fits = task.context <= capacity <= LONGEST_CONTEXT
+    require(fits, f"{given}{capacity}: must be at least {facts}")
     return capacity
 
 
@@ -274,11 +251,10 @@ def advance(task: Task, states: dict, key, problem: dict, answers) -> Step:
     each with the number of answers that it has seen; one that is missing is made again."""
     if task.open is None:
         return checked(task.step(problem, list(answers)))
-    state, seen = states.pop(key, (None, -1))  # a step that raises leaves it in an unknown state
-    if not 0 <= seen < len(answers):
-        if seen >= 0:
-            task.close(state)
-        state, seen = task.open(problem), 0
+    if key in states and states[key][1] >= len(answers):  # it has seen more: it begins anew
+        forget(task, states, key)
+    # a step that raises leaves a state that nobody knows: it is not kept
+    state, seen = states.pop(key) if key in states else (task.open(problem), 0)
     try:
         for answer in answers[seen:]:
             step = checked(task.step(state, answer))
@@ -331,7 +307,6 @@ def verify_group(
 ) -> list:
     """Verdicts on the episodes of a group (runtime/messages.py). A turn that has its reward is not
     judged again, unless the task asks for it, and a failed episode is not judged at all."""
-    task = part_of(task, group.group_id)
     episodes = []
     for t in group.trajectories:
         answers = () if t.failed else tuple(split_answers(task, t.tokens, t.turns))

@@ -33,7 +33,7 @@ from methods.sampling import KeptTokens, nucleus
 from model import GPT, pack_tokens
 from reward import Task, capacity_of
 from runtime.config import Config
-from runtime.messages import Group, Trajectory
+from runtime.messages import Group, Result, Trajectory
 from runtime.noise import noise_keys, uniforms
 from tasks.environment import Environment, Reply, make_environment
 
@@ -204,7 +204,7 @@ class Generator:
             self._go_on(slot, self.environment.read(answer))
 
     def _event(self, kind: str, group_id: int, size: int):
-        self.events.append((time.monotonic(), kind, group_id, self.version, {"size": size}))
+        self.events.append((time.time(), kind, group_id, self.version, {"size": size}))
 
     # ------------------------------------------------------------------- schedule: who has a slot
 
@@ -229,33 +229,34 @@ class Generator:
             prefill(self.model, self.cache, [slot.number for slot in filled], sequences)
 
     def _refill(self):
-        """Give free slots to waiting samples, in order; a group never begins under old weights.
-        All of a prompt but the last token, which `_decode` feeds, goes into the cache at once."""
-        prompts = {}  # slot -> its group's id, and these tokens
-        draining = self.swap == "drain" and self.new_weights
+        """Give free slots to waiting samples, in order; a group never begins under old weights, nor
+        while newer ones wait for a drain."""
+        prompts = {}  # slot -> its group's id, and the tokens that go into the cache at once
         for b in range(self.slots):
-            if draining or not self.waiting or self.waiting[0][0].start > self.version:
+            if self.new_weights or not self.waiting or self.waiting[0][0].start > self.version:
                 break
-            if self.batch[b]:
-                continue
-            group, sample_index = self.waiting.popleft()
-            n = len(prompt := self.environment.encode_prompt(group.problem))
-            assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
-            first = n - 1 if n > self.fed_prompts else 0  # where `_decode` begins
-            if first:
-                prompts[b] = group.group_id, prompt[:first]
-            key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-            episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
-            episode.started = time.monotonic()
-            episode.swaps = [first, self.version]
-            self.batch[b] = Slot(b, episode, group, cached=first)
-            self._begin_turn(self.batch[b], prompt)
-            if sample_index == 0:
-                self._event("start", group.group_id, n)
+            if not self.batch[b]:
+                slot = self.batch[b] = self._begin(b, *self.waiting.popleft())
+                if slot.cached:
+                    prompts[b] = slot.group.group_id, slot.tokens[: slot.cached]
         lengths = [slot.cached + 1 if slot else 1 for slot in self.batch]
         if self.cache.reserve(lengths) and self.graphs:
             self.next_tokens.forget()
         prefill_groups(self.model, self.cache, prompts, self.prompts)
+
+    def _begin(self, b: int, group: Group, sample_index: int) -> Slot:
+        """Begin an episode: all of its prompt but the last token, which `_decode` feeds, counts as
+        cached."""
+        n = len(prompt := self.environment.encode_prompt(group.problem))
+        assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
+        key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
+        episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
+        slot = Slot(b, episode, group, cached=n - 1 if n > self.fed_prompts else 0)
+        episode.started, episode.swaps = time.time(), [slot.cached, self.version]
+        self._begin_turn(slot, prompt)
+        if sample_index == 0:
+            self._event("start", group.group_id, n)
+        return slot
 
     # ---------------------------------------------------------------------- run: one token a slot
 
@@ -316,7 +317,7 @@ class Generator:
 
     def _end_turns(self, ended: list):
         """The policy's turn is over in these slots: ask the environment, here or outside."""
-        environment, here, requests = self.environment, [], []
+        environment, requests = self.environment, {}  # of those in this process, by slot
         for slot in ended:
             episode = slot.episode
             episode.turns[-1] = (episode.turns[-1][0], len(slot.tokens))
@@ -327,10 +328,9 @@ class Generator:
                 slot.asked, self.asked[episode.key] = True, slot
                 self.calls.append(environment.call(request))
             else:
-                here.append(slot)
-                requests.append(request)
-        replies = environment.respond(requests) if requests else []
-        for slot, reply in zip(here, replies, strict=True):
+                requests[slot] = request
+        replies = environment.respond([*requests.values()]) if requests else []
+        for slot, reply in zip(requests, replies, strict=True):
             self._go_on(slot, reply)
 
     def _go_on(self, slot: Slot, reply: Reply):
@@ -359,7 +359,7 @@ class Generator:
         if self.kept:
             vars(episode).update(self.kept.take(slot.number))
         episode.finish, _, episode.failure = finish.partition(": ")
-        episode.finished = time.monotonic()
+        episode.finished = time.time()
         self.batch[slot.number] = None
         group.trajectories.append(episode)
         if len(group.trajectories) == self.group_size:
@@ -387,16 +387,17 @@ def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> G
     )
 
 
-def generate(generator: Generator, groups: list, host=None) -> list:
-    """Run groups to their end and return them sorted by id: the synchronous use. `host` has the
-    environments that are outside (tasks/exam.py)."""
+def generate(generator: Generator, groups: list, pool=None) -> list:
+    """Run groups to their end and return them sorted by id: the synchronous use. `pool` has the
+    environments that are outside (runtime/pool.py); None where there are none."""
     for group in groups:
         assert group.start <= generator.newest, f"group starts at version {group.start}, too late"
         generator.submit(group)
     while generator.busy:
         active = generator.step()
-        if host:
-            host.send(generator.take_calls())
-            for result in host.receive(0.0 if active else 0.5):
-                generator.hear(result.key[1:], result)
+        if generator.asked or generator.calls:
+            pool.ask(generator.take_calls())
+            for _, message in pool.receive(0.0 if active else 0.5):
+                if isinstance(message, Result):
+                    generator.hear(message.key, message)
     return sorted(generator.take_finished(), key=lambda g: g.group_id)

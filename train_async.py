@@ -7,7 +7,7 @@
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
 adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights
 that are published while episodes run, and groups that are issued again when a worker dies.
-Left out: how processes are kept (runtime/processes.py), set-up, ledger and end (runtime/run.py).
+Left out: how processes are kept (runtime/pool.py), set-up, ledger and end (runtime/run.py).
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
@@ -21,10 +21,9 @@ from buffer import staleness
 from learner import learner_step, new_groups
 from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped
-from runtime.learners import begin_again, note_step, open_team, save, send_batch
 from runtime.ledger import table
 from runtime.messages import Answer, Group, Judgement, apply_judgement
-from runtime.processes import Lost, Silent, Worker
+from runtime.pool import Lost, Silent, Worker
 from runtime.replay import replay
 from runtime.run import (
     AsyncRun,
@@ -34,9 +33,10 @@ from runtime.run import (
     log_discards,
     log_spawn,
     open_async,
+    save,
+    send_batch,
     settle,
 )
-from runtime.team import Parted
 from runtime.terminal import run_main
 
 
@@ -47,8 +47,6 @@ def train(config: Config) -> None:
     with open_async(config) as run:
         config, learner, log, batch = run.config, run.learner, run.log, None
         issue(run, "requeue", run.interrupted)
-        if learner.team.size > 1:
-            open_team(run)
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
@@ -73,21 +71,16 @@ def train(config: Config) -> None:
 
 
 def learn(run: AsyncRun, batch: list) -> dict:
-    """A step of all learners; when one of them is lost, all begin again and take it then."""
+    """A step of all learners on a batch; what the log says of it is enough to replay it."""
     learner, config = run.learner, run.config
     version, run.training = learner.version, [group.group_id for group in batch]
-    while run.training:
-        try:
-            with run.log.timed("learner", "train", version=version, groups=run.training) as event:
-                send_batch(run, batch)
-                metrics = learner_step(learner, batch, config)
-                run.training = []
-                event |= {name: metrics[name] for name in ("loss", "grad_norm")}
-                event |= {"in_flight": len(run.in_flight), "of": config.steps}
-                event["learners"] = learner.team.size
-        except Parted as error:
-            begin_again(run, error)
-    note_step(run, batch, metrics)
+    with run.log.timed("learner", "train", version=version, groups=run.training) as event:
+        send_batch(run, batch)
+        metrics = learner_step(learner, batch, config)
+        run.training = []
+        event |= {name: metrics[name] for name in ("loss", "grad_norm")}
+        event |= {"in_flight": len(run.in_flight), "of": config.steps}
+        event["learners"] = learner.team.size
     return metrics
 
 
@@ -108,19 +101,18 @@ def check_progress(run: AsyncRun) -> None:
 def admit(run: AsyncRun) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
     config, version, groups = run.config, run.learner.version, []
-    for kind, share in enumerate(run.task.shares):
-        wanted = (config.steps - version) * share
-        while run.buffer.count(kind) < wanted and run.buffer.may_admit(version, kind):
-            groups += new_groups(run.learner, run.task, 1, kind)
-            run.buffer.admit(groups[-1].group_id, version)
+    wanted = (config.steps - version) * config.groups_per_step
+    while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
+        groups += new_groups(run.learner, run.task, 1)
+        run.buffer.admit(groups[-1].group_id, version)
     issue(run, "admit", groups)
 
 
-def issue(run: AsyncRun, kind: str, groups: list) -> None:
+def issue(run: AsyncRun, event: str, groups: list) -> None:
     """Send groups to the rollout workers, and log who has which."""
-    names = run.pool.issue("rollout", groups)
+    names = run.pool.issue(groups)
     for group, name in zip(groups, names, strict=True):
-        run.log.event("learner", kind, group=group.group_id, version=group.start, worker=name)
+        run.log.event("learner", event, group=group.group_id, version=group.start, worker=name)
 
 
 def collect(run: AsyncRun, seconds: float) -> None:
@@ -139,37 +131,26 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
     match message:
         case Answer(_, group, judgement, events):
-            for at, kind, group_id, version, details in events:
-                details |= {"group": group_id, "version": version}
-                run.log.event(worker.name, kind, at + worker.behind, **details)
+            run.log.take(worker.name, events)
             if judgement:  # verified, too
-                began = judgement.began + worker.behind
-                land(run, group, judgement._replace(began=began), worker.name)
+                land(run, group, judgement, worker.name)
         case Silent(reason):
-            run.log.say(f"{worker.name} {reason} (last: {worker.said}; log: {worker.log})")
+            run.log.say(f"{worker.name} {reason} (last: {worker.last_word}; log: {worker.log})")
         case Lost(reason, groups):
-            run.log.say(
-                f"{worker.name} {reason}: restarted (last: {worker.said}; log: {worker.log})"
-            )
+            last = f"(last: {worker.last_word}; log: {worker.log})"
+            run.log.say(f"{worker.name} {reason}: restarted {last}")
             run.log.event(worker.name, "exit", reason=reason)
             log_spawn(run, run.pool.workers[worker.name])
             run.lost.append(f"{worker.name} {reason}")
-            run.sessions.update(worker.status if worker.role == "reward" else {})
-            again = generate_again if worker.role == "rollout" else verify_again
-            again(run, worker, reason, groups)
+            generate_again(run, worker, reason, groups)
 
 
-def land(
-    run: AsyncRun,
-    group: Group,
-    judgement: Judgement,
-    judged_by: str,
-) -> None:
+def land(run: AsyncRun, group: Group, judgement: Judgement, judged_by: str) -> None:
     """A group is generated and verified: it may be trained."""
     apply_judgement(group, judgement)
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
-    run.began = run.began or time.monotonic()
+    run.began = run.began or time.time()
     facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
     facts |= {"age": staleness(group, run.learner.version), "reward_model": judgement.reward_model}
     run.log.event(judged_by, "score", judgement.began, **facts)
@@ -178,34 +159,13 @@ def land(
         log_discards(run)
 
 
-def generate_again(
-    run: AsyncRun,
-    worker: Worker,
-    reason: str,
-    groups: list,
-) -> None:
+def generate_again(run: AsyncRun, worker: Worker, reason: str, groups: list) -> None:
     """Groups that a rollout worker had not finished begin anew, with today's weights."""
     for group in groups:
         run.log.event(worker.name, "lost", group=group.group_id, reason=reason)
         run.buffer.requeue(group.group_id, run.learner.version)
         group.start = run.learner.version
     issue(run, "requeue", groups)
-
-
-def verify_again(
-    run: AsyncRun,
-    worker: Worker,
-    reason: str,
-    groups: list,
-) -> None:
-    """A lost reward worker's groups go to another; one that has cost two workers has failed."""
-    run.deaths.update(group.group_id for group in groups[:1])  # it was working on the first
-    for group in groups:
-        if run.deaths[group.group_id] < 2:
-            run.pool.issue("reward", [group])
-        else:
-            verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(group.trajectories)
-            land(run, group, Judgement(verdicts, time.monotonic(), 0.0), worker.name)
 
 
 if __name__ == "__main__":

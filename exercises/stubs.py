@@ -62,16 +62,16 @@ def sparse_attention(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, chunk_si
 
 
 def group_advantages(
-    rewards: Tensor, kind: str, valid: Tensor | None = None
+    rewards: Tensor, name: str, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """How much better than its group an answer was.
 
     rewards float32 [G, n], n answers to each of G prompts; valid bool [G, n], default all True
     -> (advantages float32 [G, n], dead bool [G]). With mean and std over the VALID answers of the
     group (m of them), a valid answer gets
-        kind "grpo"   (R - mean) / (std + 1e-6), std with m - 1 in its denominator
-        kind "mean"   R - mean
-        kind "rloo"   R - mean of the other valid answers
+        name "grpo"   (R - mean) / (std + 1e-6), std with m - 1 in its denominator
+        name "mean"   R - mean
+        name "rloo"   R - mean of the other valid answers
     and an answer that is not valid gets 0; its reward may be NaN. A group with fewer than two
     valid answers, or whose valid rewards are all equal (compare them exactly), is dead: all 0.
     """
@@ -332,26 +332,3 @@ def skip_observation_gae(
     Behind the last generated token of a sequence V and A are 0. Outside the mask the result is 0.
     """
     raise NotImplementedError("ex21: skip-observation GAE")
-
-
-def where_they_wait(
-    programs: list[list[tuple]],
-) -> tuple[dict[int, tuple[int, list[int]]], list[int]] | None:
-    """Which ranks of a run wait for ever, where, for whom, and which of them in a circle.
-
-    programs[r] is what rank r does: a list of steps, one after the other. A step is a tuple:
-        ("meet", name, ranks)   a collective; `ranks` is an ascending tuple, with r in it. All of
-                                them pass it together, when each stands at a step equal to this one
-        ("send", to)            it passes together with the step ("receive", r) of rank `to`, when
-                                both stand there: a send waits, too
-        ("receive", sender)     the other side: together with the step ("send", r) of that rank
-    Nobody sends to itself. A rank stands at its first step that it has not passed; behind its last
-    one it has ended and stands nowhere. Steps pass as long as any can -> None if all ranks end.
-    Otherwise (waits, circle). waits: for each rank that does not end, (step, missing): the place
-    of the step at which it stands, its first is 0, and the ranks that keep it from passing,
-    ascending: those in `ranks` that do not stand at an equal step; of a send or a receive, the
-    other rank. circle: ascending, the ranks r that wait for themselves: from r to one of its
-    missing ranks, from there to one of that one's, and so on, there is a way back to r. It is
-    empty where all waiting is for ranks that have ended.
-    """
-    raise NotImplementedError("ex22: find the deadlock")

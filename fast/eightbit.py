@@ -99,22 +99,27 @@ def pack(flat: Tensor, form: Form) -> Tensor:
     return torch.cat([x.view(torch.uint8) for x in floats + codes])
 
 
-def take(into: Tensor, offered: Tensor, form: Form) -> None:
-    """Weights [P] become what is offered, exact or packed already, in the precision of `form`; what
-    is offered in no finer one is not rounded again."""
-    if form.dtype.itemsize < offered.itemsize:
-        offered = pack(offered, form)
-    if offered.dtype != torch.uint8:
-        into.copy_(offered)
-        return
+def unpack(into: Tensor, packed: Tensor, form: Form) -> None:
+    """Weights [P] from what `pack` has made of them in 8 bits."""
     counts = [part.floats for part in form.parts]
-    floats, codes = offered.tensor_split([4 * sum(counts)])
+    floats, codes = packed.tensor_split([4 * sum(counts)])
     floats, codes = floats.view(torch.float32).split(counts), codes.view(FLOAT8)
     for part, weights, values in zip(form.parts, split(into, form), floats, strict=True):
         if part.summed is not None:
             own, codes = codes.tensor_split([len(weights)])
             values = (own.view(part.shape).float() * values.unsqueeze(part.summed)).flatten()
         weights.copy_(values)
+
+
+def take(into: Tensor, offered: Tensor, form: Form) -> None:
+    """Weights [P] become what is offered, exact or packed already, in the precision of `form`; what
+    is offered in no finer one is not rounded again."""
+    if form.dtype.itemsize < offered.itemsize:
+        offered = pack(offered, form)
+    if offered.dtype == torch.uint8:
+        unpack(into, offered, form)
+    else:
+        into.copy_(offered)
 
 
 def split(flat: Tensor, form: Form) -> tuple:

@@ -22,14 +22,10 @@ def prefill_groups(
     known,  # group id -> its prompt's keys and values so far
 ) -> None:
     """Fill slots whose prompts many share: a prompt is computed once a group, then copied."""
-    first = {}  # group id -> the first of its slots, which computes the prompt
-    for slot, (group, _) in prompts.items():
-        if group not in known:
-            first.setdefault(group, slot)
-    prefill(model, cache, [*first.values()], [prompts[slot][1] for slot in first.values()])
     for slot, (group, tokens) in prompts.items():
         row = cache.row(slot, len(tokens))
         if group not in known:
+            prefill(model, cache, [slot], [tokens])
             known[group] = [x.clone() for x in row]
         for part, ready in zip(row, known[group], strict=True):
             part.copy_(ready)

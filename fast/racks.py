@@ -101,13 +101,15 @@ class Racks(Cache):
         for rack in self.racks:
             if n := rows_to_read(rack):
                 # a sequence that has moved on still writes into its first row, which nobody reads
-                at = positions[rack.slots[:n]].clamp(max=rack.kv.shape[3] - 1)
-                at = at.masked_fill(rack.slots[:n] < 0, -1)
-                parts.append((rack.slots[:n], attend_rows(rack.kv[:, :, :n], config, at)))
+                slots = rack.slots[:n] if parts else slice(None)  # the first has all: no copies
+                at = positions[slots].clamp(max=rack.kv.shape[3] - 1)
+                if parts:
+                    at = at.masked_fill(slots < 0, -1)
+                parts.append((slots, attend_rows(rack.kv[:, :, :n], config, at)))
 
         def attend(layer, q, k, v, index):
             outs = [part(layer, q[slots], k[slots], v[slots]) for slots, part in parts]
-            return torch.cat(outs).index_select(0, self.place)
+            return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, self.place)
 
         return attend
 

@@ -8,13 +8,13 @@ from collections import Counter
 
 import numpy as np
 
-from buffer import by_task, staleness, unfit
+from buffer import staleness, unfit
 from reward import Task
 from runtime.config import TrainingStopped
 from runtime.messages import Group
 from runtime.run import Run, evaluate_now
 
-DEAD_SHARES = 3  # so many times the prompts of a step may be replaced because they teach nothing
+DEAD_STEPS = 3  # prompts of so many steps may be replaced because they teach nothing
 SAMPLES_EVERY = 100  # steps between printed episodes
 
 
@@ -27,8 +27,7 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     """
     config, learner, kept = run.config, run.learner, []
     for group in groups:
-        index, kind = divmod(group.group_id, len(learner.begun))
-        late = index - learner.begun[kind] >= DEAD_SHARES * run.task.shares[kind]
+        late = group.group_id - learner.begun >= DEAD_STEPS * config.groups_per_step
         reason = unfit(group, keep_dead=late or config.keep_dead == "yes")
         if reason:
             run.discarded.append((group, reason))
@@ -77,11 +76,11 @@ def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
         "staleness_max": max(ages),
         "staleness_mean": float(np.mean(ages)),
     }
-    if run.task.parts:
-        metrics["tasks"] = {
-            part.name: episode_metrics([t for g in own for t in g.trajectories])
-            for part, own in zip(run.task.parts, by_task(groups, run.task.shares), strict=True)
-        }
+    by_task = {}
+    for group in groups:
+        by_task.setdefault(group.problem.get("task"), []).extend(group.trajectories)
+    if None not in by_task:  # several tasks
+        metrics["tasks"] = {name: episode_metrics(ts) for name, ts in sorted(by_task.items())}
     return metrics
 
 

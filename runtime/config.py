@@ -41,7 +41,9 @@ class TrainingStopped(RuntimeError):
 
 
 class AttemptLost(TrainingStopped):
-    """This process cannot go on; a new one may, from the newest checkpoint."""
+    """This process cannot go on; a new one may, from the newest checkpoint of its run."""
+
+    run = None  # folder and configuration
 
 
 def require(fits: bool, complaint: str) -> None:

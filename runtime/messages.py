@@ -227,6 +227,10 @@ def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) 
     verdicts, teacher = answer.judgement.verdicts, answer.judgement.teacher
     if len(verdicts) != judged or any(not isinstance(e, str | None) for *_, e in verdicts):
         return f"{len(verdicts)} verdicts on {judged} samples, or an error that is no text"
+    if teacher:
+        episodes = asked.trajectories or unpack(answer.group).trajectories
+        if [len(x) for x in teacher] != [t.generated for t in episodes]:
+            return "a teacher's log-probs of other tokens"
     rewards = [reward for value, turns, _ in verdicts for reward in (value, *turns)]
     logprobs = np.concatenate([NO_FLOATS, *teacher])
     return outside("reward", np.array(rewards), -LARGEST_REWARD, LARGEST_REWARD) or outside(

@@ -12,6 +12,7 @@ import signal
 import time
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import __main__
 
@@ -65,8 +66,8 @@ def child_main(function, connection: Connection, number: int, log: str, parent: 
     function(Line(connection, number), *arguments)
 
 
-def start_here(name: str, function, number: int, log: str, arguments: list) -> tuple:
-    """A process of this machine, and this end of its pipe; it dies with the thread that calls. The
+def start_here(name: str, function, number: int, log: str, arguments: list) -> BaseProcess:
+    """A process of this machine, with this end of its pipe; it dies with the thread that calls. The
     function must be one of a module, which the process imports."""
     here, there = Pipe()
     given = (function, there, number, log, os.getpid(), arguments)
@@ -82,4 +83,5 @@ def start_here(name: str, function, number: int, log: str, arguments: list) -> t
         if program:
             __main__.__file__ = program
     there.close()
-    return process, here
+    process.connection = here
+    return process

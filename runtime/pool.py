@@ -53,7 +53,6 @@ class Worker:
     role: str
     number: int
     process: object
-    connection: Connection
     log: str
     serial: int  # no other worker of the pool has had it
     heard: float  # time of its last delivery, or of its start
@@ -69,6 +68,11 @@ class Worker:
     @property
     def name(self) -> str:
         return self.process.name
+
+    @property
+    def connection(self) -> Connection | None:
+        """To its process; None: that has not begun yet, on another machine."""
+        return self.process.connection
 
 
 class ToVerify(NamedTuple):
@@ -108,14 +112,22 @@ class Pool:
     silence: seconds without a sign of life, of each role. flaw(answer, group): what is wrong with
     an answer, or None; a worker that sends nonsense is replaced.
     start(name, function, number, log, arguments): a new process (name, pid, exitcode, kill, join)
-    and a `Connection` to it.
+    with the `connection` to it.
     """
 
     def __init__(
-        self, roles: dict, *, logs: Path, restarts: int, silence: dict, flaw, start=start_here
+        self,
+        roles: dict,
+        *,
+        logs: Path,
+        restarts: int,
+        silence: dict,
+        flaw,
+        start=start_here,
+        prefix="",  # of the workers' names
     ):
         self.roles, self.logs, self.restarts, self.silence = roles, logs, restarts, silence
-        self.flaw, self.start = flaw, start
+        self.flaw, self.start, self.prefix = flaw, start, prefix
         # Guards all that follows: of this process only, never shared with a worker.
         self.books = threading.Condition(threading.RLock())
         self.workers = {}  # name -> Worker
@@ -191,8 +203,10 @@ class Pool:
         where a message is an `Answer`, `Result`, `Lost` or `Silent`. TrainingStopped when a worker
         is lost and the restarts are used up, AttemptLost when it is a learner."""
         with self.books:
-            if not self.news:
-                self.books.wait(seconds)
+            idle = not self.news and self.books.wait(seconds)
+        if idle:
+            time.sleep(0.001)  # what comes together is given out together
+        with self.books:
             arrived, self.news = self.news, []
         for _, message in arrived:
             if isinstance(message, Exception):
@@ -205,7 +219,8 @@ class Pool:
             self.closing = True  # from here on nobody is replaced
         self.threads[0].join(2.0)
         for worker in self.workers.values():
-            worker.connection.close()
+            if worker.connection:
+                worker.connection.close()
         deadline = time.monotonic() + 2.0
         for worker in self.workers.values():
             worker.process.join(max(0.0, deadline - time.monotonic()))
@@ -226,7 +241,8 @@ class Pool:
                     group, packed = self.waiting.popleft()
                     worker.work[group.group_id] = group
                     self._post(worker, ToVerify(packed))
-            outbox, self.outbox = self.outbox, {}
+            outbox = {w: messages for w, messages in self.outbox.items() if w.connection}
+            self.outbox = {w: x for w, x in self.outbox.items() if not (w.connection or w.lost)}
         for worker, messages in outbox.items():
             with suppress(OSError), worker.lock:  # it is gone: the reader notices
                 worker.connection.send_bytes(pickle.dumps(messages, 5))
@@ -261,7 +277,10 @@ class Pool:
         """The thread that takes what workers send. It replaces nobody: messages would wait."""
         while not self.closing:
             with self.books:
-                pipes = {w.connection: w for w in self.workers.values() if not w.lost}
+                workers = [w for w in self.workers.values() if w.connection and not w.lost]
+                pipes = {worker.connection: worker for worker in workers}
+            if self.outbox:  # a worker that had not begun
+                self._send()
             for connection in wait([*pipes], 0.1):
                 worker, reason = pipes[connection], None
                 self.reading = worker
@@ -318,11 +337,11 @@ class Pool:
     def _spawn(self, role: str, number: int) -> None:
         """Start a worker, in the place of the one that had its name."""
         function, _, *arguments = self.roles[role]
-        name = f"{role}-{number}"
+        name = f"{self.prefix}{role}-{number}"
         log = str(self.logs / f"{name}.log")
-        process, connection = self.start(name, function, number, log, arguments)
+        process = self.start(name, function, number, log, arguments)
         serial, now = next(self.serials), time.monotonic()
-        self.workers[name] = Worker(role, number, process, connection, log, serial, now)
+        self.workers[name] = Worker(role, number, process, log, serial, now)
 
     def _watch(self) -> None:
         """The thread that notices every silence, and replaces whoever is lost, until `close`."""
@@ -369,7 +388,7 @@ class Pool:
                 return
             self._put(worker, Lost(reason, []))
             for item in work[:1]:  # it was at this
-                self._blame(item, reason)
+                self._blame(worker, item, reason)
             for item in work[1:]:
                 self._again(item)
 
@@ -380,7 +399,7 @@ class Pool:
         else:
             self.waiting.append((item, pack(item)))
 
-    def _blame(self, item: Group | Call, reason: str) -> None:
+    def _blame(self, worker: Worker, item: Group | Call, reason: str) -> None:
         """What a reward worker was at when it was lost: a call has failed, so has a group that has
         cost two workers."""
         if isinstance(item, Call):
@@ -392,7 +411,7 @@ class Pool:
         if self.deaths[item.group_id] < 2:
             return self._again(item)
         verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(item.trajectories)
-        self._put(None, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
+        self._put(worker, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
 
     def _may_restart(self, worker: Worker) -> bool:
         """Whether the budget allows one more restart; it is noted, and forgotten in time. A reward

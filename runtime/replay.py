@@ -17,7 +17,7 @@ are not played again. Environments that were outside are outside here, too.
 
 import copy
 import dataclasses
-import os
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,18 +27,18 @@ from tqdm import tqdm
 
 from learner import Learner, learner_step, make_learner
 from reward import Task, problem_of, task_of
-from reward_model import read_reward_model
 from rollout import Generator, make_generator
-from runtime.advice import advice_of, judge
-from runtime.checkpoint import set_state, sha256_of, state_of, whole_moments
+from runtime.advice import Advice, advice_of, judge
+from runtime.checkpoint import load_state, sha256_of, state_of, whole_moments
 from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
-from runtime.messages import ARRAYS, Group, Trajectory, apply_judgement
+from runtime.messages import ARRAYS, Group, Judgement, Result, Trajectory, apply_judgement
 from runtime.models import make_model
+from runtime.pool import Pool
 from runtime.run import resumed
-from tasks.exam import Host
+from tasks.exam import exam_pool
 
 
 def replay(config: Config) -> None:
@@ -63,18 +63,16 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
     model = make_model(config, task).on(device)
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
-    host, advice = Host(config, Path(os.devnull)), advice_of(config, task)
-    done = {}  # group id -> group
+    advice, done = advice_of(config, task), {}  # done: group id -> group
+    pool = exam_pool(config, Path(tempfile.mkdtemp())) if task.outside else None
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
         for worker, generator in generators.items():
             generator.waiting.extend(begin[worker, learner.version])
-            finished += play(generator, scores, learner, host)
+            finished += play(generator, scores, learner, pool)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             event = scores[group.group_id]
-            if version := event.get("reward_model"):
-                advice.served = read_reward_model(config, task, version)
-            apply_judgement(group, judge(group, task, config, advice))
+            apply_judgement(group, judged_again(group, event, task, config, advice))
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
@@ -82,6 +80,8 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
         batch = take_batch(step, done)
         yield learner, step, batch
         train(learner, step, batch, config)
+    if pool:
+        pool.close()
     sha256 = sha256_of(learner.weights)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
@@ -140,7 +140,19 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
     return generators, begin
 
 
-def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> list[Group]:
+def judged_again(
+    group: Group, event: dict, task: Task, config: Config, advice: Advice
+) -> Judgement:
+    """As the group was judged: by the task, or by the same version of the reward model."""
+    if version := event.get("reward_model"):
+        from methods.reward_model import read_reward_model, verdicts_by
+
+        served = read_reward_model(config, task, version)
+        return Judgement(verdicts_by(served, group), 0.0, 0.0, reward_model=version)
+    return judge(group, task, config, advice)
+
+
+def play(generator: Generator, scores: dict, learner: Learner, pool: Pool | None) -> list[Group]:
     """Play everything as far as the learner's version fed it; returns the finished groups."""
     version, until = learner.version, {}  # until: where newer weights came
     for group_id in generator.groups:
@@ -153,9 +165,11 @@ def play(generator: Generator, scores: dict, learner: Learner, host: Host) -> li
     while moved:
         decoded = generator.step(until)
         moved = decoded or bool(generator.asked)
-        host.send(generator.take_calls())
-        for result in host.receive(0.0 if decoded else 0.5):
-            generator.hear(result.key[1:], result)
+        if pool:
+            pool.ask(generator.take_calls())
+            for _, message in pool.receive(0.0 if decoded else 0.5):
+                if isinstance(message, Result):
+                    generator.hear(message.key, message)
     left = len(generator.waiting)
     assert not left, f"version {version}: no slot for {left} samples"
     return generator.take_finished()
@@ -186,7 +200,7 @@ def resized(learner: Learner, task: Task, config: Config, size: int) -> Learner:
     state = state_of(learner, whole_moments(learner))
     config, ranks = dataclasses.replace(config, learners=size), tuple(range(size))
     other = make_learner(config, task, learner.model, ranks)
-    set_state(other, state)
+    load_state(other, state)
     return other
 
 

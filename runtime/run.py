@@ -10,7 +10,6 @@ import gc
 import os
 import shutil
 import time
-from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TextIO
@@ -23,31 +22,32 @@ from fast.eightbit import form_of
 from learner import Learner, make_learner
 from model import GPT
 from reward import Task, own_files, problem_of, task_of
-from runtime import sessions, workers
+from runtime import workers
 from runtime.advice import Advice, advice_of
 from runtime.checkpoint import (
     checkpoint,
+    checkpoint_path,
     completed_groups,
     drop_what_follows,
     load_checkpoint,
     restore,
     sha256_of,
 )
-from runtime.config import SIZES, Config, TrainingStopped, UserError, check, require, written
-from runtime.devices import pick_devices, set_threads
+from runtime.config import SIZES, AttemptLost, Config, UserError, check, require, written
+from runtime.devices import own_gpus, pick_devices, set_threads
 from runtime.folder import own_folder
 from runtime.ledger import BUFFER, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox
-from runtime.messages import Answer, Group, flaw
+from runtime.messages import Answer, Group, flaw, pack
 from runtime.models import fitting_slots, make_model
 from runtime.pipes import start_here
-from runtime.processes import Pool, Worker
+from runtime.pool import Pool, Worker
 from runtime.report import summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
-from runtime.teacher import pinned
-from runtime.team import leave_team
+from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
-from tasks.exam import Host, evaluate
+from runtime.verifier import reward_worker
+from tasks.exam import evaluate, exam_pool, silence_of
 
 # flags that a run may have anew when it goes on
 MAY_CHANGE = ("steps", "learners", "rollout_workers", "cluster")
@@ -64,7 +64,7 @@ class Run:
     learner: Learner
     log: RunLog
     stop: Stop
-    host: Host  # of evaluations, and of what train_sync.py has outside
+    exam: Pool  # of evaluations, and of what train_sync.py has outside
     advice: Advice
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
@@ -94,7 +94,7 @@ def open_run(config: Config, mode: str) -> Run:
     task = task_of(config)
     served = config.reward_workers or mode == "sync"
     must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
-    require(served or not any(part.outside for part in task.parts or (task,)), must)
+    require(served or not task.outside, must)
     config = replace(config, steps=config.steps or task.steps)
     advice = advice_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
@@ -112,9 +112,9 @@ def open_run(config: Config, mode: str) -> Run:
         if state:
             drop_what_follows(folder, state)
             write_config(folder, record | {name: getattr(config, name) for name in MAY_CHANGE})
-        host = Host(config, folder / "logs" / "evaluation.log")
+        exam = exam_pool(config, folder / "logs")
         log = RunLog(folder, config, state)
-        run = Run(config, task, folder, lock, learner, log, stop, host, advice, ledger, state)
+        run = Run(config, task, folder, lock, learner, log, stop, exam, advice, ledger, state)
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run
@@ -123,6 +123,7 @@ def open_run(config: Config, mode: str) -> Run:
             checkpoint(learner, folder, log)  # so that a run can always be resumed
         except BaseException:
             log.close()  # the error is the last line on the screen
+            exam.close()
             raise
     return run
 
@@ -133,7 +134,10 @@ def resolved(config: Config, mode: str, goes_on: bool) -> Config:
     paths = {name: getattr(config, name) for name in names}
     absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
     config = replace(config, **absolute)  # a run may go on from another folder
-    config = config if goes_on else pinned(config)
+    if config.teacher and not goes_on:
+        from methods.distillation import pinned  # the newest checkpoint that there is now
+
+        config = pinned(config)
     if config.cluster:
         require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
         from runtime.cluster import open_cluster  # it takes a second, and needs Ray
@@ -163,9 +167,9 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
 
 
 def evaluate_now(run: Run) -> dict:
-    """Evaluate the learner; what has failed is said. The host looks at the clock itself."""
+    """Evaluate the learner; what has failed is said. The pool looks at the clock itself."""
     run.log.rest()
-    result = evaluate(run.learner, run.config, run.task, run.host)
+    result = evaluate(run.learner, run.config, run.task, run.exam)
     for reason, (count, words) in result["failures"].items():
         run.log.say(f"evaluation: {count} failed, {': '.join(filter(None, (reason, words)))}")
     return result
@@ -193,9 +197,7 @@ def end_run(run: Run, facts: dict) -> None:
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
-    run.host.close()
-    opened = facts.get("sessions", Counter()) + run.host.sessions  # of environments
-    facts["sessions"] = {name: opened[name] for name in ("opened", "closed")}
+    run.exam.close()
     print(printable(summarise(run.folder, facts)))
 
 
@@ -218,22 +220,9 @@ class AsyncRun(Run):
     pool: Pool = None
     interrupted: list[Group] = field(default_factory=list)  # to be issued again, after a resume
     training: list[int] = field(default_factory=list)  # groups of the step that is computed now
-    since: list[tuple] = field(default_factory=list)  # see `note_step` (runtime/learners.py)
-    meetings: int = 0  # how often the learners have met anew
-    deaths: Counter = field(default_factory=Counter)  # group -> verifiers that died of it
     lost: list[str] = field(default_factory=list)  # workers, and of what they died
-    sessions: Counter = field(default_factory=Counter)  # of reward workers that were lost
     began: float = 0.0  # when the first group landed
     progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
-
-    def meeting_place(self) -> str:
-        """Where the learners of a run find each other, this time."""
-        if self.config.cluster:
-            return self.mailbox.meeting_address()
-        self.meetings += 1
-        path = self.folder.resolve() / "checkpoints" / f"meeting-{self.meetings}"
-        path.unlink(missing_ok=True)
-        return f"file://{path}"
 
     @property
     def in_flight(self) -> list[int]:
@@ -251,7 +240,7 @@ def open_async(config: Config):
     config, learner, log = start.config, start.learner, start.log
     try:
         run = AsyncRun(**vars(start), mailbox=mailbox_of(config, learner.model))
-        run.buffer = Buffer(run.task.shares, config.max_staleness, config.on_stale)
+        run.buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
         run.mailbox.publish(learner.version, learner.model.flat)
         run.pool = start_workers(run)
     except OSError as error:  # too little shared memory, too many processes
@@ -264,17 +253,57 @@ def open_async(config: Config):
     for worker in run.pool.workers.values():
         log_spawn(run, worker)
     try:
+        if learner.team.size > 1:
+            open_team(run)
         yield run
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, AttemptLost):
+            error.run = run.folder, config
         save_what_is(run)
         raise
     finally:
         run.pool.close()
-        leave_team(learner.team)
+        run.exam.close()
+        leave_team()
         run.mailbox.close()
         for worker in run.pool.workers.values():
             log.event(worker.name, "exit", reason="end")
         log.flush()
+
+
+def open_team(run: AsyncRun) -> None:
+    """Wait until all learners are there; they begin with the newest checkpoint."""
+    workers, config, learner = run.pool.of("learner"), run.config, run.learner
+    while any(worker.last_word == "spawn" and not worker.lost for worker in workers):
+        run.log.alive()
+        time.sleep(0.05)
+    meeting = run.folder.resolve() / "checkpoints" / "meeting"
+    meeting.unlink(missing_ok=True)
+    address = run.mailbox.meeting_address() if config.cluster else f"file://{meeting}"
+    stored = checkpoint_path(run.folder, learner.version).read_bytes()[:-32]
+    begin = Begin(address, own_gpus(config), stored)
+    for worker in workers:
+        run.pool.tell(worker, begin)
+    join_team(learner.team, begin)
+
+
+def send_batch(run: AsyncRun, batch: list[Group]) -> None:
+    """The other learners get the batch that this one is about to train."""
+    if learners := run.pool.of("learner"):
+        packed = [*map(pack, batch)]
+        for worker in learners:
+            run.pool.tell(worker, packed)
+
+
+def save(run: AsyncRun) -> None:
+    """A checkpoint of all that an asynchronous run has."""
+
+    def call() -> None:
+        for worker in run.pool.of("learner") if run.learner.version else ():
+            run.pool.tell(worker, GatherMoments())
+
+    waiting = run.buffer.completed.values()
+    checkpoint(run.learner, run.folder, run.log, run.in_flight, waiting, call)
 
 
 def take_up(run: AsyncRun, state: dict) -> None:
@@ -294,9 +323,9 @@ def mailbox_of(config: Config, model: GPT):
     form = form_of(model, config.published)
     if not config.cluster:
         return Mailbox(model.flat, form=form)
-    from runtime.cluster import Mailboxes  # importing Ray takes a second
+    from runtime.cluster import ClusterMailbox  # importing Ray takes a second
 
-    return Mailboxes(form, config)
+    return ClusterMailbox(form, config)
 
 
 def start_workers(run: AsyncRun) -> Pool:
@@ -306,20 +335,19 @@ def start_workers(run: AsyncRun) -> Pool:
     judges = replace(config, threads=torch.get_num_threads())  # as many as a replay has
     roles = {
         "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
-        "reward": (sessions.reward_worker, config.reward_workers, judges),
+        "reward": (reward_worker, config.reward_workers, judges),
         "learner": (workers.learner_worker, config.team_size - 1, config, shape),
     }
 
-    def examine(answer: Answer, work: dict) -> str | None:
-        allowed = run.mailbox.version, shape.vocab_size, config.cut
-        return flaw(answer, work, config.group_size, *allowed)
+    def wrong(answer: Answer, asked: Group) -> str | None:
+        return flaw(answer, asked, config.group_size, run.mailbox.version, shape.vocab_size)
 
     return Pool(
         roles,
         logs=run.folder / "logs",
         restarts=config.restarts,
-        silence=config.silence,
-        flaw=examine,
+        silence=dict.fromkeys(roles, config.silence) | {"reward": silence_of(config)},
+        flaw=wrong,
         start=run.mailbox.start if config.cluster else start_here,
     )
 
@@ -348,17 +376,15 @@ def log_discards(run: AsyncRun) -> None:
 
 
 def save_what_is(run: AsyncRun) -> None:
-    """A checkpoint of a run that cannot go on; not if its learners do not answer each other."""
+    """A checkpoint of a run that cannot go on; several learners may not answer each other."""
     run.log.close()
-    try:
-        checkpoint(run.learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())
-    except TrainingStopped as error:
-        run.log.say(f"no checkpoint of the last steps: {error}")
+    if run.learner.team.size == 1:
+        save(run)
 
 
 def asynchronous_facts(run: AsyncRun) -> dict:
     """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.monotonic() - (run.began or run.log.start)
+    seconds = time.time() - (run.began or run.log.start)
     busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
     learner = run.log.seconds["train"] / seconds
     return {
@@ -367,5 +393,4 @@ def asynchronous_facts(run: AsyncRun) -> dict:
         "published_bytes": run.mailbox.nbytes,
         "ledger": run.ledger.totals(),
         "workers_lost": run.lost,
-        "sessions": sum([Counter(w.status) for w in run.pool.of("reward")], run.sessions),
     }

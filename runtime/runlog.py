@@ -5,7 +5,7 @@
     events.jsonl     one line an event: who did what, when, with which policy version
     samples.jsonl    some episodes as text
 
-Left out: how a run ends (bench.py), checkpoints (checkpoint.py), how files are
+Left out: how a run ends (run.py), checkpoints (checkpoint.py), how files are
 written (folder.py).
 """
 
@@ -108,7 +108,7 @@ class RunLog:
         self.stall, self.moved = config.stall, -math.inf
         self.run, self.written = run, done["version"]  # written: the newest step with metrics
         self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, ())) for n in LOGS}
-        self.start = time.monotonic() - done["seconds"]
+        self.start = time.time() - done["seconds"]
         self.bar = tqdm(
             total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
         )
@@ -120,24 +120,29 @@ class RunLog:
 
     def now(self) -> float:
         """Seconds since the run began."""
-        return time.monotonic() - self.start
+        return time.time() - self.start
 
     @contextmanager
     def timed(self, process: str, kind: str, **details):
         """Note what lasts as long as its block; the block may add to the details."""
-        begin = time.monotonic()
+        begin = time.time()
         yield details
-        seconds = time.monotonic() - begin
+        seconds = time.time() - begin
         self.seconds[kind] += seconds
         self.event(process, kind, begin, seconds=seconds, **details)
 
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
-        """Note one event; `at` is on the monotonic clock, in the log it is seconds of the run."""
-        seconds = (at or time.monotonic()) - self.start
+        """Note one event; `at` is on the wall clock, in the log it is seconds of the run."""
+        seconds = (at or time.time()) - self.start
         self.events.append({"t": round(seconds, 6), "process": process, "kind": kind, **details})
 
+    def take(self, process: str, events: list) -> None:
+        """Note what a generator has seen: (time, kind, group or -1, version, details) each."""
+        for at, kind, group_id, version, details in events:
+            self.event(process, kind, at, **details, group=group_id, version=version)
+
     def alive(self) -> None:
-        """The loop goes round. When this is not called for --stall seconds, whatever the process
+        """The loop goes round. When this is not called for `stall` seconds, whatever the process
         hangs in is printed, by file and line, and it ends with exit code 1: from a thread in C, so
         even Python need not run."""
         now = time.monotonic()

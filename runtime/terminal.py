@@ -12,7 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from runtime.config import Config, TrainingStopped, UserError, parse, require
+from runtime.config import (
+    AttemptLost,
+    Config,
+    TrainingStopped,
+    UserError,
+    parse,
+    require,
+    words,
+)
 
 
 def run_main(main: Callable[[Config], None], description: str, program: type = Config) -> None:
@@ -24,11 +32,29 @@ def run_main(main: Callable[[Config], None], description: str, program: type = C
         main(parse("\n\n".join((description or "").split("\n\n")[:2]), sys.argv[1:], program))
     except UserError as error:
         fail(error)
+    except AttemptLost as error:
+        begin_again(error)
     except (TrainingStopped, OSError) as error:
         sys.stderr.write(f"\nstopped: {printable(str(error))}\n")
         raise SystemExit(1) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def begin_again(error: AttemptLost) -> None:
+    """This program in place of this process, with the flags of a resume; exit code 1 when that has
+    happened --restarts times. What runs in other processes has ended with the attempt."""
+    folder, config = error.run
+    attempt = int(os.environ.get("NANOGLM_ATTEMPT", 0)) + 1
+    sys.stderr.write(f"\n{printable(str(error))}; ")
+    if attempt > config.restarts:
+        sys.stderr.write(f"stopped: --restarts {config.restarts} are used up\n")
+        raise SystemExit(1) from error
+    sys.stderr.write(f"begins again (attempt {attempt + 1}) from the newest checkpoint\n")
+    os.environ["NANOGLM_ATTEMPT"] = str(attempt)
+    changes = {"resume": folder, "task": config.task, "cluster": config.cluster}
+    given = {name: value for name, value in changes.items() if value != getattr(Config, name)}
+    os.execv(sys.executable, [sys.executable, sys.argv[0], *words(given)])
 
 
 def fail(error: Exception | str) -> None:

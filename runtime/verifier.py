@@ -12,7 +12,7 @@ import tempfile
 
 import numpy as np
 
-from reward import Task, advance, ask, forget, own_files, part_of, task_of
+from reward import Task, advance, ask, forget, own_files, task_of
 from runtime.advice import advice_of, judge
 from runtime.config import Config
 from runtime.messages import Answer, Call, Result, unpack
@@ -59,7 +59,7 @@ def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
     np.random.seed((*call.key, turn))
 
     def talk(call: Call):
-        return advance(part_of(task, call.key[0]), states, key, call.problem, call.answers)
+        return advance(task, states, key, call.problem, call.answers)
 
     ((step, failure),) = ask("env", talk, [call], config)
     observation, reward, done = step or (None, 0.0, True)
@@ -70,4 +70,4 @@ def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
 
 def close_states(keys: list, task: Task, config: Config, states: dict) -> None:
     """Episodes are over."""
-    ask("env", lambda key: forget(part_of(task, key[1]), states, key), keys, config)
+    ask("env", lambda key: forget(task, states, key), keys, config)

@@ -18,15 +18,17 @@ from model import ModelConfig
 from reward import task_of
 from rollout import COUNTED, Generator, make_generator
 from runtime.advice import advice_of, judge
+from runtime.checkpoint import load_state, unpickled, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
-from runtime.mailbox import Mailbox
-from runtime.messages import Answer, Group, pack
+from runtime.mailbox import open_mailbox
+from runtime.messages import Answer, Group, pack, unpack
 from runtime.pipes import Line
+from runtime.team import Begin, GatherMoments, join_team
 
 
-def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place: str):
+def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place):
     """Generate what is asked for, with the newest weights that are in the mailbox."""
     device = take_place(config, config.team_size + line.worker)
     model = base_model(config, shape, stored=True).on(device)
@@ -34,7 +36,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     generator = make_generator(config, task, model, line.worker)
     advice = None if config.reward_workers else advice_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = Mailbox(model.flat, mailbox_place, form_of(model, config.published))
+    mailbox = open_mailbox(mailbox_place, model.flat, form_of(model, config.published))
     atexit.register(mailbox.close)
     gc.freeze()  # as in open_run (run.py)
     born, active = time.time(), False
@@ -81,32 +83,27 @@ def events_of(generator: Generator, group_id: int) -> list[tuple]:
 
 
 def learner_worker(line: Line, config: Config, shape: ModelConfig):
-    """One learner of several: the same steps on its share of every batch's micro-batches. What it
-    begins with comes from the parent, which is rank 0."""
+    """One learner of several: the same steps on its share of every batch's micro-batches."""
     rank = 1 + line.worker
     model = base_model(config, shape, stored=True).on(take_place(config, rank))
     learner = make_learner(config, task_of(config), model, (rank,))
     gc.freeze()
     threading.Thread(target=live, args=(line,), daemon=True).start()
-    try:
-        while True:
-            match line.receive(0.5):
-                case [Begin(place, own_gpus)]:
-                    join_team(learner.team, place, own_gpus, LEARNER_SECONDS)
-                    share(learner)
-                case [call] if call == CALL:
+    while True:
+        for message in line.receive(0.5):
+            match message:
+                case Begin(_, _, stored):
+                    load_state(learner, unpickled(stored))
+                    join_team(learner.team, message)
+                case GatherMoments():
                     whole_moments(learner)
-                case [*batch] if batch:
-                    learner_step(learner, batch, config)
-    except Parted as error:  # another one is to blame: all are replaced, and who has died is named
-        sys.stderr.write(f"{error}\n")
-        while True:
-            line.receive(1.0)
+                case batch:
+                    learner_step(learner, [*map(unpack, batch)], config)
 
 
 def live(line: Line) -> None:
     """A thread that says "alive" also in a long step. A step that never ends is noticed by the
-    other learners: they wait for this one no longer than --learner-seconds."""
+    other learners."""
     while True:
         line.beat()
         time.sleep(0.5)

@@ -43,7 +43,6 @@ class Environment:
     call: Callable = lambda request: request
     read: Callable = lambda answer: answer
     over: Callable = lambda key: []  # an episode has ended without its word: calls to be sent
-    parts: tuple = ()  # of several tasks: the environment of each
 
 
 def make_environment(config: Config, task: Task, outside: bool = False) -> Environment:
@@ -68,7 +67,6 @@ def make_environment(config: Config, task: Task, outside: bool = False) -> Envir
         call=partial(call_of, task),
         read=partial(reply_of, task),
         over=over,
-        parts=tuple(make_environment(config, part, outside) for part in task.parts),
     )
 
 

@@ -5,7 +5,6 @@ project: where an exercise is one of its functions, that function itself is test
 part of something larger, the few lines below call that part with the exercise's arguments.
 """
 
-import dataclasses
 import importlib
 import os
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import dampers
 import dsa
 import losses
 import rollout
@@ -22,10 +20,12 @@ import train_async
 from buffer import Buffer, repaired, unfit
 from buffer import may_admit as admissible
 from buffer import staleness as staleness_of
-from losses import group_advantages, turn_advantages  # noqa: F401
+from losses import group_advantages  # noqa: F401 (fetched by `project`, as the next ones are)
+from methods import critic, dampers
+from methods.turns import turn_advantages  # noqa: F401
 from model import dense_packed, pack_tokens
 from rollout import sample, uniforms
-from runtime.checkpoint import save_checkpoint  # noqa: F401 (fetched by `project`, as the next two are)
+from runtime.checkpoint import save_checkpoint  # noqa: F401
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
 from runtime.tokenizer import own_tokenizer
@@ -52,7 +52,6 @@ NAMES = {
     "ex19": "turn_advantages",
     "ex20": "repair",
     "ex21": "skip_observation_gae",
-    "ex22": "where_they_wait",
 }
 
 
@@ -128,9 +127,10 @@ def double_sided(logprobs, behaviour, advantages, mask, count, low, high):
 
 
 def damp(window, kl):
-    """dampers.py: `observe` and the two scales."""
-    damper = dampers.observe(dataclasses.replace(dampers.Damper(), window=tuple(window)), kl)
-    return list(damper.window), dampers.lr_scale(damper), dampers.reference_scale(damper)
+    """methods/dampers.py: `kl`, of which the gradient plays no part."""
+    memory, config = {"window": list(window)}, Config(kl_threshold=0.15)
+    _, scale = dampers.kl(None, memory, {"kl_reference": kl}, config)
+    return memory["window"], scale, memory["reference_factor"]
 
 
 def draw(logits, keys, positions, temperature):
@@ -170,20 +170,18 @@ def resume(in_flight, completed, next_group, version, groups_per_step, max_stale
         buffer.admit(waiting.pop(0), version)
     run = SimpleNamespace(
         config=Config(groups_per_step=groups_per_step, steps=version + 10**6),
-        learner=SimpleNamespace(version=version, cursors=[next_group]),
+        learner=SimpleNamespace(version=version, cursor=next_group),
         buffer=buffer,
         task=SimpleNamespace(
             reset=lambda *_: {"prompt": "1"},
             max_prompt_tokens=1,
             tokenizer=own_tokenizer(),
-            parts=(),
-            shares=(groups_per_step,),
         ),
-        pool=SimpleNamespace(issue=lambda role, groups: ["a worker" for _ in groups]),
+        pool=SimpleNamespace(issue=lambda groups: ["a worker" for _ in groups]),
         log=SimpleNamespace(event=lambda *args, **details: None),
     )
     train_async.admit(run)
-    return buffer.outstanding, waiting, run.learner.cursors[0]
+    return buffer.outstanding, waiting, run.learner.cursor
 
 
 def swap_weights(model, cache, flat, tokens, cached, running):
@@ -230,36 +228,8 @@ def repair(failures):
 
 
 def skip_observation_gae(rewards, values, mask, lengths, gamma, lam):
-    """losses.py: the estimator sees generated tokens only; critic.py selects them."""
+    """methods/critic.py: the estimator sees generated tokens only."""
     own = [int(part.sum()) for part in mask.split(lengths)]
     result = torch.zeros_like(values).detach()
-    result[mask] = losses.skip_observation_gae(rewards[mask], values[mask], own, lam, gamma)
+    result[mask] = critic.skip_observation_gae(rewards[mask], values[mask], own, lam, gamma)
     return result
-
-
-def where_they_wait(programs):
-    """Nothing in the project searches: runtime/team.py has one ORDER instead. This is a search."""
-    ranks, at = range(len(programs)), [0] * len(programs)
-
-    def step(r):
-        return programs[r][at[r]] if at[r] < len(programs[r]) else None
-
-    def missing(r):
-        kind, about, *members = step(r)
-        if kind == "meet":
-            return [other for other in members[0] if step(other) != step(r)]
-        answer = ("receive" if kind == "send" else "send", r)
-        return [] if step(about) == answer else [about]
-
-    while ready := [r for r in ranks if step(r) and not missing(r)]:
-        for r in ready:
-            at[r] += 1
-    waits = {r: (at[r], missing(r)) for r in ranks if step(r)}
-
-    def reached(r):
-        found, new = set(), {r}
-        while new := {other for one in new & set(waits) for other in waits[one][1]} - found:
-            found |= new
-        return found
-
-    return (waits, [r for r in waits if r in reached(r)]) if waits else None

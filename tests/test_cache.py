@@ -124,24 +124,6 @@ def test_decode_is_bitwise_independent_of_the_neighbours_lengths(heads, kv_heads
                 assert torch.equal(found, wanted), f"{own} keys beside {positions.tolist()}"
 
 
-@pytest.mark.parametrize("kind", ["dense rope", "dsa mean rope", "dsa indexer"])
-def test_prefill_is_bitwise_independent_of_what_else_is_in_the_call(kind):
-    """From 200 tokens on SDPA sums in another order when the padded grid is wider, and sparse
-    attention when there are more chunks to score, unless it is told the capacity."""
-    shape = dict(context=272, head_width=32, chunk_size=1, top_k=8)
-    model, lengths = make(kind, **shape), (3, 200, 250, 16, 224, 7, 272)
-    sequences = sentences(lengths)
-    together, alone = make_racks(model, 8, 272), make_racks(model, 8, 272)
-    together.reserve(needed(8, {b: len(s) for b, s in enumerate(sequences)}))
-    prefill(model, together, range(7), sequences)
-    for slot, sequence in enumerate(sequences):
-        n = len(sequence)
-        alone.reserve(needed(8, {slot: n}))
-        prefill(model, alone, [slot], [sequence])
-        for a, b in zip(*(cache.row(slot, n)[:3] for cache in (together, alone)), strict=True):
-            assert b.any() and torch.equal(a, b), f"length {n}"
-
-
 def test_prefill_of_a_few_tokens_fits_a_short_context():
     """Filler rows must not run over the model's last position (task guess has 12)."""
     model = make(context=6)
@@ -189,16 +171,6 @@ def test_sequences_keep_what_they_have_when_they_and_others_move():
     assert grown > 5 and name > 50
     cache.reserve(np.ones(12))
     assert [rack.used for rack in cache.racks] == [12, 0, 0, 0, 0]
-
-
-def test_no_rack_has_more_rows_than_there_are_slots():
-    """All sequences grow in step: at most twice what slots times capacity would take."""
-    cache = make_racks(make(context=600), 50, 600)
-    for length in range(1, 600, 7):
-        cache.reserve(np.full(50, length))
-    assert [len(rack.slots) for rack in cache.racks] == [50] * 5
-    now, full = bytes_of(cache)
-    assert full < now < 2 * full
 
 
 def test_a_sequence_that_ended_leaves_its_row_to_others():

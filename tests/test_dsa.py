@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import dsa
+from methods.indexer import Indexer
 
 PACKS = [[0, 1], [0, 15], [0, 16], [0, 17], [0, 37, 100], [0, 0, 5, 5, 38, 39]]
 NAN, INF = float("nan"), float("inf")
@@ -523,7 +524,7 @@ def test_index_scores_have_gradients_and_selection_has_none(chunk_size):
 
 
 def test_indexer_is_the_formula_and_its_rotation_is_relative():
-    indexer = dsa.Indexer(12, heads=3, head_width=8).double()
+    indexer = Indexer(12, heads=3, head_width=8).double()
     hidden, positions = torch.randn(5, 12, dtype=torch.float64), torch.arange(5)
     q, k, w = indexer(hidden, positions)
     assert q.shape == (5, 3, 8) and k.shape == (5, 8) and w.shape == (5, 3)

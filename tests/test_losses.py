@@ -22,10 +22,11 @@ from losses import (
     group_advantages,
     k3,
     policy_loss,
-    skip_observation_gae,
-    turn_advantages,
     unbiased_k3,
 )
+from methods import baseline, preferences
+from methods.critic import skip_observation_gae
+from methods.turns import turn_advantages
 
 NAN = float("nan")
 # Tighter caps, and wider clips for GSPO, so that random batches fall on both sides of each.
@@ -271,7 +272,7 @@ def test_preference_advantages_make_the_gradient_of_dpo():
     margins = sums[0::2] - sums[1::2]
     loss = -torch.nn.functional.logsigmoid(beta * margins).mean()
     (expected,) = torch.autograd.grad(loss, logprobs)
-    push = losses.preference_advantages(margins.detach(), beta)  # [2, P]
+    push = preferences.preference_advantages(margins.detach(), beta)  # [2, P]
     by_answer = push.T.flatten() * batch.count / P
     batch.advantages = by_answer[batch.sequence].double()
     torch.testing.assert_close(run("dpo", batch)[1], expected, rtol=1e-12, atol=0)
@@ -281,7 +282,7 @@ def test_optimal_baseline_has_the_least_variance():
     """Against a search: no other baseline gives a smaller sum of squares of w |g| (R - b)."""
     draw = torch.Generator().manual_seed(0)
     rewards, ratios, norms = torch.rand(3, 4, 6, generator=draw, dtype=torch.float64)
-    best = losses.optimal_baseline(rewards, ratios, norms)  # [4, 1]
+    best = baseline.optimal_baseline(rewards, ratios, norms)  # [4, 1]
 
     def spread(baseline):
         return (ratios * norms * (rewards - baseline)).square().sum(1)
@@ -289,8 +290,10 @@ def test_optimal_baseline_has_the_least_variance():
     for step in (-0.1, -1e-3, 1e-3, 0.1):
         assert (spread(best) < spread(best + step)).all()
     same = torch.ones_like(rewards)
-    torch.testing.assert_close(losses.optimal_baseline(rewards, same, same), rewards.mean(1, True))
-    nothing = losses.optimal_baseline(rewards, ratios * 0, norms)
+    torch.testing.assert_close(
+        baseline.optimal_baseline(rewards, same, same), rewards.mean(1, True)
+    )
+    nothing = baseline.optimal_baseline(rewards, ratios * 0, norms)
     torch.testing.assert_close(nothing, rewards.mean(1, True))
 
 

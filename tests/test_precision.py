@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from dampers import Look
 from test_model import make, sentences
 from test_rollout import CONTEXT, LETTERS, environment, generator_of, group_of
 
 import learner as learner_room
 import logprobs as logprobs_room
 import train_sync
-from dampers import Look
 from learner import make_learner
 from logprobs import generated_logprobs
 from methods.lora import merged

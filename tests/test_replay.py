@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runtime.processes import Lost
 
 import reward
 import train_async
@@ -28,7 +29,6 @@ from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
 from runtime.messages import Answer, Call, Group, Judgement, pack_messages, unpack_messages
 from runtime.models import make_model
-from runtime.processes import Lost
 from runtime.run import AsyncRun, log_discards, open_run, settle
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}

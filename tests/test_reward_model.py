@@ -12,12 +12,12 @@ import torch
 from qwen3 import write_folder
 from test_teacher import FLAGS
 
-import reward_model as room
 import train_async
 import train_sync
+from methods import reward_model as room
+from methods.reward_model import PairConfig, pairs_of, scores, serve_newest, verdicts_by
 from model import GPT, ModelConfig, pack_tokens
 from reward import Step, make_task, task_of
-from reward_model import PairConfig, pairs_of, scores, serve_newest, verdicts_by
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
 from runtime.ledger import Ledger, audit, table
@@ -156,7 +156,7 @@ def test_what_is_no_reward_model_is_refused(judges, tmp_path):
     shutil.copy(judges / "1.pt", tmp_path / "1.pt")
     (tmp_path / "2.pt").write_bytes(b"no model")
     config = Config(**FLAGS, reward_model=str(tmp_path))
-    with pytest.raises(UserError, match="must be a folder of reward_model.py"):
+    with pytest.raises(UserError, match="must be a folder of methods/reward_model.py"):
         serve_newest(config, task_of(config), None)
     with pytest.raises(UserError, match="must be a task of one turn"):
         room.train(PairConfig(task="guess", out=str(tmp_path)))
@@ -189,7 +189,7 @@ def test_a_newer_file_that_cannot_be_read_changes_nothing(judges, tmp_path, caps
         ({"head": torch.ones(3)}, "another width"),
         ({"shape": {"context": 4}}, "positions for task"),
         ({"shape": {"vocab_size": 100}}, "for its shape"),
-        ({"shape": {"vocab_size": 10**9}}, "must be a folder of reward_model.py"),
+        ({"shape": {"vocab_size": 10**9}}, "must be a folder of methods/reward_model.py"),
     ],
 )
 def test_a_file_from_somebody_else_is_looked_at(judges, tmp_path, change, words):
@@ -217,20 +217,3 @@ def test_answers_that_are_all_alike_teach_nothing():
     alike = dataclasses.replace(make_task(TASK), step=lambda problem, texts: Step("", 0.5, True))
     with pytest.raises(UserError, match="pairs had equal rewards"):
         next(pairs_of(alike, "train", 0))
-
-
-def test_the_synchronous_trainer_serves_a_newer_one_too(judges, tmp_path):
-    folder, run = tmp_path / "judges", tmp_path / "run"
-    shutil.copytree(judges, folder)
-    real = train_sync.learner_step
-
-    def step(learner, *rest):
-        if learner.version == 1:
-            shutil.copy(folder / "1.pt", folder / "2.pt")
-        return real(learner, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_sync, "learner_step", step)
-        train_sync.train(Config(**FLAGS | {"steps": 3}, reward_model=str(folder), out=str(run)))
-    events = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "score"]
-    assert [event["reward_model"] for event in events] == [1, 1, 2]

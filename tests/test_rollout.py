@@ -7,6 +7,7 @@ because the CPU library then sums each row of a matrix product in the same order
 """
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import rollout
 from cache import decode, prefill
 from fast import prefixes
+from fast.graphs import Captured
 from fast.racks import make_racks
 from logprobs import token_logprobs
 from model import GPT, ModelConfig, pack_tokens
@@ -848,6 +850,38 @@ def test_a_prompt_may_be_fed_token_by_token(kind, monkeypatch):
             np.testing.assert_allclose(t.logprobs, other.logprobs, rtol=0, atol=1e-5)
             assert t.swaps[0] == (0 if lengths[group.group_id] <= 10 else t.turns[0][0] - 1)
     assert sorted(map(len, prefilled)) == sorted(n - 1 for n in lengths if n > 10)
+
+
+class FakeGraph:
+    """A CUDA graph on a CPU: what was captured is computed again with the same memory."""
+
+    def replay(self):
+        with torch.no_grad():
+            for result, new in zip(self.captured.results, self.again(), strict=True):
+                if result is not None:
+                    result.copy_(new)
+
+
+def test_captured_steps_give_the_same_episodes(monkeypatch):
+    """Inputs are copied, and a graph that knows rows of an old rack is made anew."""
+    made = []
+
+    def call(self, *inputs, plain=Captured.__call__):
+        FakeGraph.captured, FakeGraph.again = self, lambda _: self.step(*self.inputs)
+        return plain(self, *inputs)
+
+    monkeypatch.setattr(Captured, "__call__", call)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(FakeGraph()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    wanted = play([group_of(i) for i in range(6)])
+    by = generator_of(make(), environment(turns=2), graphs=True)
+    by.fed_prompts = 0
+    done = generate(by, [group_of(i) for i in range(6)])
+    rows = len(by.cache.racks[1].slots)
+    assert 1 < len(made) <= 1 + rows, "one at first, one for each time that a rack has grown"
+    for group in done:
+        for t in group.trajectories:
+            assert_same(t, wanted[t.key])
 
 
 @pytest.mark.gpu

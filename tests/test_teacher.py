@@ -11,31 +11,22 @@ import numpy as np
 import pytest
 import torch
 from qwen3 import write_folder
-from toys import group_from_parts, group_to_parts
 
-import losses
 import train_async
 import train_sync
-from learner import make_learner, micro_batch_loss, new_groups, samples_of
+from learner import make_learner, micro_batch_loss, new_groups
 from logprobs import policy_logprobs
+from methods import distillation as room
+from methods.distillation import ask_teacher, distilled, teacher_of
 from model import pack_tokens
 from reward import task_of, verify_group
 from rollout import generate, make_generator
-from runtime import teacher as room
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
-from runtime.messages import (
-    Answer,
-    Group,
-    Judgement,
-    apply_judgement,
-    apply_verdicts,
-    flaw,
-    group_flaw,
-)
+from runtime.huggingface import export, stored_model
+from runtime.messages import Answer, Group, Judgement, apply_judgement, flaw, pack, unpack
 from runtime.models import make_model
-from runtime.teacher import ask_teacher, teacher_of
 
 ROOT = Path(__file__).parent.parent
 FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 8, "eval_every": 1000}
@@ -66,7 +57,7 @@ def asked(taught, **flags):
     generator = make_generator(config, task, learner.model)
     groups = generate(generator, new_groups(learner, task, config.groups_per_step))
     for group in groups:
-        apply_verdicts(group, verify_group(group, task, config))
+        apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
     taught_by(teacher_of(config, task), groups)
     return config, learner, groups
 
@@ -86,30 +77,21 @@ def test_the_teacher_is_asked_for_every_generated_token(taught):
         assert t.teacher.dtype == np.float32 and len(t.teacher) == t.generated
 
 
-def test_distilled_is_a_mixture_and_has_no_gradient():
-    advantages, teacher, own = torch.randn(3, 50, dtype=torch.float64)
-    own.requires_grad_()
-    for weight in (0.25, 1.0):
-        found = losses.distilled(advantages, teacher, own, weight)
-        assert not found.requires_grad
-        expected = (1 - weight) * advantages + weight * (teacher - own.detach())
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-
-
 def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
-    """One token, all of them enumerated: on-policy, weight 1 descends KL(pi || teacher)."""
+    """One token, all of them enumerated: on-policy, it descends KL(pi || teacher)."""
     logits = torch.randn(9, dtype=torch.float64, requires_grad=True)
     teacher = torch.log_softmax(torch.randn(9, dtype=torch.float64), -1)
     own = torch.log_softmax(logits, -1)
     (truth,) = torch.autograd.grad((own.exp() * (own - teacher)).sum(), logits, retain_graph=True)
-    advantages = losses.distilled(torch.zeros(9), teacher, own, 1.0)
+    advantages = distilled(teacher, own)
+    assert not advantages.requires_grad
     (found,) = torch.autograd.grad(-(own.exp().detach() * advantages * own).sum(), logits)
     torch.testing.assert_close(found, truth)
 
 
 def test_a_step_uses_what_the_teacher_said(taught):
     config, learner, groups = asked(taught, entropy=0.0, reference_every=0, objective="reinforce")
-    samples, _ = samples_of(learner, groups, config)
+    samples, _ = learner.method.samples(learner, groups, config)
     count = sum(t.generated for t, _ in samples)
     loss, *_ = micro_batch_loss(learner, samples, False, count, config)
     now = policy_logprobs(learner.model, [t for t, _ in samples], learner, config)
@@ -125,31 +107,25 @@ def test_a_step_uses_what_the_teacher_said(taught):
 def test_log_probs_of_a_teacher_travel_and_are_looked_at(taught):
     config, _, groups = asked(taught)
     group, size = groups[0], config.group_size
-    header, arrays = group_to_parts(group)
-    again = group_from_parts(header, {name: array.copy() for name, array in arrays.items()})
+    again = unpack(pack(group))
     assert again.digest == group.digest
-    assert group_flaw(again, size, 0, 512) is None
     again.trajectories[1].teacher[0] -= 1
     assert again.digest != group.digest, "a replay must notice another teacher"
     said = [t.teacher for t in group.trajectories]
     fresh = Group(group.group_id, group.start, group.problem, group.trajectories)
     verdicts = [(0.0, (0.0,), None)] * size
-    work = {group.group_id: fresh}
     for change, words in {
         "none": None,
         "short": "teacher's log-probs of",
         "NaN": "log-prob of the teacher nan",
-        "double": "log-probs of [(dtype('float64')",
     }.items():
         spoiled = [x.copy() for x in said]
         if change == "short":
             spoiled.pop()
         elif change == "NaN":
             spoiled[0][0] = np.nan
-        elif change == "double":
-            spoiled[0] = spoiled[0].astype(np.float64)
         answer = Answer(group.group_id, judgement=Judgement(verdicts, 0.0, 0.0, spoiled))
-        found = flaw(answer, work, size, 0, 512)
+        found = flaw(answer, fresh, size, 0, 512)
         assert found is None if words is None else words in found, (change, found)
     blank = [dataclasses.replace(t, teacher=np.empty(0, np.float32)) for t in group.trajectories]
     fresh.trajectories = blank
@@ -231,8 +207,9 @@ def test_a_teacher_has_learned_the_task(taught):
 
 def test_a_folder_of_weights_teaches_with_dense_attention(taught, tmp_path):
     folder = str(tmp_path / "whole")
-    run = {"positions": "rope", "qk_norm": "yes", "steps": 1, "export": folder}
+    run = {"positions": "rope", "qk_norm": "yes", "steps": 1}
     train_sync.train(Config(**FLAGS | run, out=str(tmp_path / "run")))
+    export(*stored_model(tmp_path / "run"), tmp_path / "whole")
     sparse = {"attention": "dsa", "scoring": "indexer", "chunk_size": 1, "top_k": 1}
     config = Config(**FLAGS | {"model": folder} | sparse, teacher=folder)
     teacher = teacher_of(config, task_of(config))
@@ -251,16 +228,11 @@ def test_weights_to_start_from_may_be_a_run(taught, tmp_path):
         (["--teacher", "nowhere"], ["--teacher", "nowhere", "no such folder"]),
         (["--teacher", "README.md"], ["README.md", "no such folder"]),
         (["--teacher", "docs"], ["docs", "run folder"]),
-        (["--teacher-weight", "0"], ["--teacher-weight 0.0", "at least 0.001 and at most 1"]),
-        (["--teacher-weight", "1.5"], ["--teacher-weight 1.5", "at most 1"]),
-        (["--teacher", "RUN", "--objective", "dpo"], ["--objective dpo", "--teacher"]),
+        (["--teacher", "RUN", "--objective", "dpo"], ["--teacher", "with --objective dpo"]),
         (["--teacher", "RUN", "--top-p", "0.9"], ["--top-p 0.9", "--teacher"]),
         (["--teacher", "RUN", "--task", "reverse:9"], ["RUN", "positions for task reverse:9"]),
         (["--teacher", "RUN", "--task", "sort:2"], ["RUN", "it has learned reverse:2"]),
         (["--teacher", "RUN", "--keep-dead", "no"], ["--keep-dead no", "--teacher"]),
-        (["--teacher-weight", "0.5"], ["--teacher-weight 0.5", "left out without --teacher"]),
-        (["--objective", "ppo", "--double-low", "0.2"], ["--double-low 0.2", "objective ppo"]),
-        (["--teacher", "RUN", "--teacher-weight", "0.5", "--group-size", "1"], ["--group-size 1"]),
     ],
 )
 def test_a_teacher_that_does_not_fit_costs_one_line(taught, tmp_path, flags, words):

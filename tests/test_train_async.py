@@ -1,10 +1,9 @@
 """The asynchronous trainer: equal to the synchronous one where it must be, within its staleness
 bound, and alive after kill -9, Ctrl-C and resume.
 
-Runs with real processes first; then what the trainer does when workers die, without processes.
+What a pool does when workers die is in test_pool.py.
 """
 
-import copy
 import dataclasses
 import json
 import multiprocessing
@@ -20,20 +19,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from faults import group_is_gone
 
 import train_async
 import train_sync
-from buffer import Buffer
-from rollout import generate, make_generator
-from runtime import run as run_room
-from runtime.advice import judge
 from runtime.checkpoint import completed_groups, load_checkpoint
-from runtime.config import Config, TrainingStopped, UserError, words
+from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
 from runtime.ledger import audit
-from runtime.messages import Answer
-from runtime.processes import Lost
+from runtime.terminal import begin_again
 
 ROOT = Path(__file__).parent.parent
 TRACKER = "multiprocessing.resource_tracker"
@@ -107,9 +100,6 @@ def lines_so_far(path: Path) -> list[dict]:
     with suppress(UserError):
         return read_lines(path)
     return []
-
-
-# ---------------------------------------------------------------------------------- real processes
 
 
 def test_staleness_zero_is_bitwise_the_synchronous_algorithm(tmp_path):
@@ -192,6 +182,18 @@ def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags, vi
     replayed(folder)
 
 
+def group_is_gone(group: int, seconds: float) -> bool:
+    """Whether all processes of a group have ended, within a time limit."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(ProcessLookupError):
+            os.killpg(group, 0)
+            time.sleep(0.05)
+            continue
+        return True
+    return False
+
+
 def children_of(pid: int) -> dict[int, str]:
     """Every child of a process, the resource tracker included, with its command line."""
     found = {}
@@ -209,10 +211,10 @@ def children_of(pid: int) -> dict[int, str]:
 def test_every_child_may_be_killed(tmp_path):
     """All at once: the run makes every step, says whom it has lost, writes its summary, exits 0."""
     folder = tmp_path / "run"
-    process = start(folder, "--steps=16", "--rollout-workers=1", "--recompute=yes")
+    process = start(folder, "--steps=16", "--rollout-workers=1", "--set=recompute=yes")
     wait_for_step(folder, 3, process)
     children = children_of(process.pid)
-    assert len(children) == 4, children  # a process for each role, the examiner's, the tracker
+    assert len(children) == 4, children  # a process for each role, the exam's, the tracker
     assert sum(TRACKER in line for line in children.values()) == 1
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in children]
     assert sum("libtorch" in text for text in maps) == 1  # who only verifies starts without torch
@@ -234,7 +236,7 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
     """What was done after the last checkpoint is done again, and written down once; what was in
     flight is issued again, and what was complete is not made again."""
     folder = tmp_path / "run"
-    process = start(folder, "--steps=100000", "--checkpoint-every=5", "--max-staleness=4")
+    process = start(folder, "--steps=100000", "--set=checkpoint_every=5", "--max-staleness=4")
     wait_for_step(folder, 9, process)
     process.kill()
     process.communicate()
@@ -284,160 +286,6 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
     replayed(folder)
 
 
-# ------------------------------------------------------------------------------- without processes
-
-
-class PoolHere:
-    """What a Pool is to the trainer, in this process: at each `receive` a rollout worker generates
-    all that was issued to it, and a reward worker verifies all that was generated before."""
-
-    def __init__(self, run, happens: dict):
-        """happens: number of the `receive` -> names of workers that are lost in it, or an error."""
-        self.run, self.happens, self.calls = run, happens, 0
-        self.generator = make_generator(run.config, run.task, copy.deepcopy(run.learner.model))
-        names = [("reward", 0), ("rollout", 0), ("rollout", 1)]
-        self.workers = {f"{role}-{n}": self.worker(role, n) for role, n in names}
-
-    def worker(self, role: str, number: int) -> SimpleNamespace:
-        process = SimpleNamespace(pid=1, exitcode=0)
-        facts = {"process": process, "work": {}, "status": {}}
-        facts |= {"role": role, "number": number, "name": f"{role}-{number}"}
-        return SimpleNamespace(**facts, said="alive", log="its log", behind=0.0)
-
-    def of(self, role: str) -> list:
-        return [worker for worker in self.workers.values() if worker.role == role]
-
-    def send(self, worker, message) -> None:
-        pass
-
-    def issue(self, role: str, groups: list) -> list[str]:
-        names = []
-        for group in groups:
-            worker = min(self.of(role), key=lambda worker: len(worker.work))
-            worker.work[group.group_id] = group
-            names.append(worker.name)
-        return names
-
-    def out(self) -> dict[int, str]:
-        return {group: worker.name for worker in self.workers.values() for group in worker.work}
-
-    def receive(self, seconds: float) -> list:
-        self.calls += 1
-        happens, got = self.happens.get(self.calls, ()), []
-        if isinstance(happens, Exception):
-            raise happens
-        for worker in self.workers.values():
-            groups, worker.work = list(worker.work.values()), {}
-            if worker.name in happens:
-                got.append((worker, Lost("died", groups)))
-            elif worker.role == "reward":
-                got += [(worker, Answer(g.group_id, g, self.judge(g))) for g in groups]
-            elif groups:
-                got += [(worker, message) for message in self.generate(groups)]
-        return got
-
-    def judge(self, group):
-        return judge(group, self.run.task, self.run.config, self.run.advice)
-
-    def generate(self, groups: list) -> list[Answer]:
-        if self.run.mailbox.version > self.generator.newest or not self.generator.counts["steps"]:
-            self.generator.set_weights(*self.run.mailbox.read())
-        done = generate(self.generator, groups)
-        self.issue("reward", done)
-        events, self.generator.events = self.generator.events, []
-        for worker in self.of("rollout"):
-            worker.status = {**self.generator.counts, "alive": 1.0}
-        return [Answer(g.group_id, g, events=events if g is done[0] else []) for g in done]
-
-    def close(self) -> None:
-        path = self.run.folder / "summary.json"
-        self.summary_was_there = path.is_file()
-
-
-@pytest.fixture
-def train_here(tmp_path, monkeypatch):
-    """Train with a PoolHere, which is returned with the folder of the run."""
-
-    def train(happens: dict, **flags):
-        pools, folder = [], tmp_path / "run"
-        monkeypatch.setattr(
-            run_room, "start_workers", lambda run: pools.append(PoolHere(run, happens)) or pools[0]
-        )
-        try:
-            train_async.train(config_of(folder, **flags))
-        finally:
-            *_, row = read_lines(folder / "metrics.jsonl")  # however it ended
-            assert load_checkpoint(folder)["version"] == row["step"]
-        return pools[0], folder
-
-    return train
-
-
-def test_the_summary_is_written_before_anything_is_torn_down(train_here):
-    pool, folder = train_here({})
-    assert pool.summary_was_there and summary_of(folder)["ledger"]["trained"] == 48
-    replayed(folder)
-
-
-def test_workers_that_are_lost_at_once_lose_nothing(train_here):
-    """And with them in one `receive`: groups that were generated, groups that were verified."""
-    happens = {5: ["rollout-0", "rollout-1"], 7: ["rollout-1", "reward-0"], 10: ["rollout-0"]}
-    pool, folder = train_here(happens)
-    assert len(summary_of(folder)["workers_lost"]) == 5
-    assert sorted(trained_groups(folder)) == list(range(48))
-    totals = balanced(folder)
-    assert totals["lost"] == totals["requeued"] > 0
-    replayed(folder)
-
-
-def test_a_group_of_which_two_verifiers_have_died_counts_as_failed(train_here):
-    pool, folder = train_here({2: ["reward-0"], 3: ["reward-0"]}, max_failures=1)
-    failed = [event["failed"] for event in events_of(folder, "score") if event.get("failed")]
-    assert failed == [{str(sample): "verifier_lost" for sample in range(4)}]
-    assert summary_of(folder)["failures"] == {"verifier_lost": 4}
-    (gone,) = set(range(49)) - set(trained_groups(folder))  # another prompt is in its place
-    assert summary_of(folder)["discarded"] == {"verifier_lost": 1}
-    (event,) = events_of(folder, "discard")
-    assert (event["group"], event["reason"]) == (gone, "verifier_lost")
-    balanced(folder)
-    replayed(folder)
-
-
-def test_a_role_that_is_used_up_stops_the_run_with_a_checkpoint(train_here):
-    with pytest.raises(TrainingStopped, match="rollout-0 died; 0 restarts are used up"):
-        train_here({8: TrainingStopped("rollout-0 died; 0 restarts are used up")})
-
-
-def test_a_mistake_of_the_watching_thread_ends_with_a_checkpoint_too(train_here):
-    with pytest.raises(RuntimeError, match="the thread that watches"):
-        train_here({8: RuntimeError("the thread that watches the workers has failed")})
-
-
-def test_a_group_that_vanishes_is_named_at_the_next_step(train_here, monkeypatch):
-    """Mutation: one group is dropped from the buffer, and nobody says so."""
-    complete = Buffer.complete
-
-    def forgetful(self, group):
-        if group.group_id == 9:
-            del self.outstanding[9]
-            return True
-        return complete(self, group)
-
-    monkeypatch.setattr(Buffer, "complete", forgetful)
-    with pytest.raises(ValueError, match="group 9: scored .* in the buffer; .* it nowhere"):
-        train_here({})
-
-
-@pytest.mark.parametrize("role", ["rollout", "reward"])
-def test_a_group_that_is_not_issued_again_is_named(train_here, monkeypatch, role):
-    """Mutation: of the groups that a dead worker had, the first is left where it was."""
-    name = {"rollout": "generate_again", "reward": "verify_again"}[role]
-    real = getattr(train_async, name)
-    monkeypatch.setattr(train_async, name, lambda *a: real(*a[:-1], a[-1][1:]))
-    with pytest.raises(ValueError, match="group .* with a worker; .* it nowhere"):
-        train_here({5: [f"{role}-0"]})
-
-
 def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     """Everybody says that they live, and nothing moves."""
     now, worker = [100.0], SimpleNamespace(status={})
@@ -457,7 +305,7 @@ def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     after(50, tokens=7)
     after(50, tokens=7, version=1)
     after(59, tokens=7, version=1)
-    with pytest.raises(TrainingStopped, match="60 s .--stall.; 1 groups .* {3: 'rollout-0'}"):
+    with pytest.raises(TrainingStopped, match="60 s .--set stall.; 1 groups .* {3: 'rollout-0'}"):
         after(2, tokens=7, version=1)
 
 
@@ -484,3 +332,45 @@ def test_any_number_of_ctrl_c_ends_without_a_traceback(tmp_path):
     assert process.returncode == 130 and "Traceback" not in err
     assert group_is_gone(process.pid, 5)
     assert load_checkpoint(tmp_path / "run")["version"] >= 0
+
+
+@linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_learner_that_is_lost_ends_the_attempt_and_the_next_one_goes_on(tmp_path, number):
+    """With eta = 0 the weights are those of an undisturbed run."""
+    flags = ["--steps=9", "--learners=2", "--max-staleness=0", "--set=checkpoint_every=2"]
+    flags += ["--set=silence=5", "--rollout-workers=1"]
+    folder = tmp_path / "run"
+    process = start(folder, *flags)
+    wait_for_step(folder, 5, process)
+    os.kill(pid_of(folder, "learner-0"), number)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "begins again (attempt 2) from the newest checkpoint" in err
+    assert balanced(folder)["trained"] == 36 and summary_of(folder)["steps"] == 9
+    undisturbed = start(tmp_path / "other", *flags)
+    assert undisturbed.wait(timeout=120) == 0, undisturbed.communicate()
+    hashes = [summary_of(tmp_path / name)["weights_sha256"] for name in ("run", "other")]
+    assert hashes[0] == hashes[1]
+    replayed(folder)
+
+
+def test_attempts_are_used_up(tmp_path, monkeypatch, capsys):
+    """What starts a new attempt says so, with the flags of a resume; then it stops, exit code 1."""
+    calls, error = [], AttemptLost("learner-0 died")
+    error.run = tmp_path / "run", config_of(tmp_path / "run", restarts=1, task="sum")
+    monkeypatch.setattr(os, "execv", lambda path, words: calls.append(words))
+    monkeypatch.setattr(sys, "argv", ["train_async.py", "--out", "x"])
+    monkeypatch.setenv("NANOGLM_ATTEMPT", "0")
+    begin_again(error)
+    (command,) = calls
+    assert command[1:] == ["train_async.py", f"--resume={tmp_path / 'run'}", "--task=sum"]
+    with pytest.raises(SystemExit) as stop:
+        begin_again(error)
+    assert stop.value.code == 1 and len(calls) == 1
+    assert "learner-0 died; stopped: --restarts 1 are used up" in capsys.readouterr().err
+
+
+def pid_of(folder: Path, name: str) -> int:
+    """The process of a worker, as the log tells."""
+    return [event["pid"] for event in events_of(folder, "spawn") if event["process"] == name][-1]

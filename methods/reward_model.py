@@ -1,8 +1,8 @@
-"""reward_model.py: a learned reward: a small model that has seen which of two answers is better.
+"""methods/reward_model.py: a learned reward, by a small model that compares answers.
 
-    python reward_model.py --task reverse --out judges             # learns from pairs: judges/1.pt
-    python train_async.py --task reverse --reward-model judges     # reward workers ask it
-    python reward_model.py --task reverse --out judges             # later: judges/2.pt
+    python -m methods.reward_model --task reverse --out judges  # learns from pairs: judges/1.pt
+    python train_async.py --task reverse --reward-model judges  # reward workers ask it
+    python -m methods.reward_model --task reverse --out judges  # later: judges/2.pt
 
 A GPT reads prompt and answer; the hidden state of the last token, times one vector, is the score.
 Of two answers to a prompt the better one should score higher: the loss is -log sigmoid(s+ - s-)
@@ -48,7 +48,7 @@ PAIRS = 64  # of a step
 
 @dataclass(frozen=True)
 class PairConfig:
-    """What `python reward_model.py` needs to know."""
+    """What `python -m methods.reward_model` needs to know."""
 
     task: str = flag("reverse", "task whose answers are compared: one turn")
     out: str = flag("judges", "folder of reward models; the next number is written")
@@ -82,11 +82,12 @@ def spoiled(answer: list, words: np.ndarray, random: np.random.Generator, length
     """An answer in which some tokens are others; sometimes one too many or too few, or, with "any",
     cut anywhere: a policy exploits what no pair shows ("near": empty answers win)."""
     tokens = np.array(answer)
-    if lengths == "any" and random.random() < 0.5:
+    if lengths == "any" and random.random() < 0.5:  # cut anywhere, with up to three more
         tokens = tokens[: random.integers(len(tokens) + 1)]
         tokens = np.append(tokens, random.choice(words, random.integers(4)))[: len(answer)]
     wrong = random.random(len(tokens)) < random.uniform(0.0, 0.8)
     tokens[wrong] = random.choice(words, wrong.sum())
+    # one in three lacks its last token, one in three has one more
     tokens = tokens[: random.choice([len(tokens), len(tokens), len(tokens) - 1])].tolist()
     return tokens + random.choice(words, random.choice([0, 0, 1])).tolist()
 
@@ -99,13 +100,13 @@ def pairs_of(task: Task, split: str, seed: int, lengths: str = "any") -> Iterato
         problem = task.reset(index if split == "train" else index % task.eval_size, split)
         prompt = task.tokenizer.encode_prompt(problem["prompt"])
         best = encode(task.solve(problem)[0])
-        found = []
+        answers = []
         for _ in range(2):
-            own = spoiled(best, words, random, lengths)
-            text = task.tokenizer.decode_bytes(own).decode(errors="replace")
+            tokens = spoiled(best, words, random, lengths)
+            text = task.tokenizer.decode_bytes(tokens).decode(errors="replace")
             (reward,) = complete(task, problem, ((text,), ()))
-            found.append((reward, [*prompt, *own, task.tokenizer.end]))
-        (less, worse), (more, better) = sorted(found)
+            answers.append((reward, [*prompt, *tokens, task.tokenizer.end]))
+        (less, worse), (more, better) = sorted(answers)
         alike = alike + 1 if less == more else 0
         if less < more:
             yield better, worse
@@ -189,17 +190,16 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
 
 def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
     """One version of the configured folder; UserError."""
-    said = f"--reward-model {config.reward_model}: must be"
-    needed = f"left out with --task {config.task}: several tasks, or several turns"
-    require(task.max_turns == 1 and not task.parts, f"{said} {needed}")
-    needed = "a folder of reward_model.py, for this task"
-    with blame(f"{said} {needed}", (Exception, limits.OutOfTime)):
+    must = f"--reward-model {config.reward_model}: must be"
+    single = task.max_turns == 1 and "," not in config.task
+    require(single, f"{must} left out with --task {config.task}: several tasks, or several turns")
+    needed = "a folder of methods/reward_model.py, for this task"
+    with blame(f"{must} {needed}", (Exception, limits.OutOfTime)):
         require(version > 0, "it has no file 1.pt, 2.pt, ...")
         stored = load_tensors(Path(config.reward_model, f"{version}.pt"))
         require(stored["task"] == config.task, f"it is for {stored['task']!r:.80}")
         require(same_words(task.tokenizer, own_tokenizer()), "its vocabulary is the project's own")
-        own = replace(config, model="tiny", recompute="no")
-        model = model_of(stored, own, task)
+        model = model_of(stored, replace(config, model="tiny", recompute="no"), task)
         require(stored["head"].shape == (model.config.width,), "its head has another width")
         finite = model.flat.isfinite().all() and stored["head"].isfinite().all()
         require(finite, "its weights must be finite")

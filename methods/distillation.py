@@ -1,8 +1,9 @@
-"""teacher.py: another policy, which says how likely each generated token was.
+"""methods/distillation.py: `--teacher`: another policy says how likely each generated token was.
 
-On-policy distillation: the student generates, and a token is worth log(pi_teacher / pi)
-(`distilled` in losses.py).
-Left out: what the learner makes of it (learner.py), several teachers in one run.
+On-policy distillation, as GLM-5's between its stages (arXiv 2602.15763): the student generates; a
+token is worth log(pi_teacher / pi), whatever the rewards are. One answer to a prompt is enough.
+Reward workers ask the teacher (runtime/advice.py); its log-probs travel with the trajectory.
+Left out: several teachers in one run.
 """
 
 from dataclasses import replace
@@ -13,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner import GroupMethod
 from logprobs import policy_logprobs
+from losses import log_ratio
 from model import GPT
 from reward import Task, alphabet_of
 from runtime.checkpoint import checkpoint_path, newest_weights
@@ -22,6 +25,23 @@ from runtime.models import make_model, model_of
 from runtime.runlog import stored_config
 from runtime.tokenizer import same_words, tokenizer_of
 from tasks import limits
+
+
+class Distillation(GroupMethod):
+    """Rewards say nothing, the teacher all."""
+
+    def advantages(self, batch: list, tokens, hidden: Tensor) -> tuple:
+        teacher = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))
+        return distilled(teacher, tokens.logprobs), ()
+
+
+def distilled(teacher: Tensor, logprobs: Tensor) -> Tensor:
+    """Advantages [N] by a teacher: log(pi_teacher / pi) of each token, without gradient.
+
+    This descends KL(pi || teacher) as a policy gradient that looks at one token at a time. The
+    ratio is cut like all log-ratios.
+    """
+    return log_ratio(teacher.to(logprobs), logprobs).detach()
 
 
 class Teacher(NamedTuple):
@@ -45,9 +65,8 @@ def teacher_of(config: Config, task: Task) -> Teacher:
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
             model = model_of(newest_weights(place), config, task)
         else:
-            other = replace(
-                config, model=str(place), init="", lora=0, attention="dense", scoring="mean"
-            )
+            plain = {"init": "", "lora": 0, "attention": "dense", "scoring": "mean"}
+            other = replace(config, model=str(place), **plain)
             model = make_model(other, task)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
     model.flat.requires_grad_(False)
@@ -69,14 +88,12 @@ def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.nda
     """The teacher's log-probs of what was generated in each episode of a group, float32 [M]; 0 in
     failed ones, which it does not see: a replay lacks them, and rounding depends on what is packed
     together."""
-    for t in episodes:
-        if t.loss_mask is None:  # only tokens travel to a reward worker
-            t.loss_mask = np.zeros(len(t.tokens), np.bool_)
-            for start, stop in t.turns:
-                t.loss_mask[start:stop] = True
     judged = zip(episodes, verdicts, strict=True)
     sound = [t for t, (*_, error) in judged if not t.failed and error is None]
     seen = policy_logprobs(teacher.model, sound, teacher, teacher.config)
-    said = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
-    said |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
-    return [*said.values()]
+    logprobs = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
+    logprobs |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
+    return [*logprobs.values()]
+
+
+METHOD = Distillation
