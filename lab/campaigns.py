@@ -15,7 +15,7 @@ import numpy as np
 
 from lab.plots import column, save_result, steps_of
 from lab.races import ROOT, crossing, exams_of, run_each
-from reward_model import PairConfig, train
+from methods.reward_model import PairConfig, train
 from runtime.config import SWAPS
 from runtime.pictures import draw_timeline
 

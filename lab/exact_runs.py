@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import losses
 from cache import decode, make_cache, prefill
 from lab.exact import (
     EnumeratedTask,
@@ -34,6 +33,7 @@ from lab.exact import (
 from lab.plots import column, draw_panels
 from lab.simulate import Costs, simulate
 from logprobs import generated_logprobs
+from methods.turns import turn_advantages
 from model import GPT, ModelConfig, pack_tokens
 from runtime.config import SWAPS, Config
 
@@ -82,7 +82,7 @@ def group_gradients(theta: Tensor, task: TurnTask, credit: str, estimator: str) 
     rewards, present = task.turn_rewards[groups], task.present[groups]  # [C, 3, 2]
     if credit == "episode":  # as if it were one turn
         rewards, present = rewards.sum(2, keepdim=True), present[:, :, :1]
-    advantages, _ = losses.turn_advantages(rewards, present, estimator)
+    advantages, _ = turn_advantages(rewards, present, estimator)
     gradients = torch.einsum("cnt,cntd->cd", advantages.expand(-1, -1, 2), scores[groups]) / 3
     return gradients, chances[groups].prod(1), true_gradient(theta, task)
 

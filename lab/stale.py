@@ -27,7 +27,7 @@ from reward import Task, problem_of, task_of, verify_group
 from rollout import Generator, generate, make_generator
 from runtime.config import DAMPERS, OBJECTIVES, Config
 from runtime.devices import cores
-from runtime.messages import Group, apply_verdicts
+from runtime.messages import Group, Judgement, apply_judgement
 from runtime.models import make_model
 
 HELD_OUT, POINTS = 128, 6  # problems; how often in a run they are asked
@@ -95,7 +95,7 @@ def judged(generator: Generator, groups: list[Group], task: Task, config: Config
     """Groups with their episodes, and rewards for these."""
     groups = generate(generator, groups)
     for group in groups:
-        apply_verdicts(group, verify_group(group, task, config))
+        apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
     return groups
 
 
