@@ -10,8 +10,6 @@
 
 A measurement writes into a new folder, runs/NAME-MMDD-HHMMSS/, and nowhere else.
 """
-# Trainers come here, too: `batch_metrics` is what a step says of its batch, `finish` lets a run say
-# what it was.
 # Left out: the measurements themselves (lab/), and training: trainers are run as commands.
 
 import importlib
@@ -28,25 +26,22 @@ from runtime.terminal import fail, printable
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
-    "agents": ("agents", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
+    "agents": ("campaigns", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
-    "staleness-methods": ("stale", 100, "methods.json .png", "60 methods to learn from stale data"),
+    "staleness-methods": ("stale", 100, "methods.json", "60 methods to learn from stale data"),
     "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
-    "distil": ("distil", 8, "distil.json", "a lost skill comes back from a teacher"),
-    "judge": ("distil", 8, "judge.json", "a reward model in place of the task"),
+    "distil": ("campaigns", 8, "distil.json", "a lost skill comes back from a teacher"),
+    "judge": ("campaigns", 8, "judge.json", "a reward model in place of the task"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
-    "cluster": ("clusters", 15, "cluster.json", "what Ray costs, and what a cluster survives"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
-    "folder": ("qwen", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
-    "qwen": ("qwen", 1, "qwen.json", "a Qwen3 of random weights: how fast (--size 0.6B: a GPU)"),
+    "folder": ("campaigns", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
     "gpu": ("gpu", 9, "*.json, tables.md", "on one GPU: all that it can be asked, in 9 minutes"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
-    "memory": ("memory", 1, "memory.json", "bytes of 128k tokens: dense, sparse, in 8 bits"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
-    "scale": ("simulate", 6, "scale.json", "the simulator beside published systems"),
+    "scale": ("simulate", 1, "scale.json", "the simulator beside published systems"),
 }
 
 
@@ -82,10 +77,10 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
     text = f"{what}; about {minutes} minutes on two cores\n\n  --record  copy {files} to results/"
     flags = [word for word in arguments if word != "--record"]
     function = getattr(room, f"bench_{name.replace('-', '_')}")
-    kind = function.__annotations__.get("config", NoFlags)
-    config = parse(text, flags, kind)
+    takes = function.__annotations__.get("config")  # a dataclass of flags, or there are none
+    config = parse(text, flags, takes or NoFlags)
     folder = Path(getattr(config, "out", "") or folder)
-    function(folder) if kind is NoFlags else function(folder, config)
+    function(folder, config) if takes else function(folder)
     if "--record" in arguments:  # before the tables, in case that they cannot be made
         for file in (*folder.glob("*.json"), *folder.glob("*.png")):
             shutil.copy(file, RESULTS)

@@ -22,16 +22,12 @@ with their best answers. The loss is on every next token, those of prompts too, 
 vocabulary. A line for each stage tells what it was worth on held-out text (the last tenth of a
 file, or the problems that a task holds out): the KL of the indexer, summed over layers, and the
 loss with sparse and with dense attention. After "dense" nobody has trained the indexer yet.
-The recipe's text: the table of one problem (never a held-out one), then many questions about it
-instead of one; the loss is on the answers. Tables begin with two pairs and double whenever nine
-answers in ten are right: long tables alone do not teach the matching of keys within minutes.
 Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. In the
 sparse stage --sparse-lr is the share of both rates that is left: little by default, for a loaded
 model; 0.1 suits one that began with random weights.
 
 Left out: weight decay, a dense twin that trains as long as the whole recipe, GPUs, and speed:
 training uses dense masks instead of the sparse kernels, so memory grows with the square of a row.
-Every accuracy of the recipe is measured on the real sparse path.
 
 Axes: B texts · T tokens of each · N = B T · H heads · D head width · K chunks of a text · d width
       A answers of a text, of m tokens each · M tokens that are predicted
@@ -54,14 +50,13 @@ from tqdm import tqdm
 import dsa
 from logprobs import PIECE
 from model import GPT, ModelConfig, attend_packed, pack_tokens, recomputed
-from reward import Task, alphabet_of, make_task
+from reward import Task, make_task
 from runtime.config import LONGEST_CONTEXT, Config, blame, check, flag, require
 from runtime.folder import open_plain, write_file
 from runtime.models import make_model
 from runtime.terminal import run_main
 from runtime.tokenizer import Tokenizer, tokenizer_of
 
-MULTIPLES = (2, 4, 8, 16)  # lengths of the recipe's prompts, in attended keys
 TASK_TOKENS = 1 << 17  # so much text is made of a task's problems, and of those it holds out
 
 
@@ -95,64 +90,6 @@ class SparseConfig(Stages):
     task: str = flag("", "task, whose prompts with their best answers are the text")
     length: int = flag(512, "tokens in a row of text", 2, LONGEST_CONTEXT)
     out: str = flag("sparse.pt", "file of weights to write")
-
-
-@dataclass(frozen=True)
-class RecipeConfig(Stages):
-    """What `python bench.py recipe` needs to know."""
-
-    seeds: int = flag(1, "how many seeds to run, from --seed on", 1)
-    grow_steps: int = flag(2000, "most steps of the dense stage while its tables grow", 1)
-    rl_steps: int = flag(10, "steps of RL with the indexer frozen (0: none)")
-    problems: int = flag(512, "held-out problems of the longest length", 1)
-
-    @property
-    def attended(self) -> int:
-        """Keys that a query attends to."""
-        return self.chunk_size * self.top_k
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of the prompts."""
-        return [self.attended * multiple for multiple in MULTIPLES]
-
-
-# ----------------------------------------------------------------------------- the recipe's text
-
-
-def make_text(task: Task, index: int) -> tuple:
-    """A training problem's table, then "?key=51<end>" for half as many pairs, drawn with
-    replacement: tokens [T], and the columns [M] of the answers."""
-    table, _, _ = task.reset(index, "train")["prompt"].partition("?")
-    pairs = table.rstrip(";").split(";")  # "key=51"
-    count = max(1, len(pairs) // 2)
-    encode, end = task.tokenizer.encode, task.tokenizer.end
-    tokens, columns = encode(table), []
-    for asked in np.random.default_rng(index).integers(len(pairs), size=count):
-        tokens += [*encode("?" + pairs[asked]), end]
-        columns += range(len(tokens) - 3, len(tokens))  # two digits and the end
-    return tokens, columns
-
-
-def make_batch(length: int, seed: int, start: int, budget: int) -> tuple:
-    """About `budget` tokens of text on problems of recall:`length`, from problem `start` on.
-
-    Returns int64 tokens [B, T], columns [A, m] of their answers, and the alphabet [V'] of answers.
-    """
-    task = make_task(f"recall:{length}", seed)
-    first, columns = make_text(task, start)  # all texts of a length have the same columns
-    count = max(4, budget // len(first))
-    texts = [make_text(task, start + i)[0] for i in range(count)]
-    alphabet = torch.from_numpy(alphabet_of(task))
-    return torch.tensor(texts), torch.tensor(columns).view(-1, 3), alphabet
-
-
-def recall_batches(config: RecipeConfig, seed: int, used: int) -> Iterator:
-    """Texts of all lengths in turn, from problem `used` on."""
-    for step in count():
-        batch = make_batch(config.lengths[step % len(MULTIPLES)], seed, used, config.tokens)
-        used += len(batch[0])
-        yield batch
 
 
 # ---------------------------------------------------------------------------------- text of yours
@@ -198,14 +135,6 @@ def row_batches(tokens: list, config: SparseConfig) -> Iterator:
 # ------------------------------------------------------------------------------------- the model
 
 
-def make_recipe_model(config: RecipeConfig, seed: int) -> GPT:
-    """Two layers are the least for recall: one finds the key of a value, the next compares keys."""
-    shape = {"layers": 2, "width": 64, "heads": 8, "kv_heads": 4, "head_width": 16, "hidden": 128}
-    rope = {"positions": "rope", "rope_base": 1000.0, "qk_norm": True}
-    context = 2 * config.lengths[-1]
-    return GPT(ModelConfig(**shape, **rope, **with_indexer(config), context=context), seed)
-
-
 def with_indexer(config: Stages) -> dict:
     """What the shape of a sparse model has beside that of a dense one."""
     knobs = ("chunk_size", "top_k", "index_heads", "index_width")
@@ -243,8 +172,8 @@ def watched_attention(config: ModelConfig, B: int, T: int, sparse: bool, seen: l
         visible = causal
         if sparse:
             picks = dsa.top_chunks(scores, tables, config.top_k)[:, 0] - tables.first[:, None]
-            picks = picks.where(picks >= 0, K)  # nothing picked: one column more, cut off below
-            selected = torch.zeros(B * T, K + 1, dtype=torch.bool).scatter(1, picks, True)[:, :K]
+            chunks = torch.arange(K)  # where nothing is picked, an id is negative
+            selected = (picks[:, :, None] == chunks).any(1)  # [N, K]
             scores = scores.masked_fill(~selected[:, None], -torch.inf)
             keys = selected.repeat_interleave(config.chunk_size, 1)[:, :T]
             visible = causal & keys.view(B, 1, T, T)
@@ -297,9 +226,9 @@ def losses_of(model: GPT, batch: tuple, stage: str) -> tuple:
     """Loss of the answers, loss of the indexer, summed over layers (dense stage: 0), and which
     answers are exact."""
     tokens, seen = batch[0], []
-    attend = attention_of(model, tokens, "dense")
-    if stage != "dense":
-        attend = watched_attention(model.config, *tokens.shape, stage == "sparse", seen)
+    attend = watched_attention(model.config, *tokens.shape, stage == "sparse", seen)
+    if stage == "dense":
+        attend = attend_packed(replace(model.config, attention="dense"), pack_tokens(list(tokens)))
     loss, exact = answer(model, batch, attend)
     return loss, sum([indexer_loss(*layer) for layer in seen], torch.zeros(())), exact
 
@@ -348,58 +277,11 @@ def train_step(model: GPT, batch: tuple, stage: str, optimizers: list, decay: fl
     return exact.float().mean().item()
 
 
-def grow(model: GPT, config: RecipeConfig, seed: int) -> int:
-    """The dense stage's first part: short texts, doubled whenever nine answers in ten are right.
-    Returns how many problems were used; a model that learns nothing stops at `grow_steps`."""
-    length, used, right = 16, 0, 0.0
-    optimizers = make_optimizers(model, config, "dense")
-    for step in tqdm(range(config.grow_steps), f"seed {seed} dense, growing"):
-        batch = make_batch(length, seed, used, config.tokens)
-        used += len(batch[0])
-        exact = train_step(model, batch, "dense", optimizers, min(1.0, step / 20))
-        right = 0.9 * right + 0.1 * exact
-        if right > 0.9:
-            if length == config.lengths[-1]:
-                break
-            length, right = min(2 * length, config.lengths[-1]), 0.0
-    return used
-
-
 def train_stage(model: GPT, config: Stages, stage: str, steps: int, batches: Iterator) -> None:
     """So many steps of a stage on the next batches, with a learning rate that falls to zero."""
     optimizers = make_optimizers(model, config, stage)
     for step in tqdm(range(steps), stage):
         train_step(model, next(batches), stage, optimizers, 1 - step / steps)
-
-
-# -------------------------------------------------------------------------------------- the exam
-
-
-def attention_of(model: GPT, tokens: Tensor, kind: str) -> Callable:
-    """Attention of texts [B, T]: "dense", "dsa" by the indexer, or "mean" keys."""
-    config = replace(model.config, attention="dense") if kind == "dense" else model.config
-    attend = attend_packed(config, pack_tokens(list(tokens)))
-    return attend if kind != "mean" else lambda layer, q, k, v, index: attend(layer, q, k, v, None)
-
-
-def exam(length: int, problems: int) -> tuple:
-    """Held-out prompts of recall:`length` with their answers, as from `make_batch`."""
-    task = make_task(f"recall:{length}")
-    found = [task.reset(i, "eval") for i in range(problems)]
-    encode, end = task.tokenizer.encode, task.tokenizer.end
-    tokens = torch.tensor([encode(p["prompt"] + p["answer"]) + [end] for p in found])
-    columns = torch.arange(tokens.shape[1])[None, -3:]
-    return tokens, columns, torch.from_numpy(alphabet_of(task))
-
-
-@torch.no_grad()
-def accuracy(model: GPT, tokens: Tensor, columns: Tensor, alphabet: Tensor, kind: str) -> float:
-    """Share of the prompts of an exam that are answered exactly, with one kind of attention."""
-    exact = []
-    for part in tokens.split(max(1, 8192 // tokens.shape[1])):
-        attend = attention_of(model, part, kind)
-        exact.append(answer(model, (part, columns, alphabet), attend)[1])
-    return torch.cat(exact).float().mean().item()
 
 
 # ------------------------------------------------------------------------------- a model of yours

@@ -1,34 +1,37 @@
-"""campaigns.py: what the project promises of whole runs, measured.
+"""campaigns.py: what the project promises of whole runs: plans as data, and one runner.
 
-`python bench.py tasks`, `staleness`, `replay`, `faults` and `disk` run these.
+`python bench.py tasks`, `staleness`, `agents`, `distil`, `judge`, `replay`, `faults`, `disk` run
+these. A plan is {label: flags}; what a run's summary says becomes a row of NAME.json.
 Left out: synchronous against asynchronous (races.py).
 """
 
-import math
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from lab.plots import save_result
-from lab.races import ROOT, run_each
+import numpy as np
+
+from lab.plots import column, save_result, steps_of
+from lab.races import ROOT, crossing, exams_of, run_each
+from methods.reward_model import PairConfig, train
 from runtime.config import SWAPS
-from runtime.pictures import column, draw_timeline
+from runtime.pictures import draw_timeline
 
-SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "tasks")
-SUMMARY += ("sessions", "utilization", "command_s")
+SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "tasks", "utilization", "command_s")
 
 
-def campaign_runs(folder: Path, name: str, plan: dict[str, dict], **alike) -> Iterator[tuple]:
+def campaign(
+    folder: Path, name: str, plan: dict[str, dict], keep=False, **alike
+) -> Iterator[tuple]:
     """Run trainers, {label: flags}, one after the other; each becomes a row of NAME.json.
 
     Yields the label, the row, which is the run's flags and what its summary says, and the run
-    folder. What the caller adds to the row is saved.
+    folder. What the caller adds to the row is saved. keep: the checkpoints stay.
     """
     result = {**alike, "runs": []}
-    for label, run, summary in run_each(plan, folder, **alike):
+    for label, run, summary in run_each(plan, folder, keep, **alike):
         row = plan[label] | {key: summary[key] for key in SUMMARY}
         result["runs"].append(row)
         yield label, row, run
@@ -38,9 +41,9 @@ def campaign_runs(folder: Path, name: str, plan: dict[str, dict], **alike) -> It
 def bench_tasks(folder: Path) -> None:
     """train_async.py with default flags on each task, several seeds."""
     plan = {}
-    for task, count in {"guess": 5, "reverse": 3, "sort": 3}.items():
-        plan |= {f"{task}, {seed}": {"task": task, "seed": seed} for seed in range(count)}
-    for label, _, run in campaign_runs(folder, "tasks", plan):
+    for task, seeds in {"guess": 5, "reverse": 3, "sort": 3}.items():
+        plan |= {f"{task}, {seed}": {"task": task, "seed": seed} for seed in range(seeds)}
+    for label, _, run in campaign(folder, "tasks", plan):
         if label == "guess, 0":
             draw_timeline([run], folder / "guess_timeline.png")
 
@@ -52,7 +55,98 @@ def bench_staleness(folder: Path) -> None:
     for eta, swap in product((0, 1, 2, 4, 8), SWAPS):
         plan[f"{eta}, {swap}"] = {"max_staleness": eta, "swap": swap}
     alike = {"task": "sum", "steps": 25, "groups_per_step": 8}
-    list(campaign_runs(folder, "staleness", plan, **alike))  # a summary says it all
+    list(campaign(folder, "staleness", plan, **alike))  # a summary says it all
+
+
+# ------------------------------------------------------------------------- tasks with turns
+
+AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
+GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
+TURNS = {"credit": "turn"}
+CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as many episodes a step
+PARTS = ("guess", "reverse:6", "hops:3")
+MIXED = {"task": ",".join(PARTS), "ratio": "2,1,1"}  # as many groups of hops:3 as alone
+# {arm: flags}; an arm's name begins with its task
+FIVE_SEEDS = {"hops:3": {}, "debug": {}, "hops:3:0.05": {}}
+FIVE_SEEDS |= {"hops:3, credit by turn": TURNS, "debug, credit by turn": TURNS}
+THREE_SEEDS = {task: {} for task in PARTS} | {"mixture": MIXED}
+THREE_SEEDS |= {"guess, critic": CRITIC, "hops:3, critic": CRITIC}
+
+
+def agent_plan() -> dict[str, dict]:
+    """{name: flags}: seed after seed, so that slow minutes hit all arms alike."""
+    plan = {}
+    for seed in range(5):
+        for arm, flags in (FIVE_SEEDS | (THREE_SEEDS if seed < 3 else {})).items():
+            plan[f"{arm}, seed {seed}"] = {"task": arm.partition(",")[0], "seed": seed} | flags
+    return plan
+
+
+def bench_agents(folder: Path) -> None:
+    """Every arm: solved before and after, seconds, and episodes to the goal of the task."""
+    for label, row, run in campaign(folder, "agents", agent_plan()):
+        row["arm"] = label.rpartition(", seed ")[0]
+        if goal := GOALS.get(row["task"]):
+            row["goal_s"], row["goal_samples"] = crossing(exams_of(run, "solved"), goal)
+
+
+# ------------------------------------------------------------------- a teacher, a learned judge
+
+ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
+
+
+def stages(folder: Path, seed: int) -> dict[str, dict]:
+    """A policy learns `reverse`, then `sort`, which costs it the first skill; then it is asked to
+    be its earlier self on prompts of `reverse`, one answer to a prompt and no reward (cross-stage
+    distillation, as in GLM-5); `alone`: as many episodes with rewards and without a teacher.
+
+    {name: flags} of the runs, in order; each begins where another has ended.
+    """
+    run = {x: str((folder / f"{seed}-{x}").resolve()) for x in ("reverse", "sort", "taught")}
+    again = {"task": "reverse", "steps": 120, "init": run["sort"]}
+    one = {"group_size": 1, "groups_per_step": 256}  # as many episodes
+    taught = again | one | {"teacher": run["reverse"]}
+    plan = {
+        "reverse": {"task": "reverse", "steps": 150},
+        "sort": {"task": "sort", "steps": 300, "init": run["reverse"]},
+        "taught": taught,
+        "fresh": taught | {"max_staleness": 0},  # on data that are never old
+        "alone": again,
+        # only its evaluation counts
+        "sort after": {"task": "sort", "steps": 1, "lr": 0.0, "init": run["taught"]},
+    }
+    return {f"{seed}-{name}": flags | {"seed": seed} for name, flags in plan.items()}
+
+
+def bench_distil(folder: Path) -> None:
+    """The stages, three times; distil.json."""
+    plan = stages(folder, 0) | stages(folder, 1) | stages(folder, 2)
+    for label, row, _ in campaign(folder, "distil", plan, keep=True, **ALIKE):
+        row["stage"] = label.partition("-")[2]
+
+
+JUDGES = {"the task itself": "", "a reward model, pairs of nearly the right length": "near"}
+JUDGES |= {"a reward model, pairs of any length": "any"}
+
+
+def bench_judge(folder: Path) -> None:
+    """`reverse` with a reward model in place of the task. Policies learn what their judge believes,
+    also of answers that no pair has shown it; the task says what is true. judge.json."""
+    plan, facts = {}, {}
+    for seed, (judge, lengths) in product(range(3), JUDGES.items()):
+        label, right = f"{seed} {lengths or 'task'}", 1.0
+        plan[label] = {"task": "reverse", "seed": seed, "steps": 150}
+        if lengths:
+            path = (folder / f"judges-{label.replace(' ', '-')}").resolve()
+            right = train(PairConfig("reverse", str(path), seed=seed, lengths=lengths))
+            plan[label]["reward_model"] = str(path)
+        facts[label] = {"judge": judge, "right": right}
+    for label, row, run in campaign(folder, "judge", plan, **ALIKE):
+        row |= facts[label] | {"true": row["eval"]["after"]["reward"]}
+        row["believed"] = float(np.mean(column(steps_of(run)[-10:], "reward")))
+
+
+# --------------------------------------------------------------------- replay, faults and disks
 
 
 def bench_replay(folder: Path) -> None:
@@ -63,7 +157,7 @@ def bench_replay(folder: Path) -> None:
         flags = {"max_staleness": eta, "swap": swap, "rollout_workers": workers}
         plan[f"{eta}, {swap}, {workers}"] = flags | {"seed": len(plan)}
     alike = {"steps": 50, "groups_per_step": 8, "eval_every": 50}
-    for _, row, run in campaign_runs(folder, "replay", plan, **alike):
+    for _, row, run in campaign(folder, "replay", plan, **alike):
         command = [sys.executable, "train_async.py", f"--replay={run.resolve()}"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         row["same"] = done.returncode == 0
@@ -79,32 +173,15 @@ def bench_disk(folder: Path) -> None:
 
 def bench_faults(folder: Path) -> None:
     """A randomised campaign of faults over all roles, and kills in the middle of checkpoints."""
-    from faults import campaign, checkpoint_kills
+    import faults
 
-    result = {"checkpoint_kills": checkpoint_kills(folder / "kills", rounds=5)}
-    for so_far in campaign(folder, faults=300):
-        result |= so_far
-        save_result(folder, "faults", result)
+    result = {"checkpoint_kills": faults.checkpoint_kills(folder / "kills", rounds=5)}
+    for so_far in faults.campaign(folder, faults=300):
+        save_result(folder, "faults", result | so_far)
 
 
-def fault_facts(result: dict) -> dict:
-    """What a campaign of faults has shown."""
-    waits, kinds = result["noticed_after_s"], ("dead", "stopped", "learners again")
-    none = {"median": math.nan, "max": math.nan}  # there was no such fault
-    dead, silent, again = (waits.get(kind, none) for kind in kinds)
-    kills, ends = result["checkpoint_kills"], Counter(result["ends"])
-    hangs = sum("hangs" in said for said in column(result["failures"], "said"))
-    by_name = sum(ends.values()) - ends["finished"] - ends["killed"]
-    return {
-        f"faults injected, in {len(result['runs'])} runs of all roles": result["faults"],
-        "runs that hung, or ended without naming an error": f"{hangs}, {len(result['failures'])}",
-        "groups lost, trained twice": f"{result['lost']}, {result['duplicated']}",
-        "runs killed, or stopped with an error by name": f"{ends['killed']}, {by_name}",
-        "groups made again": result["requeued"],
-        "until a dead worker is named (s)": f"{dead['median']:.2f}, at most {dead['max']:.2f}",
-        "until a silent one is": f"{silent['median']:.1f}, at most {silent['max']:.1f}",
-        "until all learners are there again": f"{again['median']:.1f}, at most {again['max']:.1f}",
-        "longest time without a step (s)": f"{result['no_progress_s']:.1f}",
-        "kills in the middle of a checkpoint": kills["kills"],
-        "weights at the end as without kills": "yes" if kills["bitwise_equal"] else "NO",
-    }
+def bench_folder(folder: Path) -> None:
+    """A random folder that transformers has written learns, and is given back."""
+    from folder_run import learning
+
+    learning(folder)

@@ -1,69 +1,133 @@
 """The exact laboratory: tasks so small that every response is enumerated.
 
 A task has 64 responses, spelled as one token of 64 or as three tokens of 4. The true policy
-gradient, the true KL and the best reward are finite sums here, so bias and variance of every
-objective are exact numbers. Credit for turns is measured in exact_turns.py, what the pipeline does
-to the data before an objective sees them in exact_pipeline.py. `bench_lab` (one thread, seconds)
-measures everything; docs/lab.md reads the results.
+gradient and the best reward are finite sums here, so bias and variance of every
+objective are exact numbers. What a run does to its data is in exact_runs.py. `bench_lab` (one
+thread, seconds) measures everything; docs/lab.md reads the results.
 Left out: optimizer state, clipping of the gradient norm, function approximation (the policy is a
 table of logits), rewards that depend on time.
 
 Staleness here: optimizer steps between the policy that sampled the trace and the one trained on it.
-Axes: see estimators.py.
+Axes:   R responses · T tokens of a response · V vocabulary · P prefixes
+        D = P V entries of the table of logits, which is `theta` [P, V]
+        N tokens in any order, as in losses.py
 """
 
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import losses
-from lab.estimators import (
-    KL_ESTIMATORS,
-    SEED,
-    STALENESS,
-    EnumeratedTask,
-    accuracy,
-    chances_of,
-    expected_reward,
-    logprobs_of,
-    opsm_mask,
-    policies,
-    response_gradients,
-    true_gradient,
-)
-from lab.exact_pipeline import drop_part, swap_part
-from lab.exact_stale import baseline_part, damper_part, preference_part
-from lab.exact_turns import credit_part, critic_part, draw_credit
-from lab.plots import save_result
-from runtime.pictures import column, draw_panels
+from lab.plots import column, draw_panels, save_result
+
+SEED = 0
+STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
+OPSM_DELTA = 1e-4  # slime's --opsm-delta (TRL suggests 0.5); DeepSeek-V3.2 gives no number
 
 # Corrections that are not objectives of their own: they go before one.
 CORRECTIONS = {"opsm": "decoupled_ppo", "sequence_is": "reinforce"}
-
-# dpo needs pairs of responses: exact_stale.py
+# dpo needs pairs of responses
 METHODS = (*(name for name in losses.OBJECTIVES if name != "dpo"), *CORRECTIONS)
+
+
+# ---------------------------------------------------------------------------- everything as a sum
+
+
+class EnumeratedTask(NamedTuple):
+    """Every response of a task, in lexicographic order."""
+
+    tokens: Tensor  # [R, T] int64
+    prefix: Tensor  # [R, T] int64: row of theta that predicts each token
+    rewards: Tensor  # [R] float64
+    shape: tuple[int, int]  # (P, V) of theta
 
 
 def enumerate_task(vocab: int, length: int) -> EnumeratedTask:
     """All V^T responses; a reward belongs to a number, so 64^1 and 4^3 have the same rewards."""
     number = torch.arange(vocab**length)
-    place = vocab ** torch.arange(length - 1, -1, -1)  # what a digit is worth
+    worth = vocab ** torch.arange(length - 1, -1, -1)  # of each digit
     first_row = (vocab ** torch.arange(length) - 1) // (vocab - 1)  # of the prefixes of a length
-    prefix = first_row + number[:, None] // (place * vocab)
+    prefix = first_row + number[:, None] // (worth * vocab)
     # Most of the reward is for a last digit that fits the first two: prefixes matter.
     a, b, c = (number // worth % 4 for worth in (16, 4, 1))
     rewards = 0.2 * (a == 2) + 0.2 * (b > a) + 0.6 * (c == (a + b) % 4)
-    tokens = number[:, None] // place % vocab
-    shape = (int(prefix.max()) + 1, vocab)
-    return EnumeratedTask(tokens, prefix, rewards.double(), shape)
+    tokens = number[:, None] // worth % vocab
+    return EnumeratedTask(tokens, prefix, rewards.double(), (int(prefix.max()) + 1, vocab))
 
 
 TASKS = {"one token": enumerate_task(64, 1), "three tokens": enumerate_task(4, 3)}
 
 
-def loss_of(method, new, old, advantages, staleness=0):
+def logprobs_of(theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """Log-probs [R, T] of every token of every response under the table theta [P, V]."""
+    return torch.log_softmax(theta, -1)[task.prefix, task.tokens]
+
+
+def chances_of(logprobs: Tensor) -> Tensor:
+    """Probabilities [R] of responses from the log-probs [R, T] of their tokens."""
+    return logprobs.sum(1).exp()
+
+
+def expected_reward(theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """J = sum over all responses of pi(y) R(y)."""
+    return chances_of(logprobs_of(theta, task)) @ task.rewards
+
+
+def true_gradient(theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """The gradient of J [D]; nothing is estimated."""
+    return torch.func.grad(expected_reward)(theta, task).flatten()
+
+
+def response_gradients(slopes: Tensor, theta: Tensor, task: EnumeratedTask) -> Tensor:
+    """Gradients [R, D] of the gain of each response, from its slopes d gain / d log pi [R, T]."""
+    scores = torch.func.jacrev(logprobs_of)(theta, task)  # [R, T, P, V]
+    return torch.einsum("rt,rtd->rd", slopes, scores.flatten(2))
+
+
+def policies(task: EnumeratedTask) -> list[Tensor]:
+    """The policy after 0, 1, ... 8 steps of exact gradient ascent: theta [P, V] each."""
+    generator = torch.Generator().manual_seed(SEED)
+    chain = [0.5 * torch.randn(task.shape, generator=generator, dtype=torch.float64)]
+    for _ in STALENESS[1:]:
+        slope = true_gradient(chain[-1], task).view(task.shape)
+        chain.append(chain[-1] + STEP * slope / slope.norm())
+    return chain
+
+
+def accuracy(gradients: Tensor, chances: Tensor, truth: Tensor) -> dict:
+    """How good gradients [R, D] of these chances [R] are, in units of the length of the truth [D].
+
+    `bias`, |expectation - truth|; `spread`, the standard deviation of one of them; `share`, the
+    expectation projected on the truth; `cosine` of the angle between the two.
+    """
+    mean = chances @ gradients
+    facts = {
+        "bias": (mean - truth).norm() / truth.norm(),
+        "spread": (chances @ (gradients - mean).square().sum(1)).sqrt() / truth.norm(),
+        "share": mean @ truth / truth.square().sum(),
+        "cosine": torch.cosine_similarity(mean, truth, dim=0),
+    }
+    return {name: float(value) for name, value in facts.items()}
+
+
+# -------------------------------------------------------------------------------------- objectives
+
+
+def opsm_mask(behaviour, logprobs, advantages, sequence, delta: float = OPSM_DELTA) -> Tensor:
+    """Tokens to keep, bool [N]: all but those of sequences that are bad news AND off-policy.
+
+    A sequence goes iff A < 0 and the mean of log(mu / pi) over its tokens is > delta:
+    DeepSeek-V3.2 (arXiv 2512.02556) equation 9. What was dropped stays in the denominator.
+    """
+    drift = losses.sequence_mean(-losses.log_ratio(logprobs.detach(), behaviour), sequence)
+    return ~((advantages < 0) & (drift > delta))
+
+
+def loss_of(method: str, new: Tensor, old: Tensor, advantages: Tensor, staleness=0) -> tuple:
     """Loss of R responses by any of METHODS, and the share of tokens that were touched.
 
     Log-probs now and as recorded [R, T], advantages [R]. A token is touched if a correction
@@ -84,13 +148,7 @@ def loss_of(method, new, old, advantages, staleness=0):
     return loss, float((by["clipped"] | by["capped"] | ~kept).double().mean())
 
 
-def examine(
-    method: str,
-    task: EnumeratedTask,
-    theta: Tensor,
-    behaviour: Tensor,
-    staleness: int = 0,
-):
+def examine(method: str, task: EnumeratedTask, theta, behaviour, staleness: int = 0) -> tuple:
     """The gradient of every response [R, D], and its `accuracy`; nothing is sampled.
 
     `ess`: the effective sample size of the token weights, as a share of the tokens. `touched`: see
@@ -101,114 +159,55 @@ def examine(
     advantages = task.rewards - expected_reward(behaviour, task)
     loss, touched = loss_of(method, new, old, advantages, staleness)
     slopes = -len(new) * torch.autograd.grad(loss, new)[0]  # [R, T]
-    gradients = response_gradients(slopes, theta, task)
-    chances = chances_of(old)
-    facts = accuracy(gradients, chances, true_gradient(theta, task))
+    gradients, chances = response_gradients(slopes, theta, task), chances_of(old)
     weights = slopes / advantages[:, None]  # [R, T]
     squares = (chances @ weights.square()).mean().clamp_min(1e-300)
     ess = float((chances @ weights).mean() ** 2 / squares)
+    facts = accuracy(gradients, chances, true_gradient(theta, task))
     return gradients, facts | {"ess": ess, "touched": touched}
 
 
 def objectives_part(task: EnumeratedTask) -> dict:
     """Facts of `examine` for every method and staleness."""
-    chain = policies(task)
-    curves = {}
+    first, curves = policies(task)[0], defaultdict(list)
     for method in METHODS:
-        found = [examine(method, task, theta, chain[0], s) for s, theta in enumerate(chain)]
-        curves[method] = column(found, 1)
+        for s, theta in enumerate(policies(task)):
+            curves[method].append(examine(method, task, theta, first, s)[1])
     return curves
 
 
-def kl_part(task: EnumeratedTask) -> dict:
-    """The KL estimators against KL(pi || pi_ref), pi_ref = step 0."""
-    first, *chain = policies(task)
-    older = [first, first, *chain]  # by two steps
-    curves = {}
-    for name in KL_ESTIMATORS:
-        pairs = zip(chain, older, strict=False)
-        curves[name] = [examine_kl(name, task, *pair, first) for pair in pairs]
-    return curves
-
-
-def true_kl(theta: Tensor, first: Tensor, task: EnumeratedTask) -> Tensor:
-    """KL(theta || first): a sum over all responses."""
-    logprobs = logprobs_of(theta, task)
-    return chances_of(logprobs) @ (logprobs - logprobs_of(first, task)).sum(1)
-
-
-def examine_kl(name, task: EnumeratedTask, theta: Tensor, older: Tensor, first: Tensor) -> dict:
-    """Value and gradient of an estimator of the KL from `theta` to `first`.
-
-    k1, k2, k3 see samples of `theta`, unbiased_k3 those of `older`, a policy two steps older.
-    """
-    new = logprobs_of(theta, task).requires_grad_()
-    tensors = [new, logprobs_of(first, task)]
-    chances = chances_of(new.detach())
-    if name == "unbiased_k3":
-        tensors.append(logprobs_of(older, task))
-        chances = chances_of(tensors[-1])
-    values = KL_ESTIMATORS[name](*tensors).sum(1)  # [R]
-    (slopes,) = torch.autograd.grad(values.sum(), new)
-    gradients = response_gradients(slopes, theta, task)
-    truth = torch.func.grad(true_kl)(theta, first, task).flatten()
-    values = values.detach()
-    mean = chances @ values
-    return {
-        "kl": float(true_kl(theta, first, task)),
-        "value": float(mean),
-        "deviation": float((chances @ (values - mean) ** 2).sqrt()),
-        "gradient_error": accuracy(gradients, chances, truth)["bias"],
-    }
+# ------------------------------------------------------------------------------------ the picture
 
 
 def draw(folder: Path, result: dict) -> None:
-    """lab_objectives.png and lab_kl.png, one message each."""
+    """lab_objectives.png."""
     labels = {
         "bias": "bias / length of the true gradient",
         "ess": "effective sample size\n(share of tokens)",
         "spread": "standard deviation of one response\n/ length of the true gradient",
     }
-    alike: dict[str, list] = {}  # what is the same at all ages is one line
+    alike = defaultdict(list)  # what is the same at all ages is one line
     for name, facts in result["three tokens"].items():
-        alike.setdefault(str(np.round(column(facts, "bias"), 6)), []).append(name)
+        alike[str(np.round(column(facts, "bias"), 6))].append(name)
     panels = []
     for key, label in labels.items():
         curves = {}
         for names in alike.values():
-            values = column(result["three tokens"][names[0]], key)
-            curves[", ".join(names)] = (None, STALENESS, values)
+            curves[", ".join(names)] = STALENESS, column(result["three tokens"][names[0]], key)
         panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
     title = "Whole-response weights (sequence_is) have no bias; their price is variance"
     draw_panels(folder / "lab_objectives.png", title, panels, (9, 7))
-    panels = []
-    for spelling in TASKS:
-        curves = {}
-        for name, facts in result[f"kl, {spelling}"].items():
-            errors = np.maximum(column(facts, "gradient_error"), 1e-4)
-            curves[name] = (None, column(facts, "kl"), errors)
-        axis = {
-            "title": f"responses of {spelling}",
-            "xlabel": "true KL to the reference (nats)",
-            "ylabel": "bias / length of the true gradient\n(0 is drawn at 0.0001)",
-            "ylim": (5e-5, 2),
-        }
-        panels.append((curves, axis | {"xscale": "log", "yscale": "log"}))
-    draw_panels(folder / "lab_kl.png", "k1 and k3: the value is right, the gradient wrong", panels)
 
 
 def bench_lab(folder: Path) -> None:
     """Measure everything; lab.json and lab_*.png in `folder`."""
+    from lab import exact_runs as runs  # which builds on this file
+
     torch.set_num_threads(1)
     result = {"seed": SEED}
-    for name, task in TASKS.items():
-        result[name] = objectives_part(task)
-        result[f"kl, {name}"] = kl_part(task)
-    result |= {"credit": credit_part(), "critic": critic_part()}
-    result |= {"lengths": drop_part(), "swap": swap_part(enumerate_task(4, 4))}
-    task = TASKS["three tokens"]
-    result |= {"baselines": baseline_part(task), "dampers": damper_part(task)}
-    result["preferences"] = preference_part(task)
+    result |= {name: objectives_part(task) for name, task in TASKS.items()}
+    result |= {"credit": runs.credit_part(), "lengths": runs.drop_part()}
+    result["swap"] = runs.swap_part(enumerate_task(4, 4))
     save_result(folder, "lab", result)
     draw(folder, result)
-    draw_credit(folder, result)
+    runs.draw_credit(folder, result)

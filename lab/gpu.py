@@ -6,7 +6,7 @@
 
 Each part is a process with a time limit of its own, and saves every figure as soon as it has it. A
 part that fails, or is cut off, leaves its last words in place of what is missing.
-Left out: the measurements themselves (speed.py, qwen.py, races.py), and several GPUs.
+Left out: the measurements themselves (speed.py, races.py), and several GPUs.
 """
 
 import os
@@ -21,10 +21,9 @@ import torch
 from tqdm import tqdm
 
 import dsa
-from lab.plots import RESULTS, go_on, markdown, save_result
-from lab.qwen import measure_loop, measure_parts
-from lab.races import race_plan, run_each, speed_of
-from lab.speed import attention, decoding
+from lab.plots import RESULTS, go_on, save_result
+from lab.races import SYNC, run_each, speed_of
+from lab.speed import DTYPE, attention, decoding, measure_model, random_model
 from runtime.config import flag, one_of, require
 from runtime.devices import describe_machine
 
@@ -63,9 +62,8 @@ def kernels(folder: Path, small: bool) -> None:
             compare = compare_decoding if case == "decoding" else compare_training
             if (case, name) not in known:
                 torch.manual_seed(0)
-                result["rows"].append(
-                    {"case": case, "dtype": name} | compare(numbers, *sizes[small])
-                )
+                row = {"case": case, "dtype": name} | compare(numbers, *sizes[small])
+                result["rows"].append(row)
                 save_result(folder, "kernels", result)
 
 
@@ -91,11 +89,10 @@ def compare_training(numbers, chunk_size: int, top_k: int, block: int, learned: 
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out = dsa.sparse_attention(*exact, lists, tables)
     wanted = (out, *torch.autograd.grad(out, exact, weight.double()))
-    errors = map(error, (twice[0], *grads[0]), wanted)
     return {
-        "same_lists": float((lists.sort(-1)[0] == plain.sort(-1)[0]).double().mean()),
-        "repeats": torch.equal(*twice) and torch.equal(grads[0][0], grads[1][0]),
-        "errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)),
+        "largest error": max(map(error, (twice[0], *grads[0]), wanted)),
+        "same lists": float((lists.sort(-1)[0] == plain.sort(-1)[0]).double().mean()),
+        "repeats bitwise": torch.equal(*twice) and torch.equal(grads[0][0], grads[1][0]),
     }
 
 
@@ -113,84 +110,61 @@ def compare_decoding(numbers, chunk_size: int, top_k: int, room: int) -> dict:
     for _ in "ab":
         dense = dsa_triton.dense_decode(q, *(x.transpose(1, 2) for x in apart), plan)
         twice.append((dsa_triton.dsa_attention(q, k, v, tables, top_k), dense))
-    errors = {}
-    for name, found, many in zip(
-        ("sparse", "dense"), twice[0], (top_k, tables.widest), strict=True
-    ):
+    errors = []
+    for output, many in zip(twice[0], (top_k, tables.widest), strict=True):
         lists = dsa.select_chunks(q, k, tables, many)  # by which the kernels go, too
         exact = dsa.sparse_attention(q.double(), k.double(), v.double(), lists, tables)
-        errors[name] = error(found, exact)
-    return {"repeats": all(map(torch.equal, *twice)), "errors": errors}
-
-
-def kernel_lines(result: dict) -> list[str]:
-    """The largest error of each case, and where it is."""
-    rows = []
-    for row in result["rows"]:
-        name, worst = max(row["errors"].items(), key=lambda item: item[1])
-        same = f"{row['same_lists']:.2%}" if "same_lists" in row else ""
-        found = [f"{worst:.1e} ({name})", same, "yes" if row["repeats"] else "no"]
-        rows.append([row["case"], row["dtype"], *found])
-    text = "Against `dsa.py` in float64, of the same lists: the largest difference in output or\n"
-    text += "gradients, over the largest number there.\n"
-    head = ["kernels", "dtype", "largest error", "same lists", "repeats bitwise"]
-    return [text, *markdown(head, rows)]
+        errors.append(error(output, exact))
+    return {"largest error": max(errors), "repeats bitwise": all(map(torch.equal, *twice))}
 
 
 # ----------------------------------------------------------------------------------- other parts
 
 
-def sparse_kernels(folder: Path, small: bool) -> None:
-    """Forward, and forward with backward, at three lengths."""
-    if small:
-        attention(folder, [40], heads=(2, 1, 16), rounds=1)
-    else:
-        attention(folder, [8192, 32768, 131072])
+# Adam's learning rate goes down as the width goes up (Yang et al. 2021, arXiv 2203.03466)
+MEDIUM = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "steps": 60}
+MEDIUM |= {"slots": 256, "eval_every": 10, "groups_per_step": 16}
+TINY = {"model": "tiny", "steps": 3, "groups_per_step": 4, "group_size": 4, "slots": 16}
+TINY |= {"eval_every": 1, "device": "cpu"}
+LONG = {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0, "steps": 4}
+LONG |= {"checkpoint_every": 10**6, "eval_every": 10**6, "token_budget": 16384, "lr": 1e-6}
 
 
-def decode(folder: Path, small: bool) -> None:
-    """A decoded token at three lengths."""
-    decoding(folder, [128] if small else [8192, 32768, 131072], 2 if small else 16)
-
-
-def model(folder: Path, small: bool) -> None:
-    """Decode steps and the learner of a random model of Qwen3's form."""
-    size, cases = "0.6B", [(16, 512), (64, 512), (16, 4096)]  # slots, context
-    if small:
-        size, cases = "1M", [(2, 64)]
-    measure_parts(folder, size, cases)
-
-
-def race(folder: Path, small: bool) -> None:
+def race(folder: Path, *changes: dict) -> None:
     """`sum` with model `medium`, synchronous and asynchronous."""
-    result = go_on(folder, "async-cuda", {"runs": []})
-    known = [row["mode"] for row in result["runs"]]
-    plan = {}
-    for name, flags in race_plan(0, gpu=True).items():
-        task, mode = name.removesuffix(", seed 0").split(", ", 1)
-        if task == "sum" and mode not in known:
-            plan[mode] = flags | (TINY if small else {})
-    for mode, run, summary in run_each(plan, folder):
-        row = {"task": "sum", "mode": mode, "seed": 0} | speed_of(run, summary, "sum")
-        result["runs"].append(row)
+    raced(folder, "sum", MEDIUM | dict(*changes), "sum")
+
+
+def long_answers(folder: Path, size: str, most: int) -> None:
+    """A random model with log-normal answers, synchronous and asynchronous."""
+    path = random_model(folder, size).resolve()
+    flags = LONG | {"model": path, "dtype": DTYPE, "recompute": "yes"}
+    raced(folder, "long", flags, f"tests/lengths.py:{most}")
+
+
+def raced(folder: Path, name: str, flags: dict, task: str) -> None:
+    """Both trainers with the same flags; evaluations do not count."""
+    result, plan = go_on(folder, "async-cuda", {"runs": []}), {}
+    known = [(row["task"], row["mode"]) for row in result["runs"]]
+    modes = {"sync, one GPU": SYNC, "async, η = 2": {"max_staleness": 2}}
+    for mode, how in modes.items():
+        if (name, mode) not in known:
+            plan[f"{name}, {mode}"] = how | {"task": task} | flags
+    for label, run, summary in run_each(plan, folder, eval_when="late"):
+        row = {"task": name, "mode": label.partition(", ")[2], "seed": 0}
+        result["runs"].append(row | speed_of(run, summary, name))
         save_result(folder, "async-cuda", result)
 
 
-def long_answers(folder: Path, small: bool) -> None:
-    """That model with log-normal answers, synchronous and asynchronous."""
-    size, most = ("1M", 16) if small else ("0.6B", 1024)
-    measure_loop(folder, size, most)
-
-
-TINY = {"model": "tiny", "steps": 3, "groups_per_step": 4, "group_size": 4, "slots": 16}
-TINY |= {"eval_every": 1, "reward_workers": 0, "device": "cpu"}
-PARTS = {  # seconds on a card, 540 in all
-    "kernels": (90, kernels),
-    "dsa": (150, sparse_kernels),
-    "decode": (60, decode),
-    "model": (90, model),
-    "race": (60, race),
-    "long": (90, long_answers),
+LENGTHS = [8192, 32768, 131072]
+MODEL = "0.6B", [(16, 512), (64, 512), (16, 4096)]  # slots, context
+PARTS = {  # seconds on a card (540 in all), what is called, on a card and in a rehearsal with what
+    "kernels": (90, kernels, (False,), (True,)),
+    "dsa": (150, attention, (LENGTHS,), ([40], (2, 1, 16), 1)),
+    "decode": (60, decoding, (LENGTHS,), ([128], 2)),
+    "model": (90, measure_model, MODEL, ("1M", [(2, 64)])),
+    "race": (60, race, (), (TINY,)),
+    "long": (90, long_answers, ("0.6B", 1024), ("1M", 16)),
 }
 
 
@@ -213,17 +187,19 @@ def bench_gpu(folder: Path, config: GpuConfig) -> None:
     said = "gpu: must be run on a machine with a CUDA device (or --rehearse yes, tiny, on a CPU)"
     require(small or torch.cuda.is_available(), said)
     if config.part != "all":
-        return PARTS[config.part][1](folder, small)
+        _, measure, *arguments = PARTS[config.part]
+        return measure(folder, *arguments[small])
     machine = describe_machine()
     state = go_on(folder, "gpu", {"machine": machine, "rehearsal": small, "parts": {}})
     same = (state["machine"]["gpus"], state["rehearsal"]) == (machine["gpus"], small)
     require(same, f"--out {folder}: must be new, or a folder of this machine's GPU")
-    todo = [name for name in PARTS if state["parts"].get(name, {}).get("end") != "done"]
+    todo = [name for name in PARTS if state["parts"].get(name, {}).get("how it ended") != "done"]
     for name in (bar := tqdm(todo, unit="part")):
         bar.set_description(name)
         begin, limit = time.monotonic(), config.limit or PARTS[name][0]
         end = run_part(name, folder, limit, small)
-        state["parts"][name] = {"end": end, "seconds": round(time.monotonic() - begin, 1)}
+        seconds = round(time.monotonic() - begin, 1)
+        state["parts"][name] = {"how it ended": end, "seconds": seconds}
         save_result(folder, "gpu", state)
         tqdm.write(f"{name}: {end}")
 
@@ -247,12 +223,3 @@ def run_part(name: str, folder: Path, limit: float, small: bool) -> str:
     words = log.read_text().split("\n")
     last = next((line for line in reversed(words) if line.strip()), "")
     return f"failed: {last:.300}" if code else "done"
-
-
-def part_lines(result: dict) -> list[str]:
-    """Which parts there are, and how they ended."""
-    rows = [[name, part["end"], part["seconds"]] for name, part in result["parts"].items()]
-    gpus = ", ".join(result["machine"]["gpus"])
-    card = "a rehearsal: no figure says anything" if result["rehearsal"] else gpus
-    text = f"On {card}; torch {result['machine']['torch']}.\n"
-    return [text, *markdown(["part", "how it ended", "seconds"], rows)]

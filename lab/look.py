@@ -24,12 +24,14 @@ from torch import Tensor
 
 import losses
 from buffer import pack
-from learner import Learner, constants_of, samples_of, tokens_of
-from reward import part_of, task_of
+from lab.plots import column, grouped
+from learner import Learner, tokens_of
+from logprobs import token_logprobs
+from reward import task_of
 from runtime.config import Config, TrainingStopped, UserError, blame, flag, parse, require
 from runtime.folder import read_lines, write_file
 from runtime.messages import Trajectory
-from runtime.pictures import column, grouped, score_curves
+from runtime.pictures import score_curves
 from runtime.replay import played_again, read_script, recorded
 
 PAGE = Path(__file__).with_name("look.html")
@@ -104,7 +106,7 @@ def look_into(config: Config, summary: dict, groups: int) -> dict:
                 facts = {
                     "group": group.group_id,
                     "version": event["version"],
-                    "task": part_of(task, group.group_id).name,
+                    "task": group.problem.get("task", task.name),
                     "life": lives[group.group_id],
                     "episodes": episodes,
                 }
@@ -144,14 +146,17 @@ def facts_of(learner: Learner, batch: list, own: list, config: Config) -> tuple[
     """What the learner makes of some groups of its batch before the step: of each episode, by key,
     a row [M] for each of FACTS, for `clipped` and `capped`; and how often each is trained."""
     # of the whole batch: its rewards may be compared
-    samples, _ = samples_of(learner, batch, config)
+    samples, _ = learner.method.samples(learner, batch, config)
     times, ids = Counter(t.key for t, _ in samples), {group.group_id for group in own}
     samples = [*{t.key: (t, credit) for t, credit in samples if t.group_id in ids}.values()]
     found = {}
     for indices in pack([len(t.tokens) for t, _ in samples], config.token_budget):
         part = [samples[i] for i in indices]
-        tokens, entropy, _ = tokens_of(learner, part, config)
-        _, touched = losses.policy_loss(config.objective, tokens, 1, constants_of(config))
+        logprobs, entropy, hidden = token_logprobs(learner.model, part, learner, config)
+        tokens = tokens_of(learner, part, logprobs)
+        advantages, _ = learner.method.advantages(part, tokens, hidden)
+        tokens = tokens._replace(advantages=advantages)
+        _, touched = losses.policy_loss(config.objective, tokens, 1)
         known = tokens.behaviour, tokens.logprobs, tokens.advantages, entropy, *touched.values()
         rows = torch.stack([x.float() for x in known]).cpu()
         pieces = rows.split([t.generated for t, _ in part], dim=1)

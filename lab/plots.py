@@ -1,7 +1,7 @@
-"""plots.py: every picture of runs and measurements, and the files that measurements leave behind.
+"""plots.py: what a measurement leaves behind: JSON, tables of Markdown, pictures.
 
-A measurement writes NAME.json and NAME.png into a folder: `save_result`, `draw_*(..., path)`.
-Left out: pictures of one measurement only, which stand beside it.
+A measurement writes NAME.json and NAME.png into a folder: `save_result`, `draw_panels`.
+Left out: pictures of one run (runtime/pictures.py).
 """
 
 import json
@@ -15,19 +15,14 @@ import numpy as np
 from runtime.config import require, written
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines
-from runtime.pictures import (
-    SHADES,
-    column,
-    draw_panels,
-    name_of,
-    new_figure,
-    save_figure,
-    score_curves,
-)
+from runtime.pictures import STYLES, new_figure, save_figure, score_curves
 from runtime.runlog import stored_config
 from runtime.terminal import printable
 
 RESULTS = Path(__file__).parent.parent / "results"
+
+
+# ------------------------------------------------------------------------------ rows, and numbers
 
 
 def save_result(folder: Path, name: str, result: dict) -> None:
@@ -39,15 +34,32 @@ def save_result(folder: Path, name: str, result: dict) -> None:
     (folder / f"{name}.json").write_text(text)
 
 
-def go_on(folder: Path, name: str, begin: dict) -> dict:
-    """What a measurement that was cut short has left in its folder, else `begin`."""
-    path = folder / f"{name}.json"
-    return read_json(path) if path.exists() else begin
-
-
 def load_result(name: str, folder: Path = RESULTS) -> dict:
     """A recorded measurement."""
     return read_json(folder / f"{name}.json")
+
+
+def go_on(folder: Path, name: str, begin: dict) -> dict:
+    """What a measurement that was cut short has left in its folder, else `begin`."""
+    return load_result(name, folder) if (folder / f"{name}.json").exists() else begin
+
+
+def steps_of(run: Path) -> list[dict]:
+    """The steps in metrics.jsonl of a run folder, without the evaluations that came late."""
+    return [row for row in read_lines(run / "metrics.jsonl") if "seconds" in row]
+
+
+def column(rows: list[dict], key: str) -> list:
+    """One entry of each row."""
+    return [row[key] for row in rows]
+
+
+def grouped(rows: list[dict], key: str) -> dict:
+    """The rows of each value of a key, in the order in which they come."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row[key]].append(row)
+    return dict(groups)
 
 
 def spread(values: list[float]) -> dict:
@@ -56,13 +68,11 @@ def spread(values: list[float]) -> dict:
     return {"median": median, "min": low, "max": high}
 
 
-def spread_text(found: dict, form: str = ".2f") -> str:
-    """A spread as text."""
-    return median_text([*found.values()], form)
+# ------------------------------------------------------------------------------------------ tables
 
 
-def between(values: list[float], form: str) -> str:
-    """Smallest to largest of some numbers, as text."""
+def between(values: list, form: str) -> str:
+    """Smallest to largest, as text."""
     ends = [format(value, form) for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(ends))
 
@@ -82,15 +92,17 @@ def markdown(head: list[str], rows: Iterable) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in zip(*columns, strict=True)]
 
 
-def print_table(rows: list[dict]) -> None:
-    """Print rows with the same keys as a table."""
-    cells = []
-    for row in rows:
-        cells.append([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()])
-    print(*markdown(list(rows[0]), cells), sep="\n")
+def table(corner: str, cells: Iterable[tuple]) -> list[str]:
+    """A table of (row, column, text), in the order in which rows and columns come first."""
+    rows = defaultdict(dict)
+    for row, name, text in cells:
+        rows[row][name] = text
+    names = dict.fromkeys(name for texts in rows.values() for name in texts)
+    lines = [[row, *(texts.get(name, "") for name in names)] for row, texts in rows.items()]
+    return markdown([corner, *names], lines)
 
 
-# ------------------------------------------------------------------------------------ one run
+# ---------------------------------------------------------------------------------------- pictures
 
 
 def compare(runs: list[str]) -> str:
@@ -105,46 +117,30 @@ def compare(runs: list[str]) -> str:
         label = printable(", ".join([Path(run).name, *flags]))
         curves = score_curves(read_lines(Path(run) / "metrics.jsonl"))
         for title, (rows, scores) in curves.items():
-            panels[title][label] = (None, column(rows, "step"), scores)
-    shown = [(own, {"xlabel": "step", "ylabel": title}) for title, own in panels.items()]
+            panels[title][label] = (column(rows, "step"), scores)
+    shown = [(curves, {"xlabel": "step", "ylabel": title}) for title, curves in panels.items()]
     path = Path(runs[-1]) / "compare.png"
     draw_panels(path, "", shown, (8, 3 * len(shown)), columns=1)
     return f"written: {path}"
 
 
-def draw_both(synchronous: Path, asynchronous: Path, path: Path) -> None:
-    """A second in the middle of two runs of a task, one above the other: who works when."""
-    figure = new_figure((10, 5.2))
-    figure.patch.set_facecolor("white")  # a page may be dark
-    for axis, run in zip(figure.subplots(2, sharex=True), (synchronous, asynchronous), strict=True):
-        spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
-        spans = [event for event in spans if event["kind"] in ROWS]
-        trained = [event for event in spans if event["kind"] == "train"]
-        left = trained[len(trained) // 2]["t"]
-        busy = dict.fromkeys(ROWS, 0.0)
-        for event in spans:
-            begin, end = event["t"] - left, event["t"] - left + event["seconds"]
-            begin, end = max(0.0, begin), min(1.0, end)
-            if begin < end:
-                busy[event["kind"]] += end - begin
-                place, colour = (begin, end - begin), SHADES[event["version"] % 8]
-                axis.broken_barh([place], (ROWS[event["kind"]], 0.8), color=colour, ec="white")
-        idle = [f"{name}\n(idle {max(0, 1 - busy[kind]):.0%})" for kind, name in NAMES.items()]
-        axis.set_yticks([0.4, 1.4], idle, fontsize=15)
-        axis.set_title(name_of(run).replace(", ", ": ") + "hronous", fontsize=17, loc="left")
-        axis.set(xlim=(0, 1), ylim=(-0.2, 2.7 if run == asynchronous else 2.0))
-        axis.tick_params(labelsize=14)
-        axis.spines[["top", "right"]].set_visible(False)
-    # of the last panel: the change of version that is nearest to the middle
-    changes = [e["t"] - left for e in spans if e["kind"] == "generate"]
-    middle = min(changes, key=lambda seconds: abs(seconds - 0.5))
-    words = "new weights arrive in the middle of an answer"
-    arrow = {"arrowprops": {"arrowstyle": "->"}, "ha": "center", "fontsize": 14}
-    axis.annotate(words, (middle, 1.8), (middle, 2.3), **arrow)
-    words = "seconds; a colour is a version of the policy, dark to light, then dark again"
-    axis.set_xlabel(words, fontsize=13)
+def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:
+    """Write panels of (curves {label: (x, y)}, settings of the axis) into one picture. Panels with
+    the labels of the first share its legend, in the place that the last row leaves free."""
+    figure = new_figure(size)
+    axes = figure.subplots(-(-len(panels) // columns), min(columns, len(panels)), squeeze=False)
+    for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
+        for i, (label, (x, y)) in enumerate(curves.items()):
+            style = STYLES[i % len(STYLES)]
+            axis.plot(x, y, style[7:], color=style[:7], label=label)
+        axis.set(**settings)
+        axis.minorticks_off()  # on a logarithmic axis they would print over the others
+        axis.grid(alpha=0.3)
+        if curves.keys() != panels[0][0].keys():
+            axis.legend(fontsize=9)
+    free = axes.flat[len(panels) % axes.size]
+    free.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=9)
+    if len(panels) < axes.size:
+        free.axis("off")
+    figure.suptitle(title, parse_math=False)
     save_figure(figure, path)
-
-
-ROWS = {"train": 0.0, "generate": 1.0}
-NAMES = {"train": "training", "generate": "generating"}

@@ -1,10 +1,16 @@
-"""speed.py: how fast the parts are: decoding at long context, sparse attention.
+"""speed.py: how fast the parts are: decoding, sparse attention, a model of Qwen3's form.
 
-`python bench.py decode` and `dsa` run these. Ways of doing the same thing are compared
-in one run, in turn (A B A B), with medians and extremes; the first round of each only warms up.
-On a GPU a way is timed twice: as one eager call, and as a replayed CUDA graph ("NAME, graph"), in
-which compiling, plans and the launching of kernels are not counted.
-Left out: training runs (races.py, campaigns.py), models of Qwen3's form (qwen.py).
+    python bench.py decode               # model `small` at long context, dense against sparse
+    python bench.py dsa                  # attention kernels, on a GPU
+    python bench.py gpu --part model     # a model of random weights
+
+Ways of doing the same thing are compared in one run, in turn (A B A B), with medians and extremes;
+the first round of each only warms up. On a GPU a way is timed twice: as one eager call, and as a
+replayed CUDA graph ("NAME, graph"), in which compiling, plans and the launching of kernels are not
+counted. A decode step is measured against the time to read all weights and all keys and values that
+are attended to once, at the speed at which this machine copies memory; the learner against a large
+matrix product of the same precision, with 6 operations a parameter and token.
+Left out: training runs (races.py, campaigns.py), published weights.
 """
 
 import time
@@ -20,15 +26,19 @@ from tqdm import tqdm
 
 import cache as caches
 import dsa
-from lab.plots import go_on, save_result, spread
-from model import GPT, PRESETS, ModelConfig
+from lab.plots import column, go_on, save_result, spread
+from logprobs import generated_logprobs
+from model import GPT, PRESETS, ModelConfig, pack_tokens
 from runtime.config import require
-from runtime.pictures import column
+from runtime.huggingface import load_weights
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
 
 
 def seconds_of(way: Callable) -> float:
     """Seconds of a call, from an idle GPU until it is done."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else int
+    wait = torch.cuda.synchronize if CUDA else int
     wait()
     begin = time.perf_counter()
     way()
@@ -36,76 +46,29 @@ def seconds_of(way: Callable) -> float:
     return time.perf_counter() - begin
 
 
-def in_turn(ways: dict[str, Callable], rounds: int) -> dict[str, list[float]]:
+def in_turn(ways: dict[str, Callable], rounds: int) -> dict[str, np.ndarray]:
     """Seconds of every way in every round, without the first round, which warms up."""
-    found = [{name: seconds_of(way) for name, way in ways.items()} for _ in range(rounds + 1)]
-    return {name: column(found[1:], name) for name in ways}
+    times = [{name: seconds_of(way) for name, way in ways.items()} for _ in range(rounds + 1)]
+    return {name: np.array(column(times[1:], name)) for name in ways}
 
 
 def as_graphs(ways: dict[str, Callable]) -> dict[str, Callable]:
     """The same calls as CUDA graphs, which are replayed; none without a GPU."""
-    found = {}
-    for name, way in ways.items() if torch.cuda.is_available() else ():
+    graphs = {}
+    for name, way in ways.items() if CUDA else ():
         way()  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             way()
-        found[f"{name}, graph"] = graph.replay
-    return found
+        graphs[f"{name}, graph"] = graph.replay
+    return graphs
 
 
-def bandwidth(device: torch.device | str) -> float:
+def bandwidth() -> float:
     """Bytes a second that a copy of 512 MiB reads and writes, the best of 9."""
-    source = torch.ones(1 << 29, dtype=torch.uint8, device=device)
+    source = torch.ones(1 << 29, dtype=torch.uint8, device=DEVICE)
     copy = torch.empty_like(source)
-    return 2 * source.nbytes / min(seconds_of(partial(copy.copy_, source)) for _ in range(9))
-
-
-# --------------------------------------------------------------------------- decoding, long context
-
-STEPS = 5  # decode steps that are timed together
-
-
-def bench_decode(folder: Path) -> None:
-    """Model `small`, 16 slots, on a GPU or one CPU thread: one decoded token a slot at growing
-    context, dense against sparse; on a GPU dense by flash decoding, as the generator does, and by
-    SDPA."""
-    last = 18 if torch.cuda.is_available() else 15
-    decoding(folder, [2**i for i in range(12, last)])
-
-
-def decoding(folder: Path, lengths: list[int], slots: int = 16) -> None:
-    """`bench_decode` at these lengths but those that it has measured before."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(1)
-    result = go_on(folder, f"decode-{device}", {"model": "small", "slots": slots, "rows": []})
-    kinds = {"dense": {}}
-    if device == "cuda":
-        kinds["dense, SDPA"] = {"kernels": "spec"}
-    copied = result["bytes_per_s"] = bandwidth(device)
-    for size, k in ((64, 16), (64, 8), (16, 16)):
-        kinds[f"{k} chunks of {size}"] = {"attention": "dsa", "chunk_size": size, "top_k": k}
-    for length in left(lengths, result):
-        ways = {}
-        for name, how in kinds.items():
-            shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
-            model = GPT(shape).on(device, torch.bfloat16 if device == "cuda" else None)
-            ways[name] = partial(decode_steps, model, *full_cache(model, slots, length))
-        seconds = in_turn(ways | as_graphs(ways), rounds=7)
-        row = {"length": length, "tokens_per_s": {}, "over_dense": {}, "of_bound": {}}
-        for name, times in seconds.items():
-            graph = ", graph" * name.endswith("graph")
-            row["tokens_per_s"][name] = spread(np.divide(slots * STEPS, times))
-            row["over_dense"][name] = spread(np.divide(seconds[f"dense{graph}"], times))
-            how, token = kinds[name.removesuffix(graph)], 2 * model.config.kv_heads
-            token *= model.config.layers * model.config.head_width * model.flat.itemsize  # bytes
-            size, k = how.get("chunk_size", 1), how.get("top_k", length)
-            means = length / size / 2 * ("top_k" in how)  # are read, too
-            read = model.flat.nbytes + slots * token * (size * k + means)
-            row["of_bound"][name] = spread(STEPS * read / copied / np.array(times))
-        result["rows"].append(row)
-        tqdm.write(str(row))
-        save_result(folder, f"decode-{device}", result)
+    return 2 * source.nbytes / min(in_turn({"": partial(copy.copy_, source)}, rounds=9)[""])
 
 
 def left(lengths: list[int], result: dict) -> tqdm:
@@ -114,30 +77,68 @@ def left(lengths: list[int], result: dict) -> tqdm:
     return tqdm([length for length in lengths if length not in known], unit="length")
 
 
-def full_cache(model: GPT, slots: int, context: int) -> tuple:
-    """A cache full of random numbers, and the last token and position of every slot."""
+# ---------------------------------------------------------------------------------- decoding
+
+STEPS = 5  # decode steps that are timed together
+ATTENTIONS = {"dense": {}} | ({"dense, SDPA": {"kernels": "spec"}} if CUDA else {})
+for size, k in ((64, 16), (64, 8), (16, 16)):
+    ATTENTIONS[f"{k} chunks of {size}"] = {"attention": "dsa", "chunk_size": size, "top_k": k}
+
+
+def bench_decode(folder: Path) -> None:
+    """Model `small`, 16 slots, on a GPU or one CPU thread: one decoded token a slot at growing
+    context, dense against sparse; on a GPU dense by flash decoding, as the generator does, and by
+    SDPA."""
+    decoding(folder, [2**i for i in range(12, 18 if CUDA else 15)])
+
+
+def decoding(folder: Path, lengths: list[int], slots: int = 16) -> None:
+    """`bench_decode` at these lengths but those that it has measured before."""
+    torch.set_num_threads(1)
+    file, begin = f"decode-{DEVICE}", {"model": "small", "slots": slots, "rows": []}
+    result = go_on(folder, file, begin)
+    copied = result["bytes_per_s"] = bandwidth()
+    for length in left(lengths, result):
+        ways, read = {}, {}
+        for name, how in ATTENTIONS.items():
+            shape = ModelConfig(**PRESETS["small"], context=length, positions="rope", **how)
+            model = GPT(shape).on(DEVICE, torch.bfloat16 if CUDA else None)
+            ways[name], kv = decode_step(model, slots, length, STEPS)
+            attended = how.get("top_k", length) * how.get("chunk_size", 1) / length
+            read[name] = STEPS * (model.flat.nbytes + min(1.0, attended) * kv.nbytes)
+        times = in_turn(ways | as_graphs(ways), rounds=7)
+        for name, seconds in times.items():
+            way = name.removesuffix(", graph")
+            dense = times[name.replace(way, "dense")]  # a graph is compared with a graph
+            row = {"length": length, "way": name, "tokens/s": spread(slots * STEPS / seconds)}
+            row["over dense"] = spread(dense / seconds)
+            row["of what memory allows"] = spread(read[way] / copied / seconds)
+            result["rows"].append(row)
+        save_result(folder, file, result)
+
+
+def decode_step(model: GPT, slots: int, context: int, steps: int = 1) -> tuple:
+    """A call that does a few times the same decode step, with logits, on a cache full of random
+    numbers; and the cache's keys and values."""
     cache = caches.make_cache(model, slots, context)
     for part in (cache.kv, cache.scored, cache.means):
         if part is not None:
             part.normal_()
     tokens = torch.arange(slots, device=model.flat.device)
-    return cache, tokens, torch.full_like(tokens, context - 1)
+    inputs = tokens, torch.full_like(tokens, context - 1)
+
+    @torch.no_grad()
+    def step():
+        for _ in range(steps):
+            model.logits(caches.decode(model, cache, *inputs))
+
+    return step, cache.kv
 
 
-def decode_steps(model: GPT, cache: caches.Cache, tokens, positions) -> None:
-    """A few times the same decode step."""
-    for _ in range(STEPS):
-        caches.decode(model, cache, tokens, positions)
-
-
-# --------------------------------------------------------------------------------- sparse attention
+# ---------------------------------------------------------------------------- sparse attention
 
 HEADS = (32, 2, 128)  # query heads, key heads, head width
-WINDOW = 32  # neighbours whose queries have something in common
-BACKENDS = {  # of PyTorch, for dense attention
-    "cuda": (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION),
-    "cpu": (SDPBackend.MATH,),
-}
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) if CUDA else (SDPBackend.MATH,)
 
 
 def dense_attention(backend: SDPBackend, q, k, v) -> torch.Tensor:
@@ -149,68 +150,133 @@ def dense_attention(backend: SDPBackend, q, k, v) -> torch.Tensor:
 
 def apart(length: int, *shape: int) -> torch.Tensor:
     """Random numbers [length, ...]; float16 in a rehearsal: the interpreter has no bfloat16."""
-    if torch.cuda.is_available():
-        return torch.randn(length, *shape, device="cuda", dtype=torch.bfloat16)
-    return torch.randn(length, *shape).half()
-
-
-def alike(length: int, *shape: int) -> torch.Tensor:
-    """Random numbers, too, but each is a sum of WINDOW, and its neighbours are sums of mostly the
-    same, so that they select much the same."""
-    total = apart(WINDOW + length, *shape).float().cumsum(0)
-    return ((total[WINDOW:] - total[:-WINDOW]) / WINDOW**0.5).to(apart(1).dtype)
+    return torch.randn(length, *shape, device=DEVICE).to(torch.bfloat16 if CUDA else torch.half)
 
 
 def bench_dsa(folder: Path) -> None:
     """Forward, and forward with backward, of the sparse kernels (16 chunks of 64, and GLM-5's 2,048
-    tokens; selection included) against dense attention at growing context, on a GPU in bfloat16.
-    Queries are random, each by itself, or neighbours are alike."""
-    require(torch.cuda.is_available(), "dsa: must be run on a machine with a CUDA device")
+    tokens; selection included) against dense attention at growing context, on a GPU in bfloat16."""
+    require(CUDA, "dsa: must be run on a machine with a CUDA device")
     attention(folder, [2**i for i in range(12, 18)])
 
 
 def attention(folder: Path, lengths: list[int], heads: tuple = HEADS, rounds: int = 3) -> None:
-    """`bench_dsa` at these lengths but those that it has measured before."""
-    from dsa_triton import dsa_attention, plan_blocks
-
-    def planned(tables, block):
-        return tables._replace(blocks=plan_blocks(tables, block))
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    query_heads, key_heads, width = heads
+    """`bench_dsa` at these lengths but those that it has measured before. "over": how many times as
+    fast as dense attention by that backend; a graph is compared with a graph."""
     begin = {"heads": heads, "dtype": str(apart(1).dtype).removeprefix("torch."), "rows": []}
     result = go_on(folder, "dsa-cuda", begin)
     for length in left(lengths, result):
-        edges = torch.tensor([0, length], device=device)
-        tables, single = dsa.packed_tables(edges, 64), dsa.packed_tables(edges, 1)
-        k, v = (apart(length, key_heads, width) for _ in "kv")
-        ways, row = {}, {"length": length}
-        for name, queries, blocks in (("", apart, (1, 8, 16)), (", alike", alike, (1,))):
-            q = queries(length, query_heads, width)
-            index = queries(length, 4, 64), apart(length, 64), apart(length, 4)
-            for block in blocks:
-                how = {"tables": planned(tables, block), "top_k": 16, "query_block": block}
-                ways[f"sparse, query block {block}{name}"] = (partial(dsa_attention, **how), q)
-            how = {"top_k": 16, "tables": planned(tables, 1), "index": index}
-            ways[f"sparse, indexer 4 x 64{name}"] = (partial(dsa_attention, **how), q)
-            how = {"top_k": 2048, "tables": planned(single, 1), "index": index}
-            ways[f"2,048 single tokens, indexer 4 x 64{name}"] = (partial(dsa_attention, **how), q)
-        for backend in BACKENDS[device]:
-            ways[f"dense {backend.name}"] = (partial(dense_attention, backend), q)
-        for kind in ("forward", "forward+backward"):
+        q, k, v = (apart(length, n, heads[2]) for n in (heads[0], heads[1], heads[1]))
+        ways = sparse_ways(length)
+        for backend in BACKENDS:
+            ways[backend.name] = partial(dense_attention, backend)
+        for part in ("forward", "forward+backward"):
             runs = {}
-            for name, (way, q) in ways.items():
-                runs[name] = partial(attend, way, (q, k, v), kind != "forward")
+            for name, way in ways.items():
+                runs[name] = partial(attend, way, (q, k, v), part != "forward")
             times = in_turn(runs | as_graphs(runs), rounds)
-            row[kind] = {name: {"ms": spread(1e3 * np.array(each))} for name, each in times.items()}
-        result["rows"].append(row)
-        tqdm.write(str(row))
+            for name, seconds in times.items():
+                row = {"length": length, "way": f"{part}, {name}", "ms": spread(1e3 * seconds)}
+                for backend in BACKENDS:
+                    dense = times[backend.name + ", graph" * name.endswith(", graph")]
+                    row[f"over {backend.name}"] = float(np.median(dense) / np.median(seconds))
+                result["rows"].append(row)
         save_result(folder, "dsa-cuda", result)
 
 
-def attend(way: Callable, tensors: list, backward: bool) -> None:
+def sparse_ways(length: int) -> dict[str, Callable]:
+    """{name: attention of q, k and v} of the sparse kernels."""
+    from dsa_triton import dsa_attention, plan_blocks
+
+    edges = torch.tensor([0, length], device=DEVICE)
+    index = apart(length, 4, 64), apart(length, 64), apart(length, 4)
+    cases = {f"query block {block}": (64, 16, block, None) for block in (1, 8, 16)}
+    cases["indexer 4 x 64"] = (64, 16, 1, index)
+    cases["2,048 single tokens, indexer 4 x 64"] = (1, 2048, 1, index)
+    ways = {}
+    for name, (chunk_size, top_k, block, scored) in cases.items():
+        tables = dsa.packed_tables(edges, chunk_size)
+        tables = tables._replace(blocks=plan_blocks(tables, block))
+        how = {"tables": tables, "top_k": top_k, "query_block": block, "index": scored}
+        ways[name] = partial(dsa_attention, **how)
+    return ways
+
+
+def attend(way: Callable, tensors: tuple, backward: bool) -> None:
     """One call, with or without its gradients."""
     inputs = [x.detach().requires_grad_(backward) for x in tensors]
     out = way(*inputs)
     if backward:
         torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+
+# --------------------------------------------------------------------- a model of Qwen3's form
+
+FIELDS = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab_size")
+SIZES = {
+    "1M": (4, 128, 4, 2, 32, 384, 2_000),
+    "0.6B": (28, 1024, 16, 8, 128, 3072, 151_936),
+}
+PEAK = 989e12  # operations a second in bfloat16, dense, of H100 and H200 SXM (NVIDIA's data sheets)
+DTYPE = "bfloat16" if CUDA else "float32"
+
+
+def random_model(folder: Path, size: str) -> Path:
+    """The folder of a random model of Qwen3's form, which is written once."""
+    from folder_run import write_large
+
+    path = folder / "model"
+    if not (path / "generation_config.json").exists():  # is written last
+        write_large(path, dict(zip(FIELDS, SIZES[size], strict=True)), DTYPE)
+    return path
+
+
+def measure_model(folder: Path, size: str, cases: list[tuple]) -> None:
+    """Decode steps of (slots, context), and the learner; what was measured before is left out."""
+    result = go_on(folder, "qwen", {"size": size, "dtype": DTYPE, "rows": []})
+    torch.set_num_threads(1)
+    how = {"positions": "rope", "qk_norm": True, "context": 4096, "recompute": CUDA}
+    shape = ModelConfig(**dict(zip(FIELDS, SIZES[size], strict=True)), **how)
+    model = GPT(shape, None, getattr(torch, DTYPE))
+    load_weights(model, random_model(folder, size))
+    model.on(DEVICE)
+    copied, known = bandwidth(), column(result["rows"], "what")
+    for slots, context in cases:
+        what = f"decode, {slots} slots, {context} tokens"
+        if what not in known:
+            step, kv = decode_step(model, slots, context)
+            seconds = median_of(as_graphs({"": step}).get(", graph", step))
+            row = {"what": what, "ms": 1e3 * seconds, "tokens/s": slots / seconds}
+            row["of what memory allows"] = (model.flat.nbytes + kv.nbytes) / copied / seconds
+            result["rows"].append(row)
+            save_result(folder, "qwen", result)
+    if "learner" not in known:
+        side = 8192 if CUDA else 1024
+        matrix = model.flat.new_ones(side, side)
+        product = 2 * side**3 / median_of(lambda: matrix @ matrix)
+        speed = learner_speed(model)
+        used = 6 * len(model.flat) * speed
+        row = {"what": "learner", "tokens/s": speed, "of a matrix product": used / product}
+        result["rows"].append(row | ({"MFU": used / PEAK} if CUDA else {}))
+        save_result(folder, "qwen", result)
+
+
+def median_of(way: Callable) -> float:
+    """Median seconds of a call, after one that warms up."""
+    return float(np.median(in_turn({"": way}, rounds=5)[""]))
+
+
+def learner_speed(model: GPT) -> float:
+    """Tokens a second, forward and backward, of 8 packed sequences (16k tokens on a GPU)."""
+    length, words = 2048 if CUDA else 64, model.config.vocab_size
+    tokens = np.random.default_rng(0).integers(words, size=(8, length))
+    packed = pack_tokens(list(tokens), model.flat.device)
+    rows = (packed.positions > 0).nonzero()[:, 0]
+    alphabet = torch.arange(words, device=rows.device)
+
+    def learn():
+        model.flat_grad.zero_()
+        logprobs, *_ = generated_logprobs(model, packed, rows, alphabet, 1.0)
+        logprobs.mean().backward()
+
+    return tokens.size / median_of(learn)

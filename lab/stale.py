@@ -13,7 +13,6 @@ import copy
 import dataclasses
 from collections import defaultdict, deque
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,16 +21,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lab.plots import markdown, save_result, spread, spread_text
-from lab.speed import in_turn
+from lab.plots import grouped, save_result, table
 from learner import Learner, learner_step, make_learner, new_groups
 from reward import Task, problem_of, task_of, verify_group
 from rollout import Generator, generate, make_generator
 from runtime.config import DAMPERS, OBJECTIVES, Config
 from runtime.devices import cores
-from runtime.messages import Group, apply_verdicts
+from runtime.messages import Group, Judgement, apply_judgement
 from runtime.models import make_model
-from runtime.pictures import BLUE, GREY, ORANGE, grouped, new_figure, save_figure
 
 HELD_OUT, POINTS = 128, 6  # problems; how often in a run they are asked
 ALIKE = {"groups_per_step": 16, "slots": 256, "steps": 80, "lr": 1.2e-3}
@@ -63,6 +60,10 @@ STUDENT = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 10: 3.250, 20: 2.86
 # The edge of collapse: each rate is 0.6 of the next, which is what the window makes of it.
 LAG, RATES = 4, (0.00259, 0.00432, 0.0072, 0.012, 0.02)
 TRIES, CONVERGED = 20, 0.75
+ATTEMPTS = f"""\
+`reverse:4`, data {LAG} versions old, {TRIES} seeds: how often one must try until a run converges
+(held-out reward at least {CONVERGED}); in brackets quartiles of the reward.
+"""
 
 
 def lagged_run(lag: int = 0, **flags) -> dict:
@@ -94,7 +95,7 @@ def judged(generator: Generator, groups: list[Group], task: Task, config: Config
     """Groups with their episodes, and rewards for these."""
     groups = generate(generator, groups)
     for group in groups:
-        apply_verdicts(group, verify_group(group, task, config))
+        apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
     return groups
 
 
@@ -107,14 +108,13 @@ def held_out(learner: Learner, task: Task, config: Config) -> float:
     return float(np.mean([t.reward for group in groups for t in group.trajectories]))
 
 
-def run_all(plan: list[dict], folder: Path, name: str) -> dict:
-    """The runs of a plan, one on each core; the measurement, which is saved after each run."""
+def run_all(plan: list[dict], folder: Path, name: str) -> None:
+    """The runs of a plan, one on each core; saved after each run."""
     result = {"alike": ALIKE, "runs": []}
     with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
         for row in tqdm(pool.map(run_row, plan), total=len(plan), unit="run"):
             result["runs"].append(row)
             save_result(folder, name, result)
-    return result
 
 
 def run_row(row: dict) -> dict:
@@ -127,22 +127,20 @@ def run_row(row: dict) -> dict:
 
 def arms(partners) -> dict[str, dict]:
     """{name: flags} of every method: objectives alone, and some of them with what goes beside."""
-    found = {name: {"objective": name} for name in OBJECTIVES}
-    tight = {"double_low": 0.2, "double_high": 0.28}
-    found["double_sided, 0.2/0.28"] = found["double_sided"] | tight
+    methods = {name: {"objective": name} for name in OBJECTIVES}
     for name, (fix, flags) in product(partners, FIXES.items()):
         if (name, fix) != ("dpo", "opob"):  # a preference has no baseline
-            found[f"{name} + {fix}"] = {"objective": name} | flags
-    return found
+            methods[f"{name} + {fix}"] = {"objective": name} | flags
+    return methods
 
 
 def plan_of() -> list[dict]:
     """Every run of `bench_staleness_methods`, in the order in which they begin."""
     plan = []
     for (name, given), task in product(CONDITIONS.items(), TASKS):
-        own = arms(OBJECTIVES if name in STALE else BASELINES)
+        methods = arms(OBJECTIVES if name in STALE else BASELINES)
         seeds = [*range(SEEDS[name]), *(FRESH_SEEDS if name in STALE else ())]
-        for seed, (arm, flags) in product(seeds, own.items()):
+        for seed, (arm, flags) in product(seeds, methods.items()):
             if seed not in FRESH_SEEDS or " + " not in arm:
                 row = {"arm": arm, "condition": name, "task": task, "seed": seed}
                 plan.append(row | {"flags": flags | given})
@@ -150,19 +148,18 @@ def plan_of() -> list[dict]:
 
 
 def bench_staleness_methods(folder: Path) -> None:
-    """Objectives and dampers on stale data; methods.json and methods.png."""
-    result = run_all(plan_of(), folder, "methods")
-    draw_methods(result["runs"], folder / "methods.png")
+    """Objectives and dampers on stale data; methods.json."""
+    run_all(plan_of(), folder, "methods")
 
 
 def areas(runs: list[dict], arm: str, conditions) -> dict[tuple, float]:
     """(task, seed) -> mean held-out reward over the run, of one arm. Runs of one seed begin alike
     in all conditions, so they are one draw: their mean."""
-    found = defaultdict(list)
+    draws = defaultdict(list)
     for run in runs:
         if run["arm"] == arm and run["condition"] in conditions:
-            found[run["task"], run["seed"]].append(run["area"])
-    return {draw: float(np.mean(each)) for draw, each in found.items()}
+            draws[run["task"], run["seed"]].append(run["area"])
+    return {draw: float(np.mean(each)) for draw, each in draws.items()}
 
 
 def compared(runs: list[dict], arm: str, conditions=STALE) -> tuple:
@@ -172,9 +169,9 @@ def compared(runs: list[dict], arm: str, conditions=STALE) -> tuple:
     alone."""
     objective, _, remedy = arm.partition(" + ")
     alone = areas(runs, objective if remedy else "reinforce", conditions)
-    own = areas(runs, arm, conditions)
-    fresh = [draw for draw in own if draw[1] in FRESH_SEEDS]
-    gaps = np.array([own[draw] - alone[draw] for draw in fresh or own])
+    with_it = areas(runs, arm, conditions)
+    fresh = [draw for draw in with_it if draw[1] in FRESH_SEEDS]
+    gaps = np.array([with_it[draw] - alone[draw] for draw in fresh or with_it])
     half = STUDENT[len(gaps)] * gaps.std(ddof=1) / len(gaps) ** 0.5
     mean, low, high = gaps.mean(), gaps.mean() - half, gaps.mean() + half
     word = "helps" if low > 0 else "hurts" if high < 0 else "cannot be told"
@@ -183,8 +180,8 @@ def compared(runs: list[dict], arm: str, conditions=STALE) -> tuple:
 
 def split_arms(runs: list[dict]) -> tuple[list[str], list[str]]:
     """The objectives that correct something; the remedies beside an objective."""
-    names = [arm for arm in grouped(runs, "arm") if arm != "reinforce"]
-    return [a for a in names if " + " not in a], [a for a in names if " + " in a]
+    beside = [arm for arm in grouped(runs, "arm") if " + " in arm]
+    return [arm for arm in grouped(runs, "arm") if arm not in ("reinforce", *beside)], beside
 
 
 def gain(runs: list[dict], arm: str, conditions=STALE) -> str:
@@ -195,69 +192,22 @@ def gain(runs: list[dict], arm: str, conditions=STALE) -> str:
 
 def method_lines(result: dict) -> list[str]:
     """The reward of every arm, what objectives are worth on stale data, and what goes beside."""
-    runs, lines = result["runs"], [CELLS]
+    runs, lines, worth = result["runs"], [CELLS], []
     alone, beside = split_arms(runs)
-    tasks, everywhere = grouped(runs, "task"), grouped(runs, "condition")["8-bit"]
-    for task, own in tasks.items():
-        rows = []
-        for arm in dict.fromkeys(["reinforce", *grouped(everywhere, "arm")]):
-            cells = [list(areas(own, arm, [name]).values()) for name in CONDITIONS]
-            rows.append([arm, *(f"{np.mean(x):.3f} ± {np.std(x, ddof=1):.3f}" for x in cells)])
-        lines += ["", *markdown([f"`{task}`", *CONDITIONS], rows)]
-    rows = []
-    for arm in alone:
-        rows.append([arm, *(gain(own, arm) for own in tasks.values()), gain(runs, arm, ["8-bit"])])
-    head = ["against `reinforce`", *(f"`{task}`, η = 4 and 16" for task in tasks), "8-bit, both"]
-    lines += ["", f"{READING}\n", *markdown(head, rows)]
-    for task, own in tasks.items():
-        rows = []
-        for name in OBJECTIVES:
-            pairs = [f"{name} + {fix}" for fix in FIXES]
-            rows.append([name, *(gain(own, pair) if pair in beside else "" for pair in pairs)])
-        lines += ["", *markdown([f"`{task}`, η = 4 and 16: beside", *FIXES], rows)]
+    everywhere = ["reinforce", *grouped(grouped(runs, "condition")["8-bit"], "arm")]
+    for task, rows in grouped(runs, "task").items():
+        cells = []
+        for arm, name in product(dict.fromkeys(everywhere), CONDITIONS):
+            scores = list(areas(rows, arm, [name]).values())
+            cells.append((arm, name, f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"))
+        lines += ["", *table(f"`{task}`", cells)]
+        worth += [(arm, f"`{task}`, η = 4 and 16", gain(rows, arm)) for arm in alone]
+    worth += [(arm, "8-bit, both", gain(runs, arm, ["8-bit"])) for arm in alone]
+    lines += ["", f"{READING}\n", *table("against `reinforce`", worth)]
+    for task, rows in grouped(runs, "task").items():
+        cells = [(*arm.split(" + "), gain(rows, arm)) for arm in beside]
+        lines += ["", *table(f"`{task}`, η = 4 and 16: beside", cells)]
     return lines
-
-
-def method_claim(result: dict) -> str:
-    """Which objectives help on both tasks; and in how many cases (of both tasks) what goes beside
-    an objective helps, and hurts."""
-    alone, beside = split_arms(result["runs"])
-    tasks, words = grouped(result["runs"], "task").values(), {}
-    for arm in [*alone, *beside]:
-        words[arm] = [compared(own, arm)[0] for own in tasks]
-    best = [f"`{arm}`" for arm in alone if words[arm] == ["helps", "helps"]]
-    cases = sum((words[arm] for arm in beside), [])
-    told = f"{cases.count('helps')} and hurts in {cases.count('hurts')} of {len(cases)} cases"
-    return f"{', '.join(best)} help on both tasks; what goes beside an objective helps in {told}"
-
-
-def draw_methods(runs: list[dict], path: Path) -> None:
-    """Above, what each objective gains on data that are 4 and 16 versions old; below, what each
-    remedy beside it gains."""
-    names, beside = split_arms(runs)
-    names.sort(key=lambda arm: compared(runs, arm)[1])
-    figure = new_figure((11, 9))
-    above, below = figure.subplots(2, len(TASKS), sharey="row")
-    colours = {"helps": BLUE, "hurts": ORANGE, "cannot be told": GREY}
-    for (task, own), bars, grid in zip(grouped(runs, "task").items(), above, below, strict=True):
-        for y, arm in enumerate(names):
-            word, mean, low, high = compared(own, arm)
-            bars.plot([low, mean, high], [y] * 3, "o-", color=colours[word], lw=3, markevery=[1])
-        bars.axvline(0, color="black", linewidth=0.8)
-        bars.set_title(f"{task}: an objective, against reinforce")
-        bars.set_xlabel("gain in mean held-out reward (99% interval)")
-        bars.set_yticks(range(len(names)), names)
-        for (y, name), (x, fix) in product(enumerate(OBJECTIVES), enumerate(FIXES)):
-            if f"{name} + {fix}" in beside:
-                word, mean, *_ = compared(own, f"{name} + {fix}")
-                box = {"facecolor": colours[word], "alpha": 0.5, "edgecolor": "none"}
-                grid.text(x, y, f"{mean:+.2f}", ha="center", va="center", bbox=box)
-        grid.set_title("what goes beside it, against it alone")
-        grid.set(xlim=(-0.5, len(FIXES) - 0.5), ylim=(len(OBJECTIVES) - 0.5, -0.5))
-        grid.set_xticks(range(len(FIXES)), FIXES)
-        grid.set_yticks(range(len(OBJECTIVES)), OBJECTIVES)
-    figure.suptitle("Data 4 and 16 versions old: blue helps, orange hurts, grey cannot be told")
-    save_figure(figure, path)
 
 
 # ---- how often one must try ----
@@ -269,66 +219,23 @@ def bench_attempts(folder: Path) -> None:
     for lr, damper, seed in product(RATES, DAMPERS[::-1], range(TRIES)):
         flags = {"lag": LAG, "lr": lr, "damper": damper} | FIXES.get(damper, {})
         plan.append({"task": TASKS[0], "seed": seed, "damper": damper, "flags": flags})
-    result = run_all(plan, folder, "attempts")
-    save_result(folder, "attempts", result | {"overhead": window_overhead()})
+    run_all(plan, folder, "attempts")
 
 
-def window_overhead() -> dict:
-    """Seconds of a learner's step with the KL to a reference, measured every 5 steps as by default,
-    over those of a step without; the two in turn, the same batch."""
-    torch.set_num_threads(1)
-    config = Config(task="guess")
-    task = task_of(config)
-    pair = []
-    for every in (config.reference_every, 0):
-        own = dataclasses.replace(config, reference_every=every)
-        pair.append((own, make_learner(own, task, make_model(own, task))))
-    learner = pair[0][1]
-    generator = make_generator(config, task, copy.deepcopy(learner.model))
-    prompts = new_groups(learner, task, config.groups_per_step)
-    groups = judged(generator, prompts, task, config)
-
-    def steps(own, learner):
-        for _ in range(config.reference_every):
-            learner_step(learner, groups, own)
-
-    seconds = in_turn({i: partial(steps, *one) for i, one in enumerate(pair)}, rounds=12)
-    return spread(np.divide(seconds[0], seconds[1]))
-
-
-def finals_of(result: dict) -> dict[tuple, list]:
+def finals_of(result: dict) -> dict[tuple, np.ndarray]:
     """(learning rate, damper) -> the rewards at the end of its runs."""
-    found = defaultdict(list)
+    finals = defaultdict(list)
     for run in result["runs"]:
-        found[run["flags"]["lr"], run["damper"]].append(run["final"])
-    return found
-
-
-def converged(finals: list[float]) -> int:
-    """How many runs have converged."""
-    return sum(final >= CONVERGED for final in finals)
-
-
-def attempt_claim(result: dict) -> str:
-    """How many runs converge at the largest rate, with the effective sample size and without."""
-    ess, none = (finals_of(result)[RATES[-1], damper] for damper in ("ess", "none"))
-    said = f"{converged(ess)} of {len(ess)} runs (none: {converged(none)} of {len(none)})"
-    return f"at too large a learning rate `ess` saves {said}"
+        finals[run["flags"]["lr"], run["damper"]].append(run["final"])
+    return {arm: np.array(rewards) for arm, rewards in finals.items()}
 
 
 def attempt_lines(result: dict) -> list[str]:
-    """Of every learning rate: how many of the runs converged, and how often one must try."""
-    text = f"""\
-`reverse:4`, data {LAG} versions old, {TRIES} seeds: how often one must try
-until a run converges (held-out reward at least {CONVERGED}); in brackets quartiles of
-the reward. A step of the learner takes {spread_text(result["overhead"])} times as long with the KL
-that the window needs.
-"""
-    rows = defaultdict(list)
-    for (lr, _), finals in finals_of(result).items():
-        good = converged(finals)
+    """Of every learning rate: how often one must try until a run converges."""
+    cells = []
+    for (lr, damper), finals in finals_of(result).items():
+        good = sum(finals >= CONVERGED)
         tries = f"{len(finals) / good:.1f}" if good else "never"
         low, high = np.quantile(finals, [0.25, 0.75])
-        rows[lr].append(f"{tries} ({low:.2f} to {high:.2f})")
-    head = ["learning rate, and `--damper`", *grouped(result["runs"], "damper")]
-    return [text, *markdown(head, ([lr, *cells] for lr, cells in rows.items()))]
+        cells.append((lr, damper, f"{tries} ({low:.2f} to {high:.2f})"))
+    return [ATTEMPTS, *table("learning rate, and `--damper`", cells)]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import losses
-from lab.estimators import k1, k2, opsm_mask
+from lab.exact import opsm_mask
 from losses import (
     OBJECTIVES,
     Constants,
