@@ -12,6 +12,7 @@ corrupt the others. One thread reads what workers send; another sees to lost wor
 that stops in the middle of a message: until then nobody else is read, and no other silence counts.
 """
 
+import atexit
 import itertools
 import os
 import pickle
@@ -146,6 +147,7 @@ class Pool:
         self.threads = [threading.Thread(target=self._guard, args=(x,), daemon=True) for x in loops]
         for thread in self.threads:
             thread.start()
+        atexit.register(self.close)  # however the run ends
 
     # ----------------------------------------------------------------------------- for the trainer
 
@@ -216,6 +218,8 @@ class Pool:
     def close(self) -> None:
         """End every worker: close its pipe, wait a moment, kill what is left."""
         with self.books:  # not in the middle of a replacement
+            if self.closing:
+                return
             self.closing = True  # from here on nobody is replaced
         self.threads[0].join(2.0)
         for worker in self.workers.values():

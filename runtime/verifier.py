@@ -27,6 +27,7 @@ def reward_worker(line: Line, config: Config):
 
         torch.set_num_threads(config.threads or 1)
     os.setpgid(0, 0)
+    here = os.getpid()
     folder = tempfile.mkdtemp(prefix="nanoglm-")  # of the task's files; the parent removes it
     os.environ["TMPDIR"] = tempfile.tempdir = line.status["folder"] = folder
     task = task_of(config)
@@ -39,13 +40,18 @@ def reward_worker(line: Line, config: Config):
                 if not isinstance(work, Call):
                     group = unpack(work.packed)
                     judgement = judge(group, task, config, advice, line.beat)
-                    line.send(Answer(group.group_id, judgement=judgement))
+                    answer = Answer(group.group_id, judgement=judgement)
                 elif work.answers is not None:
-                    line.send(reply(work, task, config, states))
+                    answer = reply(work, task, config, states)
                 else:
+                    answer = None
                     prefix = (work.asker, *work.key)
                     over = [key for key in states if key[: len(prefix)] == prefix]
                     close_states(over, task, config, states)
+                if os.getpid() != here:  # the task has forked, and this is the copy
+                    os._exit(0)
+                if answer:
+                    line.send(answer)
             line.beat()
     finally:
         close_states(list(states), task, config, states)

@@ -39,13 +39,15 @@ from matplotlib.backends import backend_agg  # noqa: E402, F401 (a child needs a
 
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
-from lab import plots  # noqa: E402, F401
-from runtime.config import UserError, run_main  # noqa: E402
+from runtime import books  # noqa: E402
+from runtime.config import UserError  # noqa: E402
 from runtime.folder import read_lines, scan  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
+from runtime.terminal import run_main  # noqa: E402
 
-FLAGS = "--task guess --steps 4 --checkpoint-every 1 --eval-every 4 --groups-per-step 4".split()
-FLAGS += "--group-size 4 --slots 16 --samples-every 2".split()
+FLAGS = "--task guess --steps 4 --set=checkpoint_every=1 --eval-every 4".split()
+FLAGS += "--groups-per-step 4 --group-size 4 --slots 16".split()
+books.SAMPLES_EVERY = 2
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # loads what makes folders of its own
 tempfile.gettempdir()  # tries to write there, once
 LOGS = ("metrics", "events", "samples")
@@ -81,7 +83,8 @@ def watch(run: Path, note: int) -> None:
         if isinstance(place, int) or place is None:
             return False
         path = os.path.realpath(os.fsdecode(place))
-        return not path.startswith((home, "/dev/null", "/proc/", "/dev/shm", "/memfd"))
+        temporary = f"{tempfile.gettempdir()}/nanoglm-"  # of reward workers
+        return not path.startswith((home, temporary, "/dev/null", "/proc/", "/dev/shm", "/memfd"))
 
     def hook(event: str, facts: tuple) -> None:
         bad = event == "open" and facts[2] and facts[2] & WRITES and outside(facts[0])
@@ -540,7 +543,7 @@ def kills(folder: Path, count: int, seed: int = 0) -> tuple[Counter, list[str]]:
 # ------------------------------------------------------------------------------------- strangers
 
 NAMES = "config.json metrics.jsonl events.jsonl samples.jsonl config.partial summary.partial "
-NAMES += "reward.partial summary.json reward.png timeline.png lock logs logs/evaluation.log "
+NAMES += "reward.partial summary.json reward.png timeline.png lock logs logs/exam-reward-0.log "
 NAMES += (
     "logs/rollout-0.log checkpoints checkpoints/step0000002.pt checkpoints/step0000004.partial "
 )
@@ -671,12 +674,10 @@ def make(argument, seed, tokenizer):
     return replace(task, reset=reset, step=step)
 """
 EXAMS = {  # what the task does in an evaluation -> what the run must say
-    "signal.pthread_sigmask(0, [14]); time.sleep(1000)": "it hung in a call that no alarm",
-    "ctypes.PyDLL(None).sleep(1000)": "no answer of the task for ",
-    "re.match('(a+)+b', 'a' * 40)": "no answer of the task for ",
+    "signal.pthread_sigmask(0, [14]); time.sleep(1000)": "was silent for",
+    "re.match('(a+)+b', 'a' * 40)": "was silent for",
     "os.fork() or time.sleep(1000)": "",
-    "os.fork() or time.sleep(1000); os._exit(3)": "it ended its process (exit code 3)",
-    "os._exit(3)": "it ended its process (exit code 3)",
+    "os._exit(3)": "died (exit code 3); 1 restarts are used up",
     "raise RuntimeError('no such tool')": "RuntimeError: no such tool",
 }
 
@@ -687,7 +688,7 @@ def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, l
     path = folder / "mine.py"
     path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
     words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
-    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1 --stall 15".split()
+    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1".split()
     words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
     before = children()
     end = attempt(words, folder / "run", folder / "said")

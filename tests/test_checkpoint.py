@@ -23,7 +23,7 @@ from runtime.checkpoint import (
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.ledger import Ledger
-from runtime.messages import Group, Trajectory, apply_verdicts, pack_messages, unpack_messages
+from runtime.messages import Group, Judgement, Trajectory, apply_judgement, pack, unpack
 from runtime.models import make_model
 from runtime.runlog import LOGS, RunLog
 
@@ -104,9 +104,9 @@ def test_completed_groups_come_back_as_they_were(folder):
     learner = make_learner(config, task, make_model(config, task))
     generator = make_generator(config, task, learner.model)
     made = generate(generator, new_groups(learner, task, 3))
-    groups = unpack_messages(pack_messages(made))  # as they come from a worker
+    groups = [unpack(pack(group)) for group in made]  # as they come from a worker
     for group in groups:
-        apply_verdicts(group, verify_group(group, task, config))
+        apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
     stored = checkpoint.state_of(learner, whole_moments(learner), [7, 0, 1, 2], groups)
     save_checkpoint(folder, 0, stored)
     loaded = load_tensors(folder / "checkpoints/step0000000.pt", digest=True)
@@ -118,14 +118,9 @@ def test_completed_groups_come_back_as_they_were(folder):
             assert (a.swaps, a.noise_key) == (b.swaps, b.noise_key)
 
 
-def spoil_reward(groups: list, value) -> None:
-    groups[1].trajectories[0].reward = value
-
-
 SPOILED = {  # what is wrong with waiting groups -> what is said of it
     "nothing": (lambda groups: None, None),
-    "NaN": (lambda groups: spoil_reward(groups, float("nan")), "group 1 has reward nan"),
-    "text": (lambda groups: spoil_reward(groups, "much"), "must fit the run"),
+    "start": (lambda groups: setattr(groups[1], "start", 1), "group 1 has version 0, must be 1"),
     "another": (lambda groups: setattr(groups[1], "group_id", 9), "other groups scored"),
     "twice": (lambda groups: groups.append(groups[1]), "other groups scored"),
     "unscored": (lambda groups: setattr(groups[1], "group_id", 7), "other groups scored"),
@@ -139,7 +134,7 @@ def test_waiting_groups_of_a_checkpoint_are_looked_at_before_anything_changes(fo
     learner = make_learner(config, task, make_model(config, task))
     groups = generate(make_generator(config, task, learner.model), new_groups(learner, task, 3))
     for group in groups:
-        apply_verdicts(group, verify_group(group, task, config))
+        apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
     spoil(groups)
     for group in groups:
         for t in group.trajectories:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_replay import replay, wander
-from test_rollout import LETTERS, VOCAB, assert_same, environment, group_of, learners, make, play
+from test_rollout import LETTERS, assert_same, environment, group_of, learners, make, play
 
 import logprobs as logprobs_room
 import train_async
