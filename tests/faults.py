@@ -35,8 +35,10 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import learner  # noqa: E402
 import runtime.learners  # noqa: E402
+from runtime.processes import Lost, Silent  # noqa: E402
+
+import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
@@ -49,7 +51,6 @@ from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
 from runtime.messages import Answer, Group, pack_messages  # noqa: E402
 from runtime.pipes import Line  # noqa: E402
-from runtime.processes import Lost, Silent  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
 POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")

@@ -40,7 +40,6 @@ def run(tmp_path_factory):
     """A run with much staleness, and all its groups in a page."""
     folder = tmp_path_factory.mktemp("look") / "run"
     flags = {"objective": "double_sided", "lr": 3e-3, "swap": "keep"}
-    flags |= {"double_low": 0.2, "double_high": 0.28}
     wander(folder, 3, 2, **flags)
     return folder, look_at(folder, "--groups", "1000")
 

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import numpy as np
+from runtime.arena import Arena
+from runtime.processes import Pool
 
 from runtime import pipes
-from runtime.arena import Arena
 from runtime.messages import (
     ARRAYS,
     PLAIN,
@@ -30,7 +31,6 @@ from runtime.messages import (
     stray,
 )
 from runtime.pipes import Line, announce
-from runtime.processes import Pool
 
 
 def group_to_parts(group: Group) -> tuple[dict, dict[str, np.ndarray]]:
