@@ -7,7 +7,7 @@ A fault strikes once, at the first such event of group `after` or a later one (o
 in a learner: "learner" is the one in the parent, "team" are the others). Nothing in the product
 knows about it: the roles' functions are wrapped before a pool is started, and the learner's calls
 are replaced in its process. As a script this file is a trainer with a plan, that of
-FOLDER/faults/plan.json: `faults.py FOLDER FLAGS ...`.
+$FAULTS/faults/plan.json: `FAULTS=FOLDER faults.py FLAGS ...`.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import json
 import os
+import pickle
 import random
 import re
 import resource
@@ -35,29 +36,29 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import runtime.learners  # noqa: E402
-from runtime.processes import Lost, Silent  # noqa: E402
-
 import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
 from learner import learner_step  # noqa: E402
-from runtime import checkpoint, sessions, team, workers  # noqa: E402
+from runtime import checkpoint, team, workers  # noqa: E402
 from runtime import folder as run_folder  # noqa: E402
 from runtime import mailbox as weight_mailbox  # noqa: E402
-from runtime.config import Config, TrainingStopped, run_main, words  # noqa: E402
+from runtime import run as run_room  # noqa: E402
+from runtime.config import Config, TrainingStopped, words  # noqa: E402
 from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import Answer, Group, pack_messages  # noqa: E402
+from runtime.messages import Answer, Group, pack, unpack  # noqa: E402
 from runtime.pipes import Line  # noqa: E402
+from runtime.pool import Lost, Silent, ToVerify  # noqa: E402
+from runtime.terminal import run_main  # noqa: E402
+from runtime.verifier import reward_worker  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
 POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")
 KINDS = {
     ("rollout", "start"): ("SIGKILL", "exception", "slow"),
     ("rollout", "receive"): HURT,
-    ("rollout", "place"): (*HURT, "one bit"),
     ("rollout", "send"): (*HURT, "torn", "half", *POISON),
     ("reward", "start"): ("SIGKILL", "exception", "slow"),
     ("reward", "receive"): HURT,
@@ -67,7 +68,7 @@ KINDS = {
     ("learner", "checkpoint"): ("SIGKILL", "full disk"),
     ("learner", "log"): ("SIGKILL", "full disk"),
 }
-TEAM_EVENTS = ("step", "meeting", "collective", "moments", "publish")
+TEAM_EVENTS = ("step", "meeting", "collective", "moments")
 KINDS |= {("team", event): HURT for event in TEAM_EVENTS}
 KINDS["team", "start"] = ("SIGKILL", "exception", "slow")
 ROLES = ("rollout", "reward", "learner", "team")
@@ -75,7 +76,6 @@ FATAL = ("SIGKILL", "full disk", "exception")  # in the learner they end the run
 STEPS, BATCH = 30, 4
 FLAGS = {"steps": STEPS, "groups_per_step": BATCH, "group_size": 4, "slots": 16, "silence": 7.0}
 FLAGS |= {
-    "learner_seconds": 7.0,
     "reward_seconds": 1.0,
     "eval_every": 1000,
     "checkpoint_every": 4,
@@ -128,30 +128,16 @@ class Breaking(Line):
         self.plan = plan
 
     def send(self, *messages):
+        sent = []
         for message in messages:
-            if not isinstance(message, Answer):
-                continue  # between a generator and an environment outside
-            if fault := self.plan.due("send", message.group_id):
-                self.strike(fault["kind"], message)
-        super().send(*messages)
+            if isinstance(message, Answer) and (fault := self.plan.due("send", message.group_id)):
+                message = self.strike(fault["kind"], message)
+            sent.append(message)
+        super().send(*sent)
 
-    def _place(self, answer):
-        """Arrays are in shared memory, and the parent does not know it yet."""
-        placed, arena = super()._place(answer), self.arena
-        if not isinstance(answer, Answer):
-            return placed
-        if arena and (fault := self.plan.due("place", answer.group_id)):
-            offset = placed.group.offset
-            at = offset + int(fault["share"] * (arena.end - offset))
-            if fault["kind"] == "one bit":
-                (byte,) = os.pread(arena.descriptor, 1, at)
-                os.pwrite(arena.descriptor, bytes([byte ^ 1]), at)
-            hurt(fault["kind"])
-        return placed
-
-    def strike(self, kind: str, message) -> None:
+    def strike(self, kind: str, message):
         """Spoil a message that is sent next, or send it in another way."""
-        delivery = pack_messages(({}, [message]))
+        delivery = pickle.dumps(({}, [message]), 5)
         if kind == "torn":
             self.connection.send_bytes(delivery[:-7])
         elif kind == "half":
@@ -160,29 +146,29 @@ class Breaking(Line):
             hurt("SIGKILL")
         elif kind == "duplicate":
             super().send(message)
-        poison(kind, message)
         hurt(kind)
+        return poisoned(kind, message)
 
     def receive(self, seconds=0.0):
-        groups = super().receive(seconds)
-        for group in groups:
-            if not isinstance(group, Group):
-                continue
-            if fault := self.plan.due("receive", group.group_id):
-                hurt(fault["kind"])
-        return groups
+        messages = super().receive(seconds)
+        for message in messages:
+            if isinstance(message, Group | ToVerify):
+                number = message.group_id if isinstance(message, Group) else message.packed[0]
+                if fault := self.plan.due("receive", number):
+                    hurt(fault["kind"])
+        return messages
 
 
-def poison(kind: str, message: Answer) -> None:
-    """Put one wrong thing into a message."""
+def poisoned(kind: str, message: Answer) -> Answer:
+    """The message with one wrong thing in it."""
     if message.group is None:  # from a reward worker
         verdicts = message.judgement.verdicts
         if kind == "NaN reward":
             verdicts[0] = float("nan"), *verdicts[0][1:]
         elif kind == "missing verdict":
             verdicts.pop()
-        return
-    group = message.group
+        return message
+    group = unpack(message.group)
     episode = group.trajectories[0]
     first = episode.loss_mask.nonzero()[0][0]
     if kind == "length":
@@ -198,6 +184,7 @@ def poison(kind: str, message: Answer) -> None:
         episode.logprobs[first] = float("nan")
     elif kind == "version":
         episode.versions[first] = group.start - 1
+    return message._replace(group=pack(group))
 
 
 def broken(folder: str, role: str, line: Line, *arguments) -> None:
@@ -205,8 +192,8 @@ def broken(folder: str, role: str, line: Line, *arguments) -> None:
     plan = Plan(folder, role)
     fault = plan.due("start", 10**9)
     hurt(fault["kind"] if fault else "")
-    room = sessions if role == "reward" else workers
-    getattr(room, f"{role}_worker")(Breaking(line, plan), *arguments)
+    work = reward_worker if role == "reward" else real_rollout_worker
+    work(Breaking(line, plan), *arguments)
 
 
 def die(*_, **__) -> None:
@@ -216,39 +203,41 @@ def die(*_, **__) -> None:
 def break_team(folder: str, line: Line, *arguments) -> None:
     """What runs in a learner beside the parent's: its steps and meetings, with a plan.
 
-    "meeting": as it comes to one; "collective": some milliseconds later, while it is in it;
-    "publish": as long after a step as the parent needs to publish the weights.
+    "meeting": as it comes to one; "collective": some milliseconds later, while it is in it.
     """
-    plan = Plan(folder, "team")
+    plan, version = Plan(folder, "team"), [0]
 
-    def strike(event: str, version: int) -> None:
-        if fault := plan.due(event, version):
-            if event in ("collective", "publish") and fault["kind"].startswith("SIG"):
-                seconds = fault["share"] * (0.004 if event == "collective" else 0.02)
-                threading.Timer(seconds, hurt, [fault["kind"]]).start()
+    def strike(event: str) -> None:
+        if fault := plan.due(event, version[0]):
+            if event == "collective" and fault["kind"].startswith("SIG"):
+                threading.Timer(fault["share"] * 0.004, hurt, [fault["kind"]]).start()
             else:
                 hurt(fault["kind"])
 
     def step(learner, *others):
-        strike("step", learner.version)
+        version[0] = learner.version
+        strike("step")
         real_step(learner, *others)
-        strike("publish", learner.version)
 
     def called(learner):
-        strike("moments", learner.version)
+        strike("moments")
         real_moments(learner)
 
     @contextlib.contextmanager
-    def meeting(team, version, name):
-        strike("meeting", version)
-        with real_meeting(team, version, name):
-            strike("collective", version)
+    def together(team, name):
+        strike("meeting")
+        with real_meeting(team, name):
+            strike("collective")
             yield
 
-    real_step, real_moments, real_meeting = learner_step, workers.whole_moments, team.meeting
-    workers.learner_step, workers.whole_moments, team.meeting = step, called, meeting
-    strike("start", 10**9)
-    workers.learner_worker(line, *arguments)
+    real_step, real_moments, real_meeting = learner_step, workers.whole_moments, team.together
+    workers.learner_step, workers.whole_moments, team.together = step, called, together
+    if fault := plan.due("start", 10**9):
+        hurt(fault["kind"])
+    real_learner_worker(line, *arguments)
+
+
+real_learner_worker, real_rollout_worker = workers.learner_worker, workers.rollout_worker
 
 
 OFFSETS = (0.0, 0.0001, 0.25, 0.5, 0.75, 0.999, 1.0, "fsync", "replace", "after replace", "unlink")
@@ -345,30 +334,18 @@ def break_learner(folder: str) -> None:
 
 
 def note_losses(folder: str) -> None:
-    """Write down when the parent notices that a worker is dead or silent, and when all learners
-    have begun again."""
-    real, real_again = train_async.handle, runtime.learners.begin_again
-
-    def note(worker, kind: str, reason: str) -> None:
-        record = {"t": time.monotonic(), "pid": worker.process.pid, "name": worker.name}
-        with (Path(folder) / "faults" / "noticed.jsonl").open("a") as file:
-            file.write(json.dumps(record | {"kind": kind, "reason": reason}) + "\n")
+    """Write down when the parent notices that a worker is dead or silent."""
+    real = train_async.handle
 
     def handle(run, worker, message):
         if isinstance(message, Lost | Silent):
-            note(worker, type(message).__name__, message.reason)
+            record = {"t": time.monotonic(), "pid": worker.process.pid, "name": worker.name}
+            record |= {"kind": type(message).__name__, "reason": message.reason}
+            with (Path(folder) / "faults" / "noticed.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
         return real(run, worker, message)
 
-    def begin_again(run, error):
-        old = run.pool.of("learner")
-        for worker in old:
-            note(worker, "parted", str(error))
-        real_again(run, error)
-        for worker in old:
-            note(worker, "again", str(error))
-
     train_async.handle = handle
-    train_async.begin_again = runtime.learners.begin_again = begin_again
 
 
 def losses_noticed(folder: Path) -> list[dict]:
@@ -460,7 +437,7 @@ def told(runs: list[dict]) -> dict:
     kinds = Counter(f"{f['role']}: {f['kind']}" for run in runs for f in run["faults"])
     waits = {
         kind: [t for run in runs for t in run["noticed_after_s"][kind]]
-        for kind in ("dead", "stopped", "learners again")
+        for kind in ("dead", "stopped")
     }
     return {
         "faults": sum(kinds.values()),
@@ -509,10 +486,9 @@ def run_plan(folder: Path, plan: list[dict], seconds: float = 200.0, **flags) ->
             run = folder / f"run-{len(ends)}"
         where = {"resume": run} if again else {"out": run, **flags}
         options = words(where)
-        command = [sys.executable, __file__, str(folder), *options]
-        process = subprocess.Popen(
-            command, stdout=-3, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
+        command = [sys.executable, __file__, *options]
+        here = {"start_new_session": True, "env": os.environ | {"FAULTS": str(folder)}}
+        process = subprocess.Popen(command, stdout=-3, stderr=subprocess.PIPE, text=True, **here)
         try:
             _, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -560,12 +536,9 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     plan = json.loads((folder / "faults" / "plan.json").read_text())
     noticed = losses_noticed(folder)
     deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]
-    waits = {"dead": [], "stopped": [], "learners again": []}
+    waits = {"dead": [], "stopped": []}
     for death in deaths:
-        told = [n for n in noticed if n["pid"] == death["pid"]]
-        again = [n["t"] - death["t"] for n in told if n["kind"] == "again"]
-        waits["learners again"] += again
-        told = [n["t"] - death["t"] for n in told if n["kind"] != "again"]
+        told = [n["t"] - death["t"] for n in noticed if n["pid"] == death["pid"]]
         after = [seconds for seconds in told if seconds >= 0]  # not that it was slow before
         if after and death["kind"] in ("SIGKILL", "half"):
             waits["dead"].append(min(after))
@@ -594,18 +567,17 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     }
 
 
-def main(folder: str, *flags: str) -> None:
-    for role in ("rollout", "reward"):
-        room = sessions if role == "reward" else workers
-        setattr(room, f"{role}_worker", functools.partial(broken, folder, role))
+def main() -> None:
+    folder = os.environ["FAULTS"]
+    workers.rollout_worker = functools.partial(broken, folder, "rollout")
+    run_room.reward_worker = functools.partial(broken, folder, "reward")
     workers.learner_worker = functools.partial(break_team, folder)
     break_learner(folder)
     note_losses(folder)
-    sys.argv = ["train_async.py", *flags]
     run_main(train_async.train, "a trainer with a plan")
 
 
 if __name__ == "__main__":
     import faults  # a worker imports what it runs from a module
 
-    faults.main(*sys.argv[1:])
+    faults.main()

@@ -1,5 +1,5 @@
 """buffer.py against naive oracles: every small case, thousands of random schedules; broken rules
-must fail. And messages.py: what travels arrives bit by bit, what is damaged is refused.
+must fail.
 
 The oracle knows nothing of N(<=s). It keeps a plain list of groups and thinks in deadlines: oldest
 first, the i-th group can be trained at version v + i // B at the latest, which must be no later
@@ -8,35 +8,18 @@ than its start + eta. Staleness is read from the tokens.
 
 import dataclasses
 import itertools
-import pickle
 import random
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from unittest import mock
 
 import numpy as np
 import pytest
-from toys import group_from_parts, group_to_parts
 
 import buffer as buffer_room
 from buffer import Buffer, may_admit, may_leave_behind, pack, staleness
-from runtime.messages import (
-    ARRAYS,
-    NEVER,
-    Answer,
-    Call,
-    Group,
-    Judgement,
-    Result,
-    Trajectory,
-    apply_verdicts,
-    flaw,
-    group_flaw,
-    pack_messages,
-    unpack_messages,
-    verdict_flaw,
-)
+from runtime.messages import Group, Trajectory
 
 
 def trajectory(group_id: int, versions: list[int], sample: int = 0, prompt: int = 2) -> Trajectory:
@@ -391,7 +374,7 @@ class NeverOldestFirst(Bare):
 
     def next_batch(self, version):
         ready = list(self.completed)[: self.groups_per_step]
-        left = self.starts(0, without=ready)
+        left = self.starts(without=ready)
         if len(ready) < self.groups_per_step or not may_leave_behind(
             left, version, self.eta, self.groups_per_step
         ):
@@ -638,330 +621,6 @@ def test_pack_examples():
     assert pack([3, 99, 5, 2], 14) == [[3, 0], [2], [1]]  # three of them would be 5 wide
     assert pack([99, 98], 10) == [[1], [0]]
     assert pack([4, 4, 4], 99, learners=2) == [[0], [1], [2]]  # six at most: half of them
-
-
-# --------------------------------------------------------------------------------------- messages
-
-
-def travelled(group: Group) -> Group:
-    """The group as another process gets it."""
-    return pickle.loads(pickle.dumps(group, pickle.HIGHEST_PROTOCOL))
-
-
-def random_group(chance: random.Random) -> Group:
-    """Any bit pattern in the arrays, any text in the problem."""
-    numbers = np.random.default_rng(chance.getrandbits(32))
-    text = "".join(chance.choice('a\n\0"\\é漢') for _ in range(chance.randint(0, 5)))
-    group = Group(chance.randint(0, 2**40), chance.randint(0, 99), {"text": text, "n": [1, 2.5]})
-    for i in range(chance.randint(0, 4)):
-        length = chance.randint(0, 9)
-        arrays = {
-            name: numbers.integers(0, 256, length * np.dtype(kind).itemsize, np.uint8).view(kind)
-            for name, kind in ARRAYS.items()
-            if kind is not np.bool_
-        }
-        arrays["loss_mask"] = own = (numbers.random(length) < 0.5) & (np.arange(length) > 0)
-        arrays["versions"] = np.where(own, arrays["versions"] & NEVER, -1)
-        group.trajectories.append(
-            Trajectory(
-                group.group_id,
-                i,
-                noise_key=chance.getrandbits(64),
-                **arrays,
-                turns=[(0, 1), (2, length)][: chance.randint(0, 2)],
-                finish=chance.choice(["stop", "length", "env_error"]),
-                failure=chance.choice(["", "KeyError: 'a: b' (mine.py, line 7)"]),
-                reward=chance.choice([0.0, -0.0, 0.1, float("nan"), float("inf"), 1e-320]),
-                turn_rewards=[chance.random() for _ in range(chance.randint(0, 3))],
-                worker=chance.randint(-1, 7),
-                started=chance.random(),
-                finished=chance.random() * 1e6,
-                swaps=[chance.randint(0, 99) for _ in range(2 * chance.randint(0, 2))],
-            )
-        )
-    return group
-
-
-def bits(group: Group) -> list:
-    """Everything in a group, in a form that == compares bit by bit (and NaN with NaN)."""
-    everything = [group.group_id, group.start, group.problem]
-    for t in group.trajectories:
-        for f in fields(t):
-            value = getattr(t, f.name)
-            is_array = isinstance(value, np.ndarray)
-            everything.append((value.dtype, value.tobytes()) if is_array else repr(value))
-    return everything
-
-
-def test_groups_survive_the_journey_bitwise():
-    """As a worker's message and as plain data, and once more from where they have arrived."""
-    chance = random.Random(1)
-    for _ in range(300):
-        group = random_group(chance)
-        events = [(0.5, "start", group.group_id, 3, {"size": 2})]
-        judgement = Judgement([(1.0, (1.0,), None)], 0.5, 0.25)
-        sent = Answer(group.group_id, group, judgement, events)
-        status, (first,) = unpack_messages(pack_messages(({"tokens": 3}, [sent])))
-        assert status == {"tokens": 3} and first[0] == sent[0] and first[2:] == sent[2:]
-        assert isinstance(first, Answer) and isinstance(first.judgement, Judgement)
-        for again in (
-            first.group,
-            travelled(first.group),
-            group_from_parts(*group_to_parts(group)),
-        ):
-            assert bits(again) == bits(group)
-            assert [t.oldest for t in again.trajectories] == [t.oldest for t in group.trajectories]
-            assert all(isinstance(span, tuple) for t in again.trajectories for span in t.turns)
-
-
-def test_episodes_that_have_travelled_are_slices_of_long_arrays():
-    """They may be written into, and nothing else travels."""
-    group, header = sound_group(), group_to_parts(sound_group())[0]
-    _, arrays = group_to_parts(travelled(group))
-    assert list(arrays) == list(ARRAYS)
-    again = group_from_parts(header, arrays)
-    for name, kind in ARRAYS.items():
-        parts = [getattr(t, name) for t in again.trajectories]
-        assert all(np.shares_memory(part, arrays[name]) for part in parts if len(part))
-        assert np.array_equal(np.concatenate(parts), arrays[name])
-        for t in travelled(group).trajectories:
-            part = getattr(t, name)
-            assert part.dtype == kind and part.flags.writeable and part.flags.aligned
-    arrays["tokens"][5] = 77  # the first of the second episode
-    assert again.trajectories[1].tokens[0] == 77 and group.trajectories[1].tokens[0] == 0
-    assert len(pickle.dumps(group)) < 2 * sum(a.nbytes for a in arrays.values()) + 1000
-
-
-def test_a_digest_covers_what_is_trained():
-    wanted = sound_group().digest
-    assert travelled(sound_group()).digest == wanted
-    for name in ARRAYS:
-        group = sound_group()
-        array = getattr(group.trajectories[1], name)
-        if name.startswith("kept"):  # see tests/test_sampling.py
-            continue
-        if name == "teacher":  # see tests/test_teacher.py
-            continue
-        array[2] = array[2] == 0
-        assert group.digest != wanted, name
-    group = sound_group()
-    group.trajectories[0].reward = 1.0
-    assert group.digest != wanted
-    group.trajectories[0].finish = "env_error"
-    left = group.digest
-    group.trajectories[0].reward = 0.0
-    assert group.digest == left != wanted
-
-
-def test_verdicts_are_written_into_a_group_in_order():
-    """A failed verification is named and told; an environment that failed before stays so."""
-    group = sound_group()
-    group.trajectories.append(trajectory(5, [4], 2))
-    group.trajectories[0].finish, group.trajectories[0].failure = "env_timeout", "slow"
-    error = "verifier_error: ValueError: 1: 2 (mine.py, line 3)"
-    apply_verdicts(group, [(0.0, (), error), (0.5, (0.25, 0.25), None), (0.0, (), error)])
-    told = [(t.reward, t.turn_rewards, t.finish, t.failure) for t in group.trajectories]
-    assert told == [
-        (0.0, [], "env_timeout", "slow"),
-        (0.5, [0.25, 0.25], "stop", ""),
-        (0.0, [], "verifier_error", "ValueError: 1: 2 (mine.py, line 3)"),
-    ]
-    with pytest.raises(ValueError):
-        apply_verdicts(group, [(0.0, (), None)] * 2)
-
-
-def test_damaged_deliveries_are_refused():
-    """Torn anywhere, longer than it was, or one bit wrong anywhere."""
-    delivery = pack_messages(({"tokens": 17}, [Answer(3)]))
-    assert unpack_messages(delivery) == ({"tokens": 17}, [Answer(3)])
-    for n in range(len(delivery)):
-        with pytest.raises(ValueError):
-            unpack_messages(delivery[:n])
-    for more in (b"\0", b"\n", b"{}", delivery):
-        with pytest.raises(ValueError):
-            unpack_messages(delivery + more)
-    for i in range(8 * len(delivery)):
-        wrong = bytearray(delivery)
-        wrong[i // 8] ^= 1 << i % 8
-        with pytest.raises(ValueError):
-            unpack_messages(bytes(wrong))
-
-
-def test_random_bytes_are_refused():
-    chance = random.Random(2)
-    for _ in range(300):
-        with pytest.raises(ValueError):
-            unpack_messages(chance.randbytes(chance.randint(0, 50)))
-    for garbage in (b"", b"\0", b"\0\0\0\0", b"no header", b"\0\0\0\3abc"):
-        with pytest.raises(ValueError, match=f"^{len(garbage)} bytes that are torn or damaged"):
-            unpack_messages(garbage)
-
-
-# ------------------------------------------------------------------------------ what is let in
-
-
-def sound_group() -> Group:
-    """Two samples of group 5, which began at version 3; version 6 is the newest."""
-    group = Group(5, 3, {})
-    for i, versions in enumerate(([3, 4, 6], [5])):
-        group.trajectories.append(trajectory(5, versions, i))
-    for t in group.trajectories:
-        t.logprobs[t.loss_mask] = -0.5
-    return group
-
-
-SOUND = 2, 6, 512  # samples, newest version, vocabulary
-ASKED = {5: Group(5, 3, {})}  # what the worker was asked for
-
-
-def put(name: str, place: int, value):
-    """Write into an array of the first episode of a group that has arrived."""
-    return lambda group: getattr(group.trajectories[0], name).__setitem__(place, value)
-
-
-def turn(start: int, stop: int):
-    return lambda group: group.trajectories[0].turns.__setitem__(0, (start, stop))
-
-
-def other(name: str, change):
-    """Put another array in the place of the last episode's."""
-    last = lambda group: group.trajectories[-1]  # noqa: E731
-    return lambda group: setattr(last(group), name, change(getattr(last(group), name)))
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (put("tokens", 0, 512), "token id 512, must be 0 to 511"),
-        (put("tokens", 3, -1), "token id -1"),
-        (put("logprobs", 2, np.nan), "log-prob nan"),
-        (put("logprobs", 2, -np.inf), "log-prob -inf"),
-        (put("logprobs", 2, 0.5), "log-prob 0.5"),
-        (put("versions", 2, 2), "version 2, must be 3 to 6"),
-        (put("versions", 2, 7), "version 7, must be 3 to 6"),
-        (put("versions", 0, 3), "version where nothing was generated 3, must be -1"),
-        (put("loss_mask", 1, True), "a loss mask that is not the policy's turns"),
-        (turn(2, 6), "a turn from 2 to 6 in an episode of 5 tokens"),
-        (turn(-1, 5), "a turn from -1 to 5"),
-        (turn(2, 1), "a turn from 2 to 1"),
-        (turn(0, 5), "a turn from 0 to 5"),  # nothing predicts the first token
-        (lambda group: group.trajectories[0].turns.append((3, 5)), "a turn from 3 to 5"),  # twice
-        (turn(2, 2), "a loss mask that is not the policy's turns"),
-        (lambda group: group.trajectories[0].turns.clear(), "a loss mask that is not"),
-        (lambda group: group.trajectories.pop(), "samples [0], must be 0 to 1 in order"),
-        (lambda group: group.trajectories.reverse(), "samples [1, 0], must be 0 to 1 in order"),
-        (lambda group: vars(group.trajectories[1]).update(sample_index=0), "samples [0, 0], must"),
-        (other("tokens", lambda a: a.astype(np.int64)), "arrays"),
-        (other("versions", lambda a: a.astype(np.float32)), "arrays"),
-        (other("loss_mask", lambda a: a.astype(np.int8)), "arrays"),
-        (other("logprobs", lambda a: a[:-1]), "arrays"),
-        (other("tokens", lambda a: a[:-1]), "arrays"),
-    ],
-)
-def test_a_poisoned_group_is_named(change, words):
-    assert group_flaw(travelled(sound_group()), 2, 6, 512) is None
-    group = travelled(sound_group())
-    group.laid = None
-    change(group)
-    for each in (group, travelled(group)):
-        for message in (Answer(5, each), Answer(5, each, Judgement([], 0.0, 0.0))):
-            assert words in flaw(message, ASKED, *SOUND)
-        assert words in group_flaw(each, 2, 6, 512)
-
-
-@pytest.mark.parametrize(
-    "lengths, words",
-    [
-        ([6, 3], "a turn from 2 to 3 in an episode of 2 tokens"),
-        ([11, -3], "a turn from 2 to 3 in an episode of 0 tokens"),
-        ([4, 3], "a turn from 2 to 5 in an episode of 4 tokens"),
-    ],
-)
-def test_lengths_that_are_not_those_of_the_episodes_are_named(lengths, words):
-    header, arrays = group_to_parts(sound_group())
-    header["lengths"] |= dict.fromkeys(("tokens", "loss_mask", "logprobs", "versions"), lengths)
-    group = group_from_parts(header, arrays)
-    assert words in group_flaw(group, 2, 6, 512)
-
-
-def test_an_episode_without_arrays_is_refused():
-    """There are fewer lengths than episodes. On arrival TypeError is a refusal, too."""
-    header, arrays = group_to_parts(sound_group())
-    header["lengths"]["tokens"] = [5]
-    with pytest.raises(TypeError):
-        group_flaw(group_from_parts(header, arrays), 2, 6, 512)
-
-
-def test_arrays_of_another_kind_are_named_on_arrival():
-    """What a worker put into one episode shows in the long array of all."""
-    group = sound_group()
-    group.trajectories[1].tokens = group.trajectories[1].tokens.astype(np.int64)
-    assert "arrays" in group_flaw(travelled(group), 2, 6, 512)
-    group = sound_group()
-    group.trajectories[1].logprobs = group.trajectories[1].logprobs[:-1]
-    assert "arrays" in group_flaw(travelled(group), 2, 6, 512)
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_nothing_that_arrives_is_overlooked(name):
-    """One array is longer than the episodes are."""
-    header, arrays = group_to_parts(sound_group())
-    arrays[name] = np.append(arrays[name], np.ones(1, ARRAYS[name]))
-    assert "arrays" in group_flaw(group_from_parts(header, arrays), 2, 6, 512)
-
-
-def test_a_group_of_another_size_is_named():
-    group = travelled(sound_group())
-    assert group_flaw(group, 3, 6, 512) == "samples [0, 1], must be 0 to 2 in order"
-
-
-def test_messages_of_every_kind_are_looked_at():
-    group, verdicts = travelled(sound_group()), [(1.0, (1.0,), None), (0.0, (), "verifier_timeout")]
-    sound, poisoned = Judgement(verdicts, 0.0, 0.0), Judgement(verdicts[:1], 0.0, 0.0)
-    made = {5: sound_group()}  # what a verifier was asked for
-    for answer in (Answer(5, group), Answer(5, group, sound)):
-        assert flaw(answer, ASKED, *SOUND) is None
-    assert flaw(Answer(5, judgement=sound), made, *SOUND) is None
-    assert flaw(Answer(5, group, poisoned), ASKED, *SOUND) == "1 verdicts on 2 samples"
-    assert flaw(Answer(5, judgement=poisoned), made, *SOUND) == "1 verdicts on 2 samples"
-    own = "a verdict that brings its own group"
-    assert (
-        flaw(Answer(5, group, sound), made, *SOUND) == own == flaw(Answer(5, group), made, *SOUND)
-    )
-    # from who has generated nothing; of another group than it says
-    assert flaw(Answer(5, judgement=sound), ASKED, *SOUND) == "2 verdicts on 0 samples"
-    asked = {6: Group(6, 3, {})}
-    assert flaw(Answer(6, group, sound), asked, *SOUND) == "group 5, start 3: must be 6, 3"
-    for failure, found in (("", None), ("env_error: x", None), (None, "failure None")):
-        result = Result((1, 5, 0), 1, None, 0.5, True, failure)
-        assert flaw(result, {(1, 5, 0): Call((1, 5, 0), {}, ("a",))}, *SOUND) == found
-    for answer in ([group], {"kind": "group"}, None):  # no worker says this
-        assert flaw(answer, ASKED, *SOUND) == f"an answer of kind {type(answer).__name__}"
-    for answer in (Answer(5), Answer(5, judgement=([1], 0, 0)), Answer(5, [1])):
-        with pytest.raises((AttributeError, KeyError, TypeError, ValueError)):
-            assert flaw(answer, ASKED, *SOUND)
-
-
-@pytest.mark.parametrize(
-    "verdicts, words",
-    [
-        ([[1.0, [0.5, 0.5], None]], "1 verdicts on 2 samples"),
-        ([[1.0, [1.0], None], [float("nan"), [], None]], "reward nan, "),
-        ([[1.0, [float("inf")], None], [0.0, [], "verifier_error"]], "reward inf, "),
-        ([[1e300, [1e300], None], [0.0, [], None]], "reward 1e+300, "),
-        ([[1.0, [1.0], 5], [0.0, [], None]], "an error that is no text"),
-    ],
-)
-def test_poisoned_verdicts_are_named(verdicts, words):
-    episodes = sound_group().trajectories
-    assert verdict_flaw([[1.0, [1.0], None], [0.0, [], "verifier_timeout"]], episodes) is None
-    assert verdict_flaw(verdicts, episodes).startswith(words)
-
-
-def test_what_was_not_generated_has_no_verdict():
-    """Of a worker that generates, and says that it has verified nothing at all."""
-    found = flaw(Answer(5, judgement=Judgement([], 0.0, 0.0)), ASKED, *SOUND)
-    assert found == "0 verdicts on 0 samples"
 
 
 def test_a_restored_group_keeps_its_deadline():

@@ -2,16 +2,15 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 import train_async
 import train_sync
 from buffer import repaired, unfit
-from lab.plots import load_result
-from reward import TaskError, part_of, problem_of, task_of
+from methods.mixture import pattern_of
+from reward import TaskError, advance, make_task, problem_of, task_of
 from runtime.config import Config, UserError
-from runtime.folder import read_lines
+from runtime.folder import read_json, read_lines
 from runtime.messages import Group, Trajectory
 
 SMALL = {"slots": 16, "group_size": 4, "groups_per_step": 8, "steps": 4, "eval_every": 4}
@@ -51,12 +50,31 @@ def test_equal_rewards_are_dead_only_if_somebody_minds():
     assert unfit(group_of(1.0, 0.5, 1.0, 1.0), keep_dead=False) is None
 
 
-def test_a_group_belongs_to_the_task_of_its_number():
+def test_a_mixture_takes_turns_by_its_ratio():
+    assert pattern_of([3, 1]) == [0, 0, 1, 0] and pattern_of([1, 1]) == [0, 1]
     task = task_of(config_of(task="guess,reverse:3,sort:3", ratio="2,1,1"))
-    assert task.shares == (4, 2, 2) and task.context == max(p.context for p in task.parts)
-    assert [part_of(task, i).name for i in range(4)] == ["guess", "reverse:3", "sort:3", "guess"]
-    assert problem_of(task, 7, "train") == task.parts[1].reset(2, "train")
-    assert {*task.alphabet} == {token for part in task.parts for token in part.alphabet}
+    alone = {name: make_task(name) for name in ("guess", "reverse:3", "sort:3")}
+    problems = [problem_of(task, i, "train") for i in range(40)]
+    for name, share in {"guess": 2, "reverse:3": 1, "sort:3": 1}.items():
+        ours = [p for p in problems if p["task"] == name]
+        assert len(ours) == 10 * share, "exact over whole patterns"
+        for index, problem in enumerate(ours):  # none twice, none left out
+            assert problem["prompt"] == alone[name].reset(index, "train")["prompt"]
+            assert problem["max_turns"] == alone[name].max_turns
+    held_out = [problem_of(task, i, "eval")["task"] for i in range(task.eval_size)]
+    assert [held_out.count(name) for name in alone] == [16, 256, 256]
+    assert task.context == max(part.context for part in alone.values())
+    assert {*task.alphabet} == {token for part in alone.values() for token in part.alphabet}
+
+
+def test_a_mixture_with_a_task_that_has_states_keeps_both():
+    task, states = task_of(config_of(task="guess,debug")), {}
+    for index in range(4):
+        problem = problem_of(task, index, "train")
+        answers = task.solve(problem)
+        for turn in range(1, len(answers) + 1):
+            step = advance(task, states, index, problem, answers[:turn])
+        assert step.done and step.reward >= 0.5, problem
 
 
 @pytest.mark.parametrize(
@@ -65,7 +83,6 @@ def test_a_group_belongs_to_the_task_of_its_number():
         ({"ratio": "1,2,3"}, "--ratio 1,2,3: must be 2 whole numbers from 1 up"),
         ({"ratio": "1,0"}, "--ratio 1,0: must be 2 whole"),
         ({"ratio": "1,x"}, "--ratio 1,x: must be 2 whole"),
-        ({"ratio": "2,1"}, "--groups-per-step 8: must be a multiple of 3 .*, such as 9"),
         ({"task": "guess", "ratio": "1"}, "--ratio 1: must be left out with one task"),
         ({"task": "guess,guess"}, "--task guess,guess: must name each task once"),
     ],
@@ -76,32 +93,27 @@ def test_what_is_no_mixture_is_refused_in_one_line(flags, words):
 
 
 def test_a_task_that_does_not_fit_is_named():
-    with pytest.raises(UserError, match="--context 8: .* task guess has"):
+    with pytest.raises(UserError, match="--set context=8: must be at least"):
         train_sync.train(config_of(task="guess,reverse:9", context=8))
     with pytest.raises(TaskError, match="task 'nothing'"):
         task_of(config_of(task="nothing,guess"))
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_every_batch_has_its_share_of_every_task(tmp_path, eta):
+def test_every_task_has_its_share_and_its_score(tmp_path, eta):
     run = tmp_path / "run"
     flags = {"task": "guess,reverse:3,sort:3", "ratio": "2,1,1", "max_staleness": eta}
     train_async.train(config_of(out=str(run), **flags))
-    for event in read_lines(run / "events.jsonl"):
-        if event["kind"] == "train":
-            kinds = np.bincount([group % 3 for group in event["groups"]])
-            assert kinds.tolist() == [4, 2, 2]
-    row = read_lines(run / "metrics.jsonl")[-1]
-    assert [row["tasks"][name]["samples"] for name in ("guess", "reverse:3", "sort:3")] == [
-        16,
-        8,
-        8,
-    ]
-    assert row["eval"]["tasks"].keys() == row["tasks"].keys()
+    rows = read_lines(run / "metrics.jsonl")
+    samples = {name: 0 for name in rows[-1]["eval"]["tasks"]}
+    for row in rows[1:]:
+        for name, task in row["tasks"].items():
+            samples[name] += task["samples"]
+    assert samples == {"guess": 64, "reverse:3": 32, "sort:3": 32}
     train_async.train(dataclasses.replace(Config(), replay=str(run)))
     if eta == 0:
         train_sync.train(config_of(out=str(tmp_path / "sync"), **flags))
-        both = [load_result("summary", folder) for folder in (run, tmp_path / "sync")]
+        both = [read_json(folder / "summary.json") for folder in (run, tmp_path / "sync")]
         assert both[0]["weights_sha256"] == both[1]["weights_sha256"]
 
 
@@ -111,11 +123,11 @@ def test_staleness_zero_is_synchronous_and_a_run_goes_on(tmp_path, flags):
     train_sync.train(config_of(out=str(tmp_path / "sync"), **flags))
     train_async.train(config_of(out=str(tmp_path / "async"), **flags))
     runs = [tmp_path / "sync", tmp_path / "async"]
-    whole = [load_result("summary", run)["weights_sha256"] for run in runs]
+    whole = [read_json(run / "summary.json")["weights_sha256"] for run in runs]
     assert whole[0] == whole[1]
     (tmp_path / "sync" / "checkpoints" / "step0000004.pt").unlink()
     train_sync.train(dataclasses.replace(Config(), resume=str(tmp_path / "sync")))
-    assert load_result("summary", tmp_path / "sync")["weights_sha256"] == whole[0]
+    assert read_json(tmp_path / "sync" / "summary.json")["weights_sha256"] == whole[0]
 
 
 def test_groups_that_teach_nothing_are_replaced(tmp_path):

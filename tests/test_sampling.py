@@ -25,7 +25,7 @@ from runtime import run as run_room
 from runtime.checkpoint import completed_groups, load_tensors, to_tensors
 from runtime.config import Config
 from runtime.folder import read_lines
-from runtime.messages import ARRAYS, Group, group_flaw
+from runtime.messages import ARRAYS, Group, pack, unpack
 
 ALPHABET = torch.arange(LETTERS)
 
@@ -236,17 +236,13 @@ def cut_group() -> Group:
     return group
 
 
-def flaw_of(group: Group, cut=True) -> str | None:
-    return group_flaw(group, 2, 0, VOCAB, cut)
-
-
 def test_what_was_kept_arrives(tmp_path):
     """In a message, and through a checkpoint's file."""
     group = cut_group()
     torch.save({"completed": [to_tensors(group)]}, tmp_path / "state.pt")
     (stored,) = completed_groups(load_tensors(tmp_path / "state.pt"))
-    for again in (pickle.loads(pickle.dumps(group)), stored):
-        assert again.digest == group.digest and flaw_of(again) is None
+    for again in (unpack(pickle.loads(pickle.dumps(pack(group)))), stored):
+        assert again.digest == group.digest
         for t, other in zip(again.trajectories, group.trajectories, strict=True):
             for name in ARRAYS:
                 assert np.array_equal(getattr(t, name), getattr(other, name))
@@ -258,36 +254,6 @@ def test_the_digest_covers_what_was_kept():
         before = group.digest
         getattr(group.trajectories[1], name)[0] += 1
         assert group.digest != before
-
-
-def change(name: str, place: int, amount: int):
-    """Add to a number of the first episode's array."""
-
-    def damage(group):
-        getattr(group.trajectories[0], name)[place] += amount
-
-    return damage
-
-
-def other_token(group):
-    """A token that was sampled becomes one that was not kept."""
-    t = group.trajectories[0]
-    t.tokens[np.flatnonzero(t.loss_mask)[0]] = LETTERS + 1
-
-
-def without_sets(group):
-    group.trajectories[0] = plain(group.trajectories[0])
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [change("kept", 0, VOCAB), change("kept_sizes", 0, 1), other_token, without_sets],
-)
-def test_damaged_sets_are_refused(damage):
-    group = cut_group()
-    assert flaw_of(group) is None and flaw_of(group, cut=False)
-    damage(group)
-    assert flaw_of(group)
 
 
 # --------------------------------------------------------------------------------- whole runs
