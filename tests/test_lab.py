@@ -323,8 +323,6 @@ def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path):
     assert found.keys() == recorded.keys()
     for name in found.keys() - {"machine"}:
         assert_close(found[name], recorded[name], name)
-    pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {f"lab_{name}.png" for name in ("objectives", "credit")}
 
 
 def assert_close(ours, theirs, where):

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import losses
-from lab.exact import opsm_mask
 from losses import (
     OBJECTIVES,
     Constants,
@@ -405,50 +404,6 @@ def test_sums_count_every_token():
         ("tis", "capped", Constants(tis_cap=0.5)),
     ]:
         assert int(run(name, batch, constants)[2][key].sum()) == batch.count
-
-
-# ---- off-policy sequence masking ----
-
-
-@pytest.mark.parametrize("delta", [-0.2, 0.0, 0.05, 0.2])
-def test_opsm_against_loops(delta):
-    batch = make_batch(seed=3)
-    kept = opsm_mask(batch.behaviour, batch.logprobs, batch.advantages, batch.sequence, delta)
-    expected = torch.zeros_like(kept)
-    for index in ALL:
-        tokens = [t for t in range(batch.count) if batch.sequence[t] == index]
-        drift = sum(float(batch.behaviour[t] - batch.logprobs[t]) for t in tokens) / len(tokens)
-        expected[tokens] = not (batch.advantages[tokens[0]] < 0 and drift > delta)
-    assert torch.equal(kept, expected)
-    if delta == 0.05:
-        negative = [i for i in (1, 3, 5) if expected[batch.sequence == i].any()]
-        assert 0 < len(negative) < 3, "the batch does not reach both branches"
-
-
-def test_opsm_threshold_is_strict_and_spares_good_news():
-    behaviour = torch.tensor([0.5, 0.0, 0.75, 0.25])
-    logprobs = torch.zeros(4)  # drift of both sequences: 0.25 and 0.5, exact in binary
-    sequence = torch.tensor([0, 0, 1, 1])
-    bad, good = -torch.ones(4), torch.ones(4)
-
-    def kept(advantages, delta):
-        return opsm_mask(behaviour, logprobs, advantages, sequence, delta).tolist()
-
-    assert kept(bad, 0.25) == [True, True, False, False]
-    assert kept(bad, 0.5) == [True] * 4
-    assert kept(good, 0.0) == [True] * 4
-    assert kept(torch.zeros(4), 0.0) == [True] * 4
-    assert opsm_mask(logprobs, behaviour, bad, sequence, 0.0).all(), "sign of drift"
-
-
-def test_what_opsm_drops_stays_in_the_denominator():
-    batch = make_batch()
-    kept = batch.sequence != 3
-    _, whole_gradient, _ = run("reinforce", batch)
-    columns = {name: values[kept] for name, values in tokens_of(batch)._asdict().items()}
-    loss, gradient, _ = run("reinforce", SimpleNamespace(**columns, count=batch.count))
-    assert torch.equal(gradient, whole_gradient[kept])
-    assert torch.isfinite(loss)
 
 
 # ---- advantages ----

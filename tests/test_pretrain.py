@@ -408,29 +408,6 @@ def test_the_whole_recipe_leaves_its_table(tmp_path, capsys):
     assert sum(line.startswith("| full recipe") for line in tables_of(tmp_path)) == 1
 
 
-def test_the_verdict_looks_at_every_seed():
-    lengths = [16, 32, 64, 128]
-
-    def run(**changed) -> dict:  # as recipe.py's, with one value put in place of a good one
-        good = {"dense": 1.0, "random indexer": 0.0, "warm-up only": 0.5, "full recipe": 0.99}
-        good["dense, after it"] = 1.0
-        rows = {variant: dict.fromkeys(lengths, value) for variant, value in good.items()}
-        rows |= {variant: rows[variant] | row for variant, row in changed.items()}
-        return {"accuracy": rows}
-
-    def held(*runs: dict) -> list:
-        strict, *others = recipe.verdict(list(runs), lengths).values()
-        return [int(strict.split()[1]), *others]
-
-    assert held(run(), run()) == [8, True, True]
-    assert held(run(**{"warm-up only": {16: 1.0}})) == [3, False, True]
-    assert held(run(), run(**{"warm-up only": {128: 0.99}})) == [7, True, True]  # a tie
-    assert held(run(), run(**{"warm-up only": {128: 0.995}})) == [7, False, True]
-    assert held(run(**{"random indexer": {32: 0.5}}), run()) == [7, False, True]
-    assert held(run(), run(**{"full recipe": {64: 0.98}})) == [8, True, False]
-    assert held(run(), run(**{"dense, after it": {64: 1.01}})) == [8, True, False]
-
-
 def test_too_few_keys_are_refused(tmp_path):
     with pytest.raises(UserError, match="--top-k 4: must attend to at least 8 keys"):
         recipe.bench_recipe(tmp_path, RecipeConfig(top_k=4))
