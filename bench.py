@@ -26,7 +26,7 @@ from runtime.terminal import fail, printable
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
     "tasks": ("campaigns", 7, "tasks.json, guess_timeline.png", "three tasks with default flags"),
-    "agents": ("campaigns", 80, "agents.json", "tasks with turns: credit, critic, several tasks"),
+    "agents": ("campaigns", 110, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "staleness-methods": ("stale", 100, "methods.json", "60 methods to learn from stale data"),
     "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
@@ -40,7 +40,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
-    "lab": ("exact", 1, "lab.json, lab_*.png", "exact bias and variance of objectives"),
+    "lab": ("exact", 1, "lab.json", "exact bias and variance of objectives"),
     "scale": ("simulate", 1, "scale.json", "the simulator beside published systems"),
 }
 

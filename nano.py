@@ -175,7 +175,7 @@ def solved(model):
     return float((rewards(tokens) == 1).float().mean())
 
 
-# ---- 5. The rollout process ------------------------- runtime/mailbox.py, runtime/processes.py
+# ---- 5. The rollout process ------------------------- runtime/mailbox.py, runtime/pool.py
 # It generates while the learner learns. Weights travel through shared memory, and the learner
 # writes their version before them and after them. Who reads two different versions has read in the
 # middle of a write, some weights old and some new (a torn read), and reads again.
@@ -220,7 +220,7 @@ def rollout_process(args, mailbox, tickets, results):
         results.put((numbers, arrays, (begin, time.time(), version)))
 
 
-# ---- 6. The learner --------------------------------------- learner.py, losses.py, dampers.py
+# ---- 6. The learner --------------------------------------- learner.py, losses.py, methods/
 # An answer is good if it is better than the others to the same prompt (GRPO). Its tokens were said
 # by an older policy mu, so each counts pi / mu times, at most LARGEST_WEIGHT times. While the
 # policy is far from its reference, on the mean of 1,000 steps, it learns more slowly and is held
@@ -420,7 +420,7 @@ if __name__ == "__main__":
         print("stopped")
 
 # What this file cannot do, and which files can: survive `kill -9` of a process
-# (runtime/processes.py), go on after an interruption (runtime/checkpoint.py), repeat a run bitwise
+# (runtime/pool.py), go on after an interruption (runtime/checkpoint.py), repeat a run bitwise
 # (runtime/noise.py, runtime/replay.py), long answers, since it computes all tokens again for each
 # (cache.py), answers of many lengths and turns (rollout.py), several learners (runtime/team.py),
 # weights of other people (runtime/huggingface.py).

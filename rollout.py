@@ -395,7 +395,7 @@ def generate(generator: Generator, groups: list, pool=None) -> list:
         generator.submit(group)
     while generator.busy:
         active = generator.step()
-        if generator.asked or generator.calls:
+        if pool and (generator.asked or generator.calls):
             pool.ask(generator.take_calls())
             for _, message in pool.receive(0.0 if active else 0.5):
                 if isinstance(message, Result):

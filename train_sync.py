@@ -9,8 +9,6 @@ every ratio is 1, so most objectives make the same step; --lr moves the curve.
 Left out: processes, queues, staleness (here it is always 0).
 """
 
-import contextlib
-
 from learner import learner_step, new_groups
 from rollout import COUNTED, generate, make_generator
 from runtime.advice import judge
@@ -18,7 +16,7 @@ from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, require
 from runtime.messages import apply_judgement
-from runtime.run import end_run, exit_code, open_run
+from runtime.run import end_run, exit_code, open_sync, synchronous_facts
 from runtime.terminal import run_main
 
 
@@ -27,38 +25,31 @@ def train(config: Config) -> None:
     learners, weights = config.learners, config.rollout_weights  # one process, one model
     require(learners < 2, f"--learners {learners}: must be 1 in train_sync.py")
     require(weights == "float32", f"--rollout-weights {weights}: must be float32 in train_sync.py")
-    run = open_run(config, "sync")
-    config, learner, log = run.config, run.learner, run.log
-    generator = make_generator(config, run.task, learner.model)
-    with contextlib.closing(run.exam):
-        try:
-            while learner.version < config.steps and not run.stop.asked:
-                version, batch = learner.version, []
-                generator.set_weights(
-                    version, learner.model.flat
-                )  # already its own; LoRA: to merge
-                while len(batch) < config.groups_per_step:  # again only where groups are discarded
-                    log.alive()
-                    prompts = new_groups(learner, run.task, config.groups_per_step - len(batch))
-                    with log.timed("rollout-0", "generate", version=version) as span:
-                        before = generator.counts.copy()
-                        groups = generate(generator, prompts, run.exam)
-                        span |= {name: generator.counts[name] - before[name] for name in COUNTED}
-                    with log.timed("reward-0", "score"):
-                        for group in groups:
-                            apply_judgement(group, judge(group, run.task, config, run.advice))
-                    batch += keep(run, groups)
-                with log.timed("learner", "train", version=version):
-                    metrics = learner_step(learner, batch, config)
-                close_step(run, batch, metrics)
-                if learner.version % config.checkpoint_every == 0:
-                    checkpoint(learner, run.folder, log)
-        finally:
-            wall = log.close()
-            learner.cursor = learner.begun  # as after the last whole step
-            checkpoint(learner, run.folder, log)
-        busy = {"rollout": log.seconds["generate"] / wall, "learner": log.seconds["train"] / wall}
-        end_run(run, {"staleness_bound": 0, "utilization": busy})
+    with open_sync(config) as run:
+        config, learner, log = run.config, run.learner, run.log
+        generator = make_generator(config, run.task, learner.model)
+        while learner.version < config.steps and not run.stop.asked:
+            version, batch = learner.version, []
+            generator.set_weights(version, learner.model.flat)  # already its own; LoRA: to merge
+            while len(batch) < config.groups_per_step:  # again only where groups are discarded
+                log.alive()
+                prompts = new_groups(learner, run.task, config.groups_per_step - len(batch))
+                with log.timed("rollout-0", "generate", version=version) as span:
+                    before = generator.counts.copy()
+                    groups = generate(generator, prompts, run.exam)
+                    span |= {name: generator.counts[name] - before[name] for name in COUNTED}
+                with log.timed("reward-0", "score"):
+                    for group in groups:
+                        apply_judgement(group, judge(group, run.task, config, run.advice))
+                batch += keep(run, groups)
+            with log.timed("learner", "train", version=version):
+                metrics = learner_step(learner, batch, config)
+            close_step(run, batch, metrics)
+            if learner.version % config.checkpoint_every == 0:
+                checkpoint(learner, run.folder, log)
+        log.close()
+        checkpoint(learner, run.folder, log)
+        end_run(run, synchronous_facts(run))
     exit_code(run)
 
 

@@ -67,18 +67,16 @@ CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as man
 PARTS = ("guess", "reverse:6", "hops:3")
 MIXED = {"task": ",".join(PARTS), "ratio": "2,1,1"}  # as many groups of hops:3 as alone
 # {arm: flags}; an arm's name begins with its task
-FIVE_SEEDS = {"hops:3": {}, "debug": {}, "hops:3:0.05": {}}
-FIVE_SEEDS |= {"hops:3, credit by turn": TURNS, "debug, credit by turn": TURNS}
-THREE_SEEDS = {task: {} for task in PARTS} | {"mixture": MIXED}
-THREE_SEEDS |= {"guess, critic": CRITIC, "hops:3, critic": CRITIC}
+ARMS = {task: {} for task in (*AGENTS, *PARTS)} | {"mixture": MIXED}
+ARMS |= {"hops:3, credit by turn": TURNS, "debug, credit by turn": TURNS}
+ARMS |= {"guess, critic": CRITIC, "hops:3, critic": CRITIC}
 
 
 def agent_plan() -> dict[str, dict]:
     """{name: flags}: seed after seed, so that slow minutes hit all arms alike."""
     plan = {}
-    for seed in range(5):
-        for arm, flags in (FIVE_SEEDS | (THREE_SEEDS if seed < 3 else {})).items():
-            plan[f"{arm}, seed {seed}"] = {"task": arm.partition(",")[0], "seed": seed} | flags
+    for seed, (arm, flags) in product(range(5), ARMS.items()):
+        plan[f"{arm}, seed {seed}"] = {"task": arm.partition(",")[0], "seed": seed} | flags
     return plan
 
 

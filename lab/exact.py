@@ -17,21 +17,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import losses
-from lab.plots import column, draw_panels, save_result
+from lab.plots import save_result
 
 SEED = 0
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
-OPSM_DELTA = 1e-4  # slime's --opsm-delta (TRL suggests 0.5); DeepSeek-V3.2 gives no number
 
-# Corrections that are not objectives of their own: they go before one.
-CORRECTIONS = {"opsm": "decoupled_ppo", "sequence_is": "reinforce"}
-# dpo needs pairs of responses
-METHODS = (*(name for name in losses.OBJECTIVES if name != "dpo"), *CORRECTIONS)
+# dpo needs pairs of responses; sequence_is is `reinforce` with the ratio of the whole response
+METHODS = (*(name for name in losses.OBJECTIVES if name != "dpo"), "sequence_is")
 
 
 # ---------------------------------------------------------------------------- everything as a sum
@@ -117,21 +113,11 @@ def accuracy(gradients: Tensor, chances: Tensor, truth: Tensor) -> dict:
 # -------------------------------------------------------------------------------------- objectives
 
 
-def opsm_mask(behaviour, logprobs, advantages, sequence, delta: float = OPSM_DELTA) -> Tensor:
-    """Tokens to keep, bool [N]: all but those of sequences that are bad news AND off-policy.
-
-    A sequence goes iff A < 0 and the mean of log(mu / pi) over its tokens is > delta:
-    DeepSeek-V3.2 (arXiv 2512.02556) equation 9. What was dropped stays in the denominator.
-    """
-    drift = losses.sequence_mean(-losses.log_ratio(logprobs.detach(), behaviour), sequence)
-    return ~((advantages < 0) & (drift > delta))
-
-
 def loss_of(method: str, new: Tensor, old: Tensor, advantages: Tensor, staleness=0) -> tuple:
     """Loss of R responses by any of METHODS, and the share of tokens that were touched.
 
     Log-probs now and as recorded [R, T], advantages [R]. A token is touched if a correction
-    clipped, capped or dropped it. One update a step: the proximal policy is the one of this forward
+    clipped or capped it. One update a step: the proximal policy is the one of this forward
     pass. The mean is over R responses, as in J.
     """
     weighted = advantages[:, None].expand_as(new)
@@ -139,13 +125,11 @@ def loss_of(method: str, new: Tensor, old: Tensor, advantages: Tensor, staleness
         weighted = weighted * (new - old).detach().sum(1, keepdim=True).exp()
     now, then, weighted = (values.flatten() for values in (new, old, weighted))
     sequence = torch.arange(len(new)).repeat_interleave(new.shape[1])
-    kept = torch.ones_like(sequence, dtype=torch.bool)
-    if method == "opsm":
-        kept = opsm_mask(then, now, weighted, sequence)
     age = torch.full_like(sequence, staleness)
-    tokens = losses.Tokens(now, now.detach(), then, weighted * kept, sequence, age)
-    loss, by = losses.policy_loss(CORRECTIONS.get(method, method), tokens, len(new))
-    return loss, float((by["clipped"] | by["capped"] | ~kept).double().mean())
+    tokens = losses.Tokens(now, now.detach(), then, weighted, sequence, age)
+    objective = "reinforce" if method == "sequence_is" else method
+    loss, by = losses.policy_loss(objective, tokens, len(new))
+    return loss, float((by["clipped"] | by["capped"]).double().mean())
 
 
 def examine(method: str, task: EnumeratedTask, theta, behaviour, staleness: int = 0) -> tuple:
@@ -176,31 +160,8 @@ def objectives_part(task: EnumeratedTask) -> dict:
     return curves
 
 
-# ------------------------------------------------------------------------------------ the picture
-
-
-def draw(folder: Path, result: dict) -> None:
-    """lab_objectives.png."""
-    labels = {
-        "bias": "bias / length of the true gradient",
-        "ess": "effective sample size\n(share of tokens)",
-        "spread": "standard deviation of one response\n/ length of the true gradient",
-    }
-    alike = defaultdict(list)  # what is the same at all ages is one line
-    for name, facts in result["three tokens"].items():
-        alike[str(np.round(column(facts, "bias"), 6))].append(name)
-    panels = []
-    for key, label in labels.items():
-        curves = {}
-        for names in alike.values():
-            curves[", ".join(names)] = STALENESS, column(result["three tokens"][names[0]], key)
-        panels.append((curves, {"xlabel": "staleness (optimizer steps)", "ylabel": label}))
-    title = "Whole-response weights (sequence_is) have no bias; their price is variance"
-    draw_panels(folder / "lab_objectives.png", title, panels, (9, 7))
-
-
 def bench_lab(folder: Path) -> None:
-    """Measure everything; lab.json and lab_*.png in `folder`."""
+    """Measure everything; lab.json in `folder`. (Its pictures were drawn once: nothing moves.)"""
     from lab import exact_runs as runs  # which builds on this file
 
     torch.set_num_threads(1)
@@ -209,5 +170,3 @@ def bench_lab(folder: Path) -> None:
     result |= {"credit": runs.credit_part(), "lengths": runs.drop_part()}
     result["swap"] = runs.swap_part(enumerate_task(4, 4))
     save_result(folder, "lab", result)
-    draw(folder, result)
-    runs.draw_credit(folder, result)

@@ -14,7 +14,6 @@ Axes: R responses · T tokens of a response · D entries of the policy's table �
 
 import copy
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +29,6 @@ from lab.exact import (
     policies,
     true_gradient,
 )
-from lab.plots import column, draw_panels
 from lab.simulate import Costs, simulate
 from logprobs import generated_logprobs
 from methods.turns import turn_advantages
@@ -96,18 +94,6 @@ def credit_part() -> dict:
             task = enumerate_turns(pay, may_end)
             rows.append(accuracy(*group_gradients(theta, task, credit, estimator)))
     return curves
-
-
-def draw_credit(folder: Path, result: dict) -> None:
-    """lab_credit.png: when credit for turns is quieter."""
-    curves = {}
-    for case in CASES:
-        rows = [result["credit"][f"{case}, {credit}, rloo"] for credit in CREDITS]
-        curves[case] = PAYS, np.divide(*[column(facts, "spread") for facts in rows]) ** 2
-    axis = {"xlabel": "reward of a word in turn 1 (negative: a price)"}
-    axis["ylabel"] = "variance, credit for turns\n/ credit for the episode (rloo)"
-    title = "Credit by turn: less variance if turn 1 pays"
-    draw_panels(folder / "lab_credit.png", title, [(curves, axis)], (5.5, 4))
 
 
 # ------------------------------------------------------------------------------- swaps of weights

@@ -125,8 +125,7 @@ def compare(runs: list[str]) -> str:
 
 
 def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) -> None:
-    """Write panels of (curves {label: (x, y)}, settings of the axis) into one picture. Panels with
-    the labels of the first share its legend, in the place that the last row leaves free."""
+    """Write panels of (curves {label: (x, y)}, settings of the axis) into one picture."""
     figure = new_figure(size)
     axes = figure.subplots(-(-len(panels) // columns), min(columns, len(panels)), squeeze=False)
     for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
@@ -136,11 +135,6 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
-        if curves.keys() != panels[0][0].keys():
-            axis.legend(fontsize=9)
-    free = axes.flat[len(panels) % axes.size]
-    free.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=9)
-    if len(panels) < axes.size:
-        free.axis("off")
+        axis.legend(fontsize=8)
     figure.suptitle(title, parse_math=False)
     save_figure(figure, path)

@@ -45,7 +45,6 @@ from runtime.config import flag, require
 from runtime.devices import cores
 
 MULTIPLES = (2, 4, 8, 16)  # lengths of the prompts, in attended keys
-STAGED = ("random indexer", "warm-up only", "full recipe")  # each better than the one before
 
 
 @dataclass(frozen=True)
@@ -203,32 +202,14 @@ def recipe_lines(result: dict) -> list[str]:
     return [text, *table("held-out prompts solved (%)", cells)]
 
 
-def verdict(runs: list[dict], lengths: list[int]) -> dict[str, bool | str]:
-    """What the recipe has to show, in every seed: the order of the variants at every length, and at
-    8 times the attended keys no more than one point lost against dense, before the sparse stage or
-    after it."""
-    orders, losses = [], []
-    for scores in column(runs, "accuracy"):
-        orders += [[scores[variant][n] for variant in STAGED] for n in lengths]
-        dense = max(scores[name][lengths[2]] for name in ("dense", "dense, after it"))
-        losses.append(dense - scores["full recipe"][lengths[2]])
-    strict = sum(a < b < c for a, b, c in orders)
-    return {
-        "random < warm-up only < full": f"in {strict} of {len(orders)} (seed, length)",
-        "never the other way round": all(a < b <= c for a, b, c in orders),
-        "full within 1 point of dense at 8x": max(losses) < 0.0101,
-    }
-
-
 def bench_recipe(folder: Path, config: RecipeConfig) -> None:
-    """Run the seeds, as many at a time as there are cores; save and print."""
+    """Run the seeds, as many at a time as there are cores."""
     require(config.attended >= 8, f"--top-k {config.top_k}: must attend to at least 8 keys")
     begin, runs = time.monotonic(), []
     seeds = range(config.seed, config.seed + config.seeds)
     with ProcessPoolExecutor(cores(), get_context("spawn")) as pool:
         for run in pool.map(run_seed, [config] * len(seeds), seeds):
             runs.append(run)
-            shown, seconds = verdict(runs, config.lengths), round(time.monotonic() - begin, 1)
-            result = {"settings": vars(config), "wall_s": seconds, "shown": shown, "runs": runs}
+            seconds = round(time.monotonic() - begin, 1)
+            result = {"settings": vars(config), "wall_s": seconds, "runs": runs}
             save_result(folder, "recipe", result)
-    print(shown)

@@ -68,7 +68,8 @@ def row_lines(text: str, result: dict, of: str = "rows") -> list[str]:
         for name, value in row.items():
             value = value["median"] if isinstance(value, dict) else value
             cells.append((number, name, f"{value:,.4g}" if isinstance(value, float) else value))
-    return [text.format(**result), result.get("note", ""), "", *table("", cells)]
+    note = f"{text}\n{{note}}" if "note" in result else text
+    return [f"{note.format(**result)}\n", *table("", cells)]
 
 
 TASK = {"steps": "steps", "solved before": "eval.before.solved .0%"}

@@ -208,6 +208,29 @@ def exit_code(run: Run) -> None:
         raise SystemExit(128 + run.stop.asked)
 
 
+@contextlib.contextmanager
+def open_sync(config: Config):
+    """A run of train_sync.py; whatever goes wrong inside, what its last whole step has left is
+    saved."""
+    run = open_run(config, "sync")
+    try:
+        yield run
+    except BaseException:
+        run.log.close()
+        run.learner.cursor = run.learner.begun
+        checkpoint(run.learner, run.folder, run.log)
+        raise
+    finally:
+        run.exam.close()
+
+
+def synchronous_facts(run: Run) -> dict:
+    """What only a synchronous run can say about itself, for its summary."""
+    wall, seconds = run.log.now(), run.log.seconds
+    busy = {"rollout": seconds["generate"] / wall, "learner": seconds["train"] / wall}
+    return {"staleness_bound": 0, "utilization": busy}
+
+
 # ---------------------------------------------------------------------------- an asynchronous run
 
 

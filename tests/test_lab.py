@@ -9,9 +9,9 @@ import torch
 
 import losses
 from lab import exact as lab
-from lab import exact_pipeline, exact_stale
-from lab import exact_turns as turns
+from lab import exact_runs as runs
 from lab.plots import RESULTS, load_result
+from methods.baseline import optimal_baseline
 
 TASKS = {1: lab.TASKS["one token"], 3: lab.TASKS["three tokens"]}
 CHAINS = {length: lab.policies(task) for length, task in TASKS.items()}
@@ -146,7 +146,7 @@ def test_effective_sample_size_agrees_with_the_diagnostic():
 
 # ---- credit for turns ----
 
-THETA = lab.policies(turns.enumerate_turns())[2]
+THETA = lab.policies(runs.enumerate_turns())[2]
 
 
 def words_and_chances(may_end):
@@ -181,12 +181,12 @@ def test_true_gradient_with_turns_by_loops():
             for words, chance, rewards in episodes
             for word in words
         )
-        found = lab.true_gradient(THETA, turns.enumerate_turns(may_end=may_end))
+        found = lab.true_gradient(THETA, runs.enumerate_turns(may_end=may_end))
         assert torch.allclose(found, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("may_end", [False, True])
-@pytest.mark.parametrize("credit", turns.CREDITS)
+@pytest.mark.parametrize("credit", runs.CREDITS)
 def test_expected_gradient_of_groups_by_loops(may_end, credit):
     """`rloo`: every return minus the mean of the others that have the turn."""
     episodes = list(words_and_chances(may_end))
@@ -201,14 +201,14 @@ def test_expected_gradient_of_groups_by_loops(may_end, credit):
             if others:
                 base = sum(sum(other[2][start:]) for other in others) / len(others)
                 expected += chance * (sum(rewards[start:]) - base) * slope(*word)
-    task = turns.enumerate_turns(may_end=may_end)
-    gradients, chances, _ = turns.group_gradients(THETA, task, credit, "rloo")
+    task = runs.enumerate_turns(may_end=may_end)
+    gradients, chances, _ = runs.group_gradients(THETA, task, credit, "rloo")
     assert torch.allclose(chances @ gradients, expected, atol=1e-12)
 
 
 def test_what_an_end_costs_is_the_groups_in_which_nobody_else_went_on():
-    task = turns.enumerate_turns(may_end=True)
-    gradients, chances, truth = turns.group_gradients(THETA, task, "turn", "rloo")
+    task = runs.enumerate_turns(may_end=True)
+    gradients, chances, truth = runs.group_gradients(THETA, task, "turn", "rloo")
     ends = float(THETA[0].softmax(0)[1])
     expected = truth.view(7, 3).clone()
     expected[1:] *= 1 - ends**2  # of two others
@@ -216,9 +216,9 @@ def test_what_an_end_costs_is_the_groups_in_which_nobody_else_went_on():
 
 
 def test_credit_for_turns_and_for_the_episode():
-    curves = turns.credit_part()
-    unpaid, paid = turns.PAYS.index(0), turns.PAYS.index(0.5)
-    for case, credit in itertools.product(turns.CASES, turns.CREDITS):
+    curves = runs.credit_part()
+    unpaid, paid = runs.PAYS.index(0), runs.PAYS.index(0.5)
+    for case, credit in itertools.product(runs.CASES, runs.CREDITS):
         mean, rloo, grpo = (curves[f"{case}, {credit}, {k}"] for k in ("mean", "rloo", "grpo"))
         if (case, credit) == ("may end in turn 1", "turn"):
             assert all(facts["bias"] > 0.01 for facts in rloo)
@@ -227,56 +227,19 @@ def test_credit_for_turns_and_for_the_episode():
             assert all(math.isclose(facts["share"], 2 / 3) for facts in mean)  # (n - 1) / n
             assert all(math.isclose(facts["cosine"], 1) for facts in mean)
         assert grpo[paid]["bias"] > 0.1 and grpo[paid]["cosine"] < 0.9999
-    for kind in losses.ADVANTAGES:
-        turn, episode = (curves[f"two turns, {credit}, {kind}"] for credit in turns.CREDITS)
+    for kind in runs.ESTIMATORS:
+        turn, episode = (curves[f"two turns, {credit}, {kind}"] for credit in runs.CREDITS)
         assert turn[unpaid] == pytest.approx(episode[unpaid])  # nothing was earned before
         assert turn[paid]["spread"] < 0.95 * episode[paid]["spread"]
-    turn, episode = (curves[f"may end in turn 1, {credit}, rloo"] for credit in turns.CREDITS)
+    turn, episode = (curves[f"may end in turn 1, {credit}, rloo"] for credit in runs.CREDITS)
     assert turn[unpaid]["spread"] > episode[unpaid]["spread"]  # fewer to compare with
 
 
-def test_critics():
-    curves = turns.critic_part()
-    for way in ("skipped", "inside"):
-        assert all(facts["bias"] < 1e-9 for facts in curves[f"true, {way}"])
-        blind = [facts["bias"] for facts in curves[f"blind, {way}"]]
-        steps = 1 if way == "skipped" else 1 + turns.OBSERVED
-        for lam, bias in zip(turns.LAMBDAS, blind, strict=True):
-            assert math.isclose(bias, (1 - lam**steps) * blind[0], abs_tol=1e-12)
-        spreads = [facts["spread"] for facts in curves[f"true, {way}"]]
-        assert spreads == sorted(spreads) and spreads[0] < 0.9 * spreads[-1]
-        assert spreads[-1] < curves[f"blind, {way}"][-1]["spread"]
-    # whoever is told what the environment's luck is worth pays for it
-    assert curves["true, inside"][0]["spread"] < curves["true, skipped"][0]["spread"]
-
-
-# ---- divergence, and what the pipeline does ----
-
-
-def test_kl_estimators():
-    one, three = (lab.kl_part(TASKS[length]) for length in (1, 3))
-    for curves in (one, three):
-        for fact in curves["k1"] + curves["k3"]:
-            assert math.isclose(fact["value"], fact["kl"], abs_tol=1e-10)
-        assert all(f["value"] > f["kl"] for f in curves["k2"])
-    assert all(math.isclose(f["gradient_error"], 1, abs_tol=1e-9) for f in one["k1"])
-    for name in ("k2", "unbiased_k3"):
-        assert all(f["gradient_error"] < 1e-9 for f in one[name])
-        assert all(f["gradient_error"] > 1e-4 for f in three[name])
-    assert all(f["gradient_error"] > 1e-4 for f in one["k3"])
-
-
-def test_the_gradient_of_k3_is_that_of_the_forward_kl():
-    task, theta = TASKS[1], CHAINS[1][5].clone().requires_grad_()
-    new, reference = lab.logprobs_of(theta, task), lab.logprobs_of(CHAINS[1][0], task)
-    forward = reference.sum(1).exp() @ (reference - new).sum(1)
-    estimate = new.detach().sum(1).exp() @ losses.k3(new, reference).sum(1)
-    pair = [torch.autograd.grad(x, theta, retain_graph=True)[0] for x in (forward, estimate)]
-    assert torch.allclose(*pair, atol=1e-12)
+# ---- what the pipeline does ----
 
 
 def test_swap_modes():
-    curves = exact_pipeline.swap_part(lab.enumerate_task(4, 4))
+    curves = runs.swap_part(lab.enumerate_task(4, 4))
     for boundary in (1, 2, 3):
         keep, recompute, drain = (
             curves[f"{mode}, {boundary}"] for mode in ("keep", "recompute", "drain")
@@ -288,7 +251,7 @@ def test_swap_modes():
 
 
 def test_dropping_loses_long_answers_and_waiting_does_not():
-    curves = exact_pipeline.drop_part(100)
+    curves = runs.drop_part(100)
     (all_of_them, waited), (admitted, kept) = (
         [curves[rule][name] for name in ("admitted", "trained")] for rule in ("wait", "drop")
     )
@@ -321,78 +284,45 @@ def test_results_are_those_that_the_page_quotes():
         two, eight = (result["three tokens"][name][s] for s in (2, 8))
         numbers = f"| {two['bias']:.2f} | {eight['bias']:.2f} | {eight['spread']:.1f} "
         assert f"{numbers}| {eight['ess']:.2f} |" in page, name
-    at = turns.PAYS.index(0.5)
-    for case, kind in itertools.product(turns.CASES, losses.ADVANTAGES):
+    at = runs.PAYS.index(0.5)
+    for case, kind in itertools.product(runs.CASES, runs.ESTIMATORS):
         turn, episode = (
-            result["credit"][f"{case}, {credit}, {kind}"][at] for credit in turns.CREDITS
+            result["credit"][f"{case}, {credit}, {kind}"][at] for credit in runs.CREDITS
         )
         numbers = f"{episode['bias']:.3f}, {turn['bias']:.3f} | "
         numbers += f"{episode['cosine']:.3f}, {turn['cosine']:.3f} | "
         numbers += f"{(turn['spread'] / episode['spread']) ** 2:.2f} |"
         assert f"| {case}, `{kind}` | {numbers}" in page, (case, kind)
-    right, blind, inside = (
-        result["critic"][name] for name in ("true, skipped", "blind, skipped", "blind, inside")
-    )
-    quoted = [right[-1]["spread"], right[0]["spread"], blind[-1]["spread"] / 3**0.5]
-    quoted += [blind[-2]["bias"], blind[0]["bias"], inside[-2]["bias"]]
-    assert [f"{x:.2f}" for x in quoted] == ["1.49", "1.21", "0.87", "0.02", "0.36", "0.13"]
 
 
-def test_what_dampers_and_baselines_do_is_what_the_page_quotes():
-    result = load_result("lab")
-    page = (RESULTS.parent / "docs" / "lab.md").read_text()
-    for name in ("ess", "brake", "gac"):
-        last = result["dampers"][name][7]
-        cells = " | ".join(f"{last[key]:.2f}" for key in ("bias", "share", "noise"))
-        assert f"| {cells} |" in page, name
-    seen = [result["dampers"]["likeness"][lag]["cosine_of_batches"] for lag in (0, 7)]
-    assert [f"{x:.2f}" for x in seen] == ["0.93", "0.88"]
-    spreads = [result["baselines"][name][8]["spread"] for name in ("optimal", "near", "mean")]
-    assert [f"{x:.1f}" for x in spreads] == ["7.2", "7.2", "10.2"]
-    cosines = [result["preferences"][name][s]["cosine"] for name in ("dpo",) for s in (0, 8)]
-    assert [f"{x:.2f}" for x in cosines] == ["0.95", "0.51"]
+@pytest.mark.parametrize("staleness", [0, 4, 8])
+def test_no_baseline_has_a_bias_and_the_optimal_one_the_least_spread(staleness):
+    """Against a search over baselines, for samples weighted by the ratio of the whole response."""
+    task, theta = TASKS[3], CHAINS[3][staleness]
+    new, old = (lab.logprobs_of(x, task) for x in (theta, CHAINS[3][0]))
+    chances, ratios = lab.chances_of(old), (new - old).sum(1).exp()
+    scores = lab.response_gradients(torch.ones_like(new), theta, task)
 
+    def facts(baseline):
+        gradients = (ratios * (task.rewards - baseline)).view(-1, 1) * scores
+        return lab.accuracy(gradients, chances, truth(3, staleness))
 
-def test_no_baseline_has_a_bias_and_the_optimal_one_the_least_spread():
-    """Against a search over baselines, at every staleness."""
-    task = lab.TASKS["three tokens"]
-    found = exact_stale.baseline_part(task)
-    for name, facts in found.items():
-        assert all(f["bias"] < 1e-9 for f in facts), name
-    chain = lab.policies(task)
-    for s in (0, 4, 8):
-        new, old = (lab.logprobs_of(theta, task) for theta in (chain[s], chain[0]))
-        weights = (new - old).sum(1).exp()[:, None] * exact_stale.scores_of(chain[s], task)
-        truth = lab.true_gradient(chain[s], task)
-        for baseline in np.linspace(-0.5, 1.0, 31):
-            gradients = (task.rewards - baseline)[:, None] * weights
-            spread = lab.accuracy(gradients, lab.chances_of(old), truth)["spread"]
-            assert found["optimal"][s]["spread"] <= spread + 1e-9, (s, baseline)
-        assert found["optimal"][s]["spread"] <= found["mean"][s]["spread"]
-
-
-def test_dampers_and_preferences_on_fresh_data():
-    """No damper has a bias without staleness but by what it is; a pair's `reinforce` points where
-    the truth does, as half of it."""
-    task = lab.TASKS["three tokens"]
-    dampers = exact_stale.damper_part(task)
-    assert dampers["none"][0]["bias"] < 1e-9 and dampers["ess"][0]["bias"] < 1e-9
-    assert dampers["brake"][0]["share"] == pytest.approx(1 - 0.5 * 0.995, abs=0.01)
-    pairs = exact_stale.preference_part(task)
-    assert pairs["reinforce"][0]["cosine"] == pytest.approx(1.0)
-    assert all(0 < f["cosine"] < 1 for f in pairs["dpo"])
+    # as many of each response as its chance says: the square of a weight has the chance
+    group = [x[None] for x in (task.rewards, ratios * chances.sqrt(), scores.norm(dim=1))]
+    best = facts(optimal_baseline(*group))
+    assert best["bias"] < 1e-9
+    for baseline in np.linspace(-0.5, 1.0, 31):
+        other = facts(baseline)
+        assert other["bias"] < 1e-9 and best["spread"] <= other["spread"] + 1e-9
 
 
 def test_the_laboratory_still_gives_the_recorded_numbers(tmp_path):
     recorded = load_result("lab")
     lab.bench_lab(tmp_path)
     found = load_result("lab", tmp_path)
-    earlier = {"samples", "verdicts"}  # of a version that drew samples, too
-    assert found.keys() == recorded.keys() - earlier
+    assert found.keys() == recorded.keys()
     for name in found.keys() - {"machine"}:
         assert_close(found[name], recorded[name], name)
-    pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {f"lab_{name}.png" for name in ("objectives", "kl", "credit")}
 
 
 def assert_close(ours, theirs, where):

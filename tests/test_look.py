@@ -12,6 +12,7 @@ from browser import PATH, Browser
 from test_replay import rewrite, scores_of, wander
 
 import bench
+import losses
 import train_async
 from lab import look
 from model import pack_tokens
@@ -20,6 +21,7 @@ from runtime.folder import read_lines
 from runtime.replay import played_again, read_script, recorded
 
 browser = pytest.mark.skipif(not PATH, reason="needs chromium or google-chrome")
+LOW, HIGH = 1 - losses.PUBLISHED.double_low, 1 + losses.PUBLISHED.double_high
 EVIL = '</script><script>window.evil=1</script><img src=x onerror="window.evil=2"><!--'
 
 
@@ -40,7 +42,6 @@ def run(tmp_path_factory):
     """A run with much staleness, and all its groups in a page."""
     folder = tmp_path_factory.mktemp("look") / "run"
     flags = {"objective": "double_sided", "lr": 3e-3, "swap": "keep"}
-    flags |= {"double_low": 0.2, "double_high": 0.28}
     wander(folder, 3, 2, **flags)
     return folder, look_at(folder, "--groups", "1000")
 
@@ -110,8 +111,8 @@ def test_what_the_learner_made_of_a_token_is_computed_again_another_way(run):
                 advantage = float((t.reward - rewards.mean()) / spread)
                 same = [advantage] * len(ratio)
                 assert one["advantages"] == pytest.approx(same, rel=1e-3, abs=1e-5)
-                outside = (ratio <= 0.8) | (ratio >= 1.28)
-                sure = ((ratio - 0.8).abs() > 1e-3) & ((ratio - 1.28).abs() > 1e-3)
+                outside = (ratio <= LOW) | (ratio >= HIGH)
+                sure = ((ratio - LOW).abs() > 1e-3) & ((ratio - HIGH).abs() > 1e-2)
                 found = torch.zeros_like(outside)
                 found[one["clipped"]] = True
                 assert (found == outside)[sure].all() and one["capped"] == []

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import losses
-from lab.exact import opsm_mask
 from losses import (
     OBJECTIVES,
     Constants,
@@ -407,50 +406,6 @@ def test_sums_count_every_token():
         assert int(run(name, batch, constants)[2][key].sum()) == batch.count
 
 
-# ---- off-policy sequence masking ----
-
-
-@pytest.mark.parametrize("delta", [-0.2, 0.0, 0.05, 0.2])
-def test_opsm_against_loops(delta):
-    batch = make_batch(seed=3)
-    kept = opsm_mask(batch.behaviour, batch.logprobs, batch.advantages, batch.sequence, delta)
-    expected = torch.zeros_like(kept)
-    for index in ALL:
-        tokens = [t for t in range(batch.count) if batch.sequence[t] == index]
-        drift = sum(float(batch.behaviour[t] - batch.logprobs[t]) for t in tokens) / len(tokens)
-        expected[tokens] = not (batch.advantages[tokens[0]] < 0 and drift > delta)
-    assert torch.equal(kept, expected)
-    if delta == 0.05:
-        negative = [i for i in (1, 3, 5) if expected[batch.sequence == i].any()]
-        assert 0 < len(negative) < 3, "the batch does not reach both branches"
-
-
-def test_opsm_threshold_is_strict_and_spares_good_news():
-    behaviour = torch.tensor([0.5, 0.0, 0.75, 0.25])
-    logprobs = torch.zeros(4)  # drift of both sequences: 0.25 and 0.5, exact in binary
-    sequence = torch.tensor([0, 0, 1, 1])
-    bad, good = -torch.ones(4), torch.ones(4)
-
-    def kept(advantages, delta):
-        return opsm_mask(behaviour, logprobs, advantages, sequence, delta).tolist()
-
-    assert kept(bad, 0.25) == [True, True, False, False]
-    assert kept(bad, 0.5) == [True] * 4
-    assert kept(good, 0.0) == [True] * 4
-    assert kept(torch.zeros(4), 0.0) == [True] * 4
-    assert opsm_mask(logprobs, behaviour, bad, sequence, 0.0).all(), "sign of drift"
-
-
-def test_what_opsm_drops_stays_in_the_denominator():
-    batch = make_batch()
-    kept = batch.sequence != 3
-    _, whole_gradient, _ = run("reinforce", batch)
-    columns = {name: values[kept] for name, values in tokens_of(batch)._asdict().items()}
-    loss, gradient, _ = run("reinforce", SimpleNamespace(**columns, count=batch.count))
-    assert torch.equal(gradient, whole_gradient[kept])
-    assert torch.isfinite(loss)
-
-
 # ---- advantages ----
 
 REWARDS = [
@@ -719,7 +674,10 @@ def test_kl_estimators_are_unbiased_where_they_should_be():
     policy, reference, behaviour = categorical(1), categorical(2), categorical(3)
     pi, ref, mu = (x.log_softmax(0) for x in (policy, reference, behaviour))
     truth = float(exact_kl(policy, reference))
+    assert float((pi.exp() * (pi - ref)).sum()) == pytest.approx(truth, rel=1e-12)
     assert float((pi.exp() * k3(pi, ref)).sum()) == pytest.approx(truth, rel=1e-12)
+    biased = float((pi.exp() * ((pi - ref) ** 2 / 2)).sum())
+    assert biased != pytest.approx(truth, rel=0.01) and biased > 0
     # From samples of another policy only the corrected one is right.
     off_policy = float((mu.exp() * k3(pi, ref)).sum())
     assert off_policy != pytest.approx(truth, rel=0.01)
@@ -745,6 +703,8 @@ def test_kl_estimators_have_the_gradients_that_the_docstring_says():
         got = expected_gradient(estimator, sampler)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
+    close(lambda pi: pi - ref, on_policy, torch.zeros(5, dtype=torch.float64))
+    close(lambda pi: (pi - ref) ** 2 / 2, on_policy, forward)
     close(lambda pi: k3(pi, ref), on_policy, backward)
     mu = behaviour.log_softmax(0)
     close(lambda pi: unbiased_k3(pi, ref, mu), behaviour, forward)

@@ -30,7 +30,7 @@ from rollout import (
     sample,
 )
 from runtime.config import Config
-from runtime.messages import Group
+from runtime.messages import Group, Result
 from runtime.models import make_model
 from runtime.noise import mix, noise_keys, uniforms
 from runtime.tokenizer import own_tokenizer
@@ -81,27 +81,25 @@ def as_reply(found) -> Reply:
 
 
 class Outside:
-    """A host with one environment: `late` calls (by prompt) are kept until they are let go."""
+    """A pool with one environment: `late` calls (by prompt) are kept until they are let go."""
 
     def __init__(self, env: Environment, late=None):
-        self.env, self.late, self.kept, self.answers = env, late, [], []
+        self.env, self.late, self.kept = env, late, []
 
-    def send(self, calls: list):
-        for call in calls:
-            self.kept.append(call)
+    def ask(self, calls: list):
+        self.kept += calls
 
     def receive(self, seconds: float) -> list:
         ready = [call for call in self.kept if call[0]["prompt"] != self.late]
         self.kept = [call for call in self.kept if call[0]["prompt"] == self.late]
         replies = [self.env.respond([call])[0] for call in ready]
-        return [
-            SimpleNamespace(key=(0, *c[3]), reply=r) for c, r in zip(ready, replies, strict=True)
-        ]
+        both = zip(ready, replies, strict=True)
+        return [(None, Result(call[3], 1, observation=reply)) for call, reply in both]
 
 
 def outside(respond=None, **more) -> Environment:
     """The same, outside the generator."""
-    return environment(respond, outside=True, read=lambda answer: answer.reply, **more)
+    return environment(respond, outside=True, read=lambda result: result.observation, **more)
 
 
 def group_of(i: int, start=0, length: int | None = None) -> Group:
@@ -637,9 +635,9 @@ def test_a_slow_environment_stops_nobody_else():
     others: list[Group] = []
     while len(others) < 4:  # 16 episodes pass by the 4 that wait
         by.step()
-        host.send(by.take_calls())
-        for answer in host.receive(0.0):
-            by.hear(answer.key[1:], answer)
+        host.ask(by.take_calls())
+        for _, result in host.receive(0.0):
+            by.hear(result.key, result)
         others += by.take_finished()
     assert 0 not in [g.group_id for g in others] and by.counts["steps"] >= 16 * 3 // 4
     waiting = [slot for slot in by.batch if slot]
