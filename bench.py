@@ -40,7 +40,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
-    "lab": ("exact", 1, "lab.json", "exact bias and variance of objectives"),
+    "lab": ("exact_runs", 1, "lab.json", "exact bias and variance of objectives"),
     "scale": ("simulate", 1, "scale.json", "the simulator beside published systems"),
 }
 

@@ -41,12 +41,14 @@ def told(rows: list[dict], what: str) -> str:
 def run_lines(by: str, columns: dict, text: str, result: dict, of: str = "runs") -> list[str]:
     """A row for the runs with the same `by`, {column: what is told}; those that have nothing for
     the first column are left out."""
-    runs, first = result[of], next(iter(columns.values())).strip("~").partition(" ")[0]
+    runs = result[of]
     if isinstance(runs, dict):
         runs = [{"name": name} | run for name, run in runs.items()]
-    named = [
-        {"row": pick(run, by), "run": run} for run in runs if pick(run, first) == pick(run, first)
-    ]
+    first = next(iter(columns.values())).strip("~").split(" ")[0]
+    named = []
+    for run in runs:
+        if pick(run, first) is not math.nan:
+            named.append({"row": pick(run, by), "run": run})
     cells = []
     for name, rows in grouped(named, "row").items():
         cells.append((name, "runs", len(rows)))
