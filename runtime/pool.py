@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from runtime.config import AttemptLost, TrainingStopped
 from runtime.messages import (
@@ -35,7 +34,10 @@ from runtime.messages import (
     Call,
     Group,
     Judgement,
+    Lost,
     Result,
+    Silent,
+    ToVerify,
     pack,
     unpack,
 )
@@ -74,26 +76,6 @@ class Worker:
     def connection(self) -> Connection | None:
         """To its process; None: that has not begun yet, on another machine."""
         return self.process.connection
-
-
-class ToVerify(NamedTuple):
-    """A packed group, for a reward worker."""
-
-    packed: tuple
-
-
-class Lost(NamedTuple):
-    """A worker has died, or was killed because it was silent or sent nonsense; a successor has its
-    name."""
-
-    reason: str
-    groups: list[Group]  # that it was to generate
-
-
-class Silent(NamedTuple):
-    """A worker has said nothing for a while: perhaps it has died."""
-
-    reason: str
 
 
 def last_words(worker: Worker) -> str:

@@ -224,13 +224,6 @@ def open_sync(config: Config):
         run.exam.close()
 
 
-def synchronous_facts(run: Run) -> dict:
-    """What only a synchronous run can say about itself, for its summary."""
-    wall, seconds = run.log.now(), run.log.seconds
-    busy = {"rollout": seconds["generate"] / wall, "learner": seconds["train"] / wall}
-    return {"staleness_bound": 0, "utilization": busy}
-
-
 # ---------------------------------------------------------------------------- an asynchronous run
 
 
@@ -403,17 +396,3 @@ def save_what_is(run: AsyncRun) -> None:
     run.log.close()
     if run.learner.team.size == 1:
         save(run)
-
-
-def asynchronous_facts(run: AsyncRun) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.time() - (run.began or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
-    learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "published_bytes": run.mailbox.nbytes,
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }
