@@ -258,6 +258,13 @@ def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) 
     )
 
 
+def result_flaw(result: Result, asked: Call) -> str | None:
+    """What is wrong with an environment's answer; None if it is sound."""
+    if result.turn != len(asked.answers):
+        return f"an answer to turn {result.turn}, must be {len(asked.answers)}"
+    return outside("reward", np.array([result.reward]), -LARGEST_REWARD, LARGEST_REWARD)
+
+
 def group_flaw(packed: tuple, asked: Group, size: int, newest: int, vocabulary: int) -> str | None:
     """What is wrong with a generated group; None if it is sound. It looks at all episodes at once:
     that takes half the time."""

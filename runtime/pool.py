@@ -29,7 +29,6 @@ from queue import Empty, SimpleQueue
 
 from runtime.config import AttemptLost, TrainingStopped
 from runtime.messages import (
-    LARGEST_REWARD,
     Answer,
     Call,
     Group,
@@ -39,6 +38,7 @@ from runtime.messages import (
     Silent,
     ToVerify,
     pack,
+    result_flaw,
     unpack,
 )
 from runtime.pipes import start_here
@@ -295,10 +295,8 @@ class Pool:
         asked = worker.work.get(key)
         if asked is None:
             raise ValueError(f"an answer to {key}, which it does not have")
-        if not result and (wrong := self.flaw(answer, asked)):
+        if wrong := (result_flaw if result else self.flaw)(answer, asked):
             raise ValueError(wrong)
-        if result and not (answer.turn == len(asked.answers) and sound(answer.reward)):
-            raise ValueError(f"turn {answer.turn}, reward {answer.reward}")
         with self.books:
             if worker.work.pop(key, None) is None:
                 return  # it was lost meanwhile
@@ -381,9 +379,8 @@ class Pool:
     def _again(self, item: Group | Call) -> None:
         """Ask another reward worker what one has not answered."""
         if isinstance(item, Call):
-            self._ask(item)
-        else:
-            self.waiting.append((item, pack(item)))
+            return self._ask(item)
+        self.waiting.append((item, pack(item)))
 
     def _blame(self, worker: Worker, item: Group | Call, reason: str) -> None:
         """What a reward worker was at when it was lost: a call has failed, so has a group that has
@@ -417,8 +414,3 @@ class Pool:
         worker.process.join(2.0)
         if folder := worker.status.get("folder"):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def sound(reward: float) -> bool:
-    """Whether a reward is finite in float32; NaN is not."""
-    return abs(reward) <= LARGEST_REWARD

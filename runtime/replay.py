@@ -64,7 +64,7 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
     advice, done = advice_of(config, task), {}  # done: group id -> group
-    pool = exam_pool(config, Path(tempfile.mkdtemp())) if task.outside else None
+    pool = exam_pool(config, task, Path(tempfile.mkdtemp())) if task.outside else None
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
         for worker, generator in generators.items():

@@ -112,7 +112,7 @@ def open_run(config: Config, mode: str) -> Run:
         if state:
             drop_what_follows(folder, state)
             write_config(folder, record | {name: getattr(config, name) for name in MAY_CHANGE})
-        exam = exam_pool(config, folder / "logs")
+        exam = exam_pool(config, task, folder / "logs")
         log = RunLog(folder, config, state)
         run = Run(config, task, folder, lock, learner, log, stop, exam, advice, ledger, state)
         if state:

@@ -18,11 +18,13 @@ from runtime.verifier import reward_worker
 from tasks.environment import make_environment
 
 
-def exam_pool(config: Config, logs: Path) -> Pool:
-    """A pool with one reward worker; it is judged by the task, and nobody learns from it."""
+def exam_pool(config: Config, task: Task, logs: Path) -> Pool:
+    """A pool with one reward worker, or as many as are configured for an environment outside; an
+    exam is judged by the task, and nobody learns from it."""
+    count = max(1, config.reward_workers) if task.outside else 1
     plain = replace(config, teacher="", reward_model="")
     return Pool(
-        {"reward": (reward_worker, 1, plain)},
+        {"reward": (reward_worker, count, plain)},
         logs=logs,
         restarts=config.restarts,
         silence={"reward": silence_of(plain)},

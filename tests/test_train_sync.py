@@ -472,7 +472,7 @@ def test_evaluation_changes_nothing(tmp_path):
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
-    pool = exam_pool(config, tmp_path)
+    pool = exam_pool(config, task, tmp_path)
     first = evaluate(learner, config, task, pool)
     assert first == evaluate(learner, config, task, pool)
     pool.close()
