@@ -1,21 +1,23 @@
-"""Dampers: a step that is made smaller, or turned, when its data are stale."""
+"""Dampers: a step that is made smaller, or turned, when its data are stale.
 
-import copy
-import math
+What `kl` does with its window is examined in test_exercises.py.
+"""
+
+import json
 
 import pytest
 import torch
+from test_methods import FLAGS, stale_batch
 
+import train_sync
+from learner import learner_step
 from methods import dampers
 from methods.dampers import DAMPERS, brake, gac, kl
 from runtime import config as config_room
 from runtime.config import Config
+from runtime.folder import read_lines
 
 CONFIG = Config(kl_threshold=0.15)
-
-
-def test_every_damper_is_offered():
-    assert tuple(DAMPERS) == config_room.DAMPERS and Config().damper == "kl"
 
 
 @pytest.mark.parametrize("name", DAMPERS)
@@ -24,12 +26,13 @@ def test_at_the_first_step_nothing_is_bent(name):
     damped, scale = DAMPERS[name](gradient, {}, metrics, CONFIG)
     torch.testing.assert_close(damped, gradient, rtol=0, atol=0)
     assert scale == (0.5 if name == "ess" else 1.0), "ess takes the root, the others do not look"
+    assert tuple(DAMPERS) == config_room.DAMPERS and Config().damper == "kl"
 
 
 @pytest.mark.parametrize("turn", [-0.9, -0.05, 0.05, 0.4, 5.0])
 def test_gac_leaves_that_much_likeness_and_no_more(turn):
-    other, own = torch.randn(2, 1000, generator=torch.Generator().manual_seed(2)).double()
-    across = own - (own @ other) / (other @ other) * other  # at a right angle
+    other, across = torch.randn(2, 1000, generator=torch.Generator().manual_seed(2)).double()
+    across -= (across @ other) / (other @ other) * other  # at a right angle
     gradient, memory = across + turn * other, {"previous": other.clone()}
     damped, _ = gac(gradient, memory, {}, CONFIG)
     cosine = float(torch.cosine_similarity(gradient, other, dim=0))
@@ -49,58 +52,38 @@ def test_brake_is_between_half_and_one_and_a_half():
         torch.testing.assert_close(memory["velocity"], 0.7 * other + 0.3 * damped)
 
 
-def test_the_memory_goes_on_from_a_checkpoint():
-    draw = torch.Generator().manual_seed(1)
-    for damper in (gac, brake):
-        memory, results = {}, []
-        for gradient in torch.randn(3, 40, generator=draw):
-            restored = copy.deepcopy(memory)
-            results = [damper(gradient, m, {}, CONFIG)[0] for m in (memory, restored)]
-        assert torch.equal(*results)
+def test_the_window_is_held_against_the_threshold_of_the_run():
+    memory, metrics = {}, {"kl_reference": 0.95}
+    assert kl(None, memory, metrics, Config(kl_threshold=1.0))[1] == 1.0
+    assert kl(None, memory, {}, CONFIG)[1] == 0.6, "the mean stays, where nothing was measured"
+    assert memory == {"window": [0.95], "reference_factor": 2.0}
 
 
-# ---- the KL window ----
+@pytest.mark.parametrize("damper", ["gac", "brake", "ess"])
+def test_two_learners_damp_as_one_does(damper):
+    """The same batches, by one learner and by two that a replay plays: they bend alike."""
+    seen = []
+    for ranks in ((0,), (0, 1)):
+        config, learner, groups = stale_batch(ranks=ranks, damper=damper, steps=4)
+        metrics = learner_step(learner, groups, config)
+        seen.append((learner.weights.detach(), metrics["cosine"], metrics["lr"]))
+    torch.testing.assert_close(seen[0][0], seen[1][0], rtol=1e-3, atol=1e-4)
+    assert seen[0][1:] == pytest.approx(seen[1][1:], rel=1e-3, abs=1e-5)
+    assert (seen[0][1] == 0.0) == (damper == "ess")
+    full = config.lr * (1 - 4 / config.steps)
+    assert seen[0][2] < 0.99 * full if damper == "ess" else seen[0][2] == pytest.approx(full)
 
 
-def observed(values, memory=None, threshold=0.15) -> dict:
-    memory = {} if memory is None else memory
-    for value in values:
-        kl(None, memory, {"kl_reference": value}, Config(kl_threshold=threshold))
-    return memory
-
-
-def scales(memory: dict, threshold=0.15) -> tuple:
-    _, scale = kl(None, memory, {}, Config(kl_threshold=threshold))
-    return scale, memory["reference_factor"]
-
-
-OFF, ON = (1.0, 1.0), (0.6, 2.0)
-
-
-def test_the_threshold_is_strict_and_not_moved_by_rounding():
-    assert scales({}) == OFF, "nothing observed, nothing to damp"
-    exactly = observed([0.15] * 1000)  # a running float sum of them exceeds 150
-    assert scales(exactly) == OFF
-    assert scales(observed([0.1501], exactly)) == ON
-    assert scales(observed([0.1501])) == ON, "the mean of the values kept so far"
-    assert scales(observed([0.9, 1.0], threshold=1.0), 1.0) == OFF
-
-
-def test_the_mean_counts_and_not_the_last_value():
-    assert scales(observed([0.0] * 9 + [1.0])) == OFF
-    assert scales(observed([1.0] * 9 + [0.0])) == ON
-
-
-def test_a_value_is_forgotten_after_a_thousand_others():
-    memory = observed([0.2] * 1000)
-    assert scales(memory) == ON
-    assert scales(observed([0.0] * 249, memory)) == ON
-    assert scales(observed([0.0], memory)) == OFF  # 750 of 1000 are left: the mean is 0.15 again
-    observed([0.0] * 750, memory)
-    assert dampers.window_mean(memory) == 0.0 and len(memory["window"]) == 1000
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_number_is_refused(value):
-    with pytest.raises(AssertionError, match=str(value)):
-        observed([value])
+@pytest.mark.parametrize("damper", ["gac", "brake"])
+def test_a_run_goes_on_bitwise(tmp_path, damper):
+    """What the damper remembers is in the checkpoint."""
+    flags, run = FLAGS | {"damper": damper, "steps": 4, "checkpoint_every": 2}, tmp_path / "run"
+    train_sync.train(Config(**flags, out=str(run)))
+    results = [run / name for name in ("summary.json", "metrics.jsonl")]
+    whole = json.loads(results[0].read_text()), read_lines(results[1])
+    (run / "checkpoints" / "step0000004.pt").unlink()
+    train_sync.train(Config(resume=str(run)))
+    again = json.loads(results[0].read_text()), read_lines(results[1])
+    assert whole[0]["weights_sha256"] == again[0]["weights_sha256"]
+    cosines = [[row["cosine"] for row in rows[1:]] for _, rows in (whole, again)]
+    assert cosines[0] == cosines[1] and all(cosines[0][1:]), cosines

@@ -1,7 +1,6 @@
 """What stale data are worth: the learner's side of dampers, baselines and preferences, and the race
 of methods (lab/stale.py)."""
 
-import dataclasses
 import json
 import math
 from itertools import product
@@ -9,163 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
-import losses
 import train_sync
 from lab import campaigns, stale
-from learner import GroupMethod, learner_step, make_learner, new_groups
-from logprobs import token_logprobs
-from methods import preferences
-from methods.baseline import importance_weights
-from reward import task_of
-from rollout import make_generator
+from learner import learner_step
 from runtime.config import Config, check
-from runtime.folder import read_lines
-from runtime.models import make_model
 
 FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 50}
 FLAGS |= {"eval_every": 1000, "lr": 3e-3}
-
-
-def stale_batch(steps: int = 3, ranks: tuple = (0,), **flags) -> tuple:
-    """(config, learner, groups): groups that a learner sampled before it took some steps on others,
-    with rewards that are all different."""
-    config = check(Config(**FLAGS | flags, learners=len(ranks)))
-    task = task_of(config)
-    learner = make_learner(config, task, make_model(config, task), ranks)
-    generator = make_generator(config, task, learner.model)
-    batches = []
-    for _ in range(steps + 1):
-        groups = new_groups(learner, task, config.groups_per_step)
-        batches.append(stale.judged(generator, groups, task, config))
-        for t in [t for group in batches[-1] for t in group.trajectories]:
-            t.reward += 0.01 * t.sample_index
-    plain = dataclasses.replace(config, objective="cispo", advantage="grpo")
-    method, learner.method = learner.method, GroupMethod(plain, learner.model)
-    for groups in batches[1:]:
-        learner_step(learner, groups, plain)
-    learner.method = method
-    return config, learner, batches[0]
-
-
-def sums(learner, trajectories, config, model=None) -> torch.Tensor:
-    """Log-probs of whole answers, with gradient."""
-    found = []
-    for t in trajectories:
-        own, *_ = token_logprobs(model or learner.model, [(t, 0.0)], learner, config)
-        found.append(own.sum())
-    return torch.stack(found)
-
-
-def test_answers_are_weighed_by_ratio_and_length_of_gradient():
-    config, learner, groups = stale_batch()
-    trajectories = [t for group in groups for t in group.trajectories]
-    ratios, norms = importance_weights(learner, trajectories, config)
-    assert ratios.shape == norms.shape == (4, 4)
-    now = sums(learner, trajectories, config).detach()
-    then = torch.tensor([float(t.logprobs[t.loss_mask].sum()) for t in trajectories])
-    torch.testing.assert_close(ratios.flatten(), (now - then).exp(), rtol=1e-3, atol=1e-5)
-    assert ratios.std() > 1e-3, "the samples are not stale"
-    lengths = []  # the true ones, one backward pass an answer
-    for value in sums(learner, trajectories, config):
-        learner.model.flat_grad.zero_()
-        value.backward(retain_graph=True)
-        lengths.append(float(learner.model.flat_grad.norm()))
-    likeness = np.corrcoef(norms.flatten(), lengths)[0, 1]
-    assert likeness > 0.5, likeness
-
-
-def test_the_optimal_baseline_is_what_a_step_uses():
-    config, learner, groups = stale_batch(advantage="opob")
-    trajectories = [t for group in groups for t in group.trajectories]
-    rewards = torch.tensor([t.reward for t in trajectories]).view(4, 4)
-    ratios, norms = importance_weights(learner, trajectories, config)
-    samples, dead = learner.method.samples(learner, groups, config)
-    found = torch.tensor([credit[0] for _, credit in samples]).view(4, 4)
-    w = (ratios * norms) ** 2
-    baseline = (w * rewards).sum(1, keepdim=True) / w.sum(1, keepdim=True)
-    expected = (rewards - baseline) / (rewards.std(1, keepdim=True) + losses.STD_EPSILON)
-    torch.testing.assert_close(found, expected)
-    assert not dead.any()
-
-
-def test_a_step_of_online_dpo_has_the_gradient_of_its_loss():
-    """Against autograd through -log sigmoid(beta m) of best and worst, on a real model."""
-    config, learner, groups = stale_batch(objective="dpo", entropy=0.0, reference_weight=0.0)
-    pairs = []
-    for group in groups:
-        order = sorted(group.trajectories, key=lambda t: t.reward)
-        pairs.append((order[-1], order[0]))
-    best, worst = zip(*pairs, strict=True)
-    margins = sums(learner, best, config) - sums(learner, worst, config)
-    before = sums(learner, best, config, learner.reference)
-    margins = margins - (before - sums(learner, worst, config, learner.reference)).detach()
-    learner.model.flat_grad.zero_()
-    (-F.logsigmoid(preferences.BETA * margins).mean()).backward()
-    expected = learner.model.flat_grad.clone()
-
-    samples, dead = learner.method.samples(learner, groups, config)
-    assert len(samples) == 8 and not dead.any()
-    found = {}
-
-    def keep(learner, *_):
-        found["gradient"] = learner.weights.grad.clone()
-        return {}
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("learner.update_weights", keep)
-        learner_step(learner, groups, config)
-    torch.testing.assert_close(found["gradient"], expected, rtol=1e-3, atol=1e-7)
-
-
-def test_groups_without_a_better_answer_teach_dpo_nothing():
-    config, learner, groups = stale_batch(objective="dpo")
-    for t in groups[1].trajectories:
-        t.reward = 0.5
-    for t in groups[2].trajectories[1:]:
-        t.finish = "env_error"
-    samples, dead = learner.method.samples(learner, groups, config)
-    assert dead.tolist() == [False, True, True, False] and len(samples) == 4
-    for group in groups:
-        for t in group.trajectories:
-            t.reward = 0.0
-    weights = learner.weights.detach().clone()
-    assert learner_step(learner, groups, config)["tokens"] == 0
-    assert torch.equal(learner.weights.detach(), weights)
-
-
-@pytest.mark.parametrize("damper", ["gac", "brake", "ess"])
-def test_two_learners_damp_as_one_does(damper):
-    """The same batches, by one learner and by two that a replay plays: they bend alike."""
-    found = []
-    for ranks in ((0,), (0, 1)):
-        config, learner, groups = stale_batch(ranks=ranks, damper=damper, steps=4)
-        metrics = learner_step(learner, groups, config)
-        found.append((learner.weights.detach(), metrics["cosine"], metrics["lr"]))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-3, atol=1e-4)
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3, abs=1e-5)
-    assert (found[0][1] == 0.0) == (damper == "ess")
-    assert found[0][2] == pytest.approx(found[1][2])
-    if damper == "ess":
-        assert found[0][2] < 0.99 * config.lr * (1 - 4 / config.steps)
-
-
-def test_a_run_with_gac_goes_on_bitwise(tmp_path):
-    """The last gradient is in the checkpoint."""
-    flags = FLAGS | {"damper": "gac", "steps": 6, "checkpoint_every": 3}
-    train_sync.train(Config(**flags, out=str(tmp_path / "whole")))
-    train_sync.train(Config(**flags, out=str(tmp_path / "parts")))
-    (tmp_path / "parts" / "checkpoints" / "step0000006.pt").unlink()
-    (tmp_path / "parts" / "summary.json").unlink()
-    train_sync.train(Config(resume=str(tmp_path / "parts")))
-    folders = [tmp_path / name for name in ("whole", "parts")]
-    hashes = {json.loads((x / "summary.json").read_text())["weights_sha256"] for x in folders}
-    assert len(hashes) == 1
-    rows = [read_lines(folder / "metrics.jsonl")[1:] for folder in folders]
-    cosines = [[row["cosine"] for row in own] for own in rows]
-    assert cosines[0] == cosines[1] and all(cosines[0][1:]), cosines
 
 
 # ---- the race ----
