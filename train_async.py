@@ -23,7 +23,7 @@ from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped
 from runtime.ledger import table
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
-from runtime.pool import Worker
+from runtime.pipes import Worker
 from runtime.replay import replay
 from runtime.report import asynchronous_facts
 from runtime.run import (

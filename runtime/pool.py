@@ -22,8 +22,7 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -41,50 +40,12 @@ from runtime.messages import (
     result_flaw,
     unpack,
 )
-from runtime.pipes import start_here
+from runtime.pipes import Worker, last_words, start_here
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 REFILL_SECONDS = 3600.0  # a restart is forgotten after so long: a run may last for days
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 AT_ONCE = 2  # groups that a reward worker has: one that it judges, one that waits beside it
-
-
-@dataclass(eq=False)
-class Worker:
-    """One running process of a role, with its pipe and what the parent knows about it."""
-
-    role: str
-    number: int
-    process: object
-    log: str
-    serial: int  # no other worker of the pool has had it
-    heard: float  # time of its last delivery, or of its start
-    last_word: str = "spawn"  # what its last delivery was about
-    status: dict = field(default_factory=dict)  # as it told last
-    # what it was sent and has not answered, in order: by group id, or by asker and key of a call
-    work: dict = field(default_factory=dict)
-    noticed: float = 0.0  # `heard` when its silence was reported
-    lock: threading.Lock = field(default_factory=threading.Lock)  # one thread sends at a time
-    answered: bool = False
-    lost: bool = False  # nothing more is read from it
-
-    @property
-    def name(self) -> str:
-        return self.process.name
-
-    @property
-    def connection(self) -> Connection | None:
-        """To its process; None: that has not begun yet, on another machine."""
-        return self.process.connection
-
-
-def last_words(worker: Worker) -> str:
-    """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
-    code, log = worker.process.exitcode, Path(worker.log)
-    # there is no log yet if it died before it could begin
-    text = log.read_text(errors="replace").strip() if log.is_file() else ""
-    last = text.rpartition("\n")[2][:200]
-    return f"exit code {code}: {last}" if last and code == 1 else f"exit code {code}"
 
 
 class Pool:

@@ -40,8 +40,8 @@ from runtime.ledger import BUFFER, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw, pack
 from runtime.models import fitting_slots, make_model
-from runtime.pipes import start_here
-from runtime.pool import Pool, Worker
+from runtime.pipes import Worker, start_here
+from runtime.pool import Pool
 from runtime.report import summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team

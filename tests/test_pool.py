@@ -28,8 +28,8 @@ from runtime.messages import (
     pack,
     unpack,
 )
-from runtime.pipes import Line
-from runtime.pool import Pool, Worker
+from runtime.pipes import Line, Worker
+from runtime.pool import Pool
 from runtime.tokenizer import own_tokenizer
 from runtime.verifier import reward_worker
 
