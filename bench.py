@@ -29,7 +29,6 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "agents": ("campaigns", 110, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "staleness-methods": ("stale", 100, "methods.json", "60 methods to learn from stale data"),
-    "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
     "distil": ("campaigns", 8, "distil.json", "a lost skill comes back from a teacher"),
     "judge": ("campaigns", 8, "judge.json", "a reward model in place of the task"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),

@@ -14,7 +14,7 @@ from lab.campaigns import PARTS
 from lab.plots import RESULTS, between, column, grouped, load_result, median_text, table
 from lab.races import race_lines
 from lab.recipe import recipe_lines
-from lab.stale import attempt_lines, method_lines
+from lab.stale import method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
 
@@ -169,7 +169,6 @@ SECTIONS = {  # title: (the file that is read, what writes of it)
         ),
     ),
     "What helps on stale data": ("methods", method_lines),
-    "Attempts until a run converges": ("attempts", attempt_lines),
     "A teacher": ("distil", partial(run_lines, "stage", STAGE, TEACHER)),
     "A learned judge": ("judge", partial(run_lines, "judge", JUDGE, BELIEF)),
     "Faults": ("faults", partial(fact_lines, FAULTS)),

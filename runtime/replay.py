@@ -38,7 +38,7 @@ from runtime.messages import ARRAYS, Group, Judgement, Result, Trajectory, apply
 from runtime.models import make_model
 from runtime.pool import Pool
 from runtime.run import resumed
-from tasks.exam import exam_pool
+from runtime.verifier import exam_pool
 
 
 def replay(config: Config) -> None:

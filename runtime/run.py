@@ -46,8 +46,8 @@ from runtime.report import summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
-from runtime.verifier import reward_worker
-from tasks.exam import evaluate, exam_pool, silence_of
+from runtime.verifier import exam_pool, reward_worker, silence_of
+from tasks.exam import evaluate
 
 # flags that a run may have anew when it goes on
 MAY_CHANGE = ("steps", "learners", "rollout_workers", "cluster")

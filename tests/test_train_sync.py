@@ -35,7 +35,8 @@ from runtime.messages import Judgement, apply_judgement
 from runtime.models import make_model
 from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer
-from tasks.exam import evaluate, exam_pool
+from runtime.verifier import exam_pool
+from tasks.exam import evaluate
 
 encode = own_tokenizer().encode
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
