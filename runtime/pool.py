@@ -81,7 +81,7 @@ class Pool:
         self.deaths, self.times = Counter(), {}  # by group: reward workers; by name: when
         self.serials = itertools.count()
         self.losses = SimpleQueue()  # (worker, reason or None)
-        self.reading = None  # the worker that is read, or sent to, by the reader
+        self.talking = {}  # thread -> the worker that it reads or sends to: it may have to wait
         self.closing = False
         for role, (_, count, *_) in roles.items():
             for number in range(count):
@@ -184,15 +184,18 @@ class Pool:
         so that a worker that does not read holds up its sender alone."""
         with self.books:
             for worker in self.of("reward"):
-                while self.waiting and len(worker.work) < AT_ONCE:
+                while self.waiting and sum(type(key) is int for key in worker.work) < AT_ONCE:
                     group, packed = self.waiting.popleft()
                     worker.work[group.group_id] = group
                     self._post(worker, ToVerify(packed))
             outbox = {w: messages for w, messages in self.outbox.items() if w.connection}
             self.outbox = {w: x for w, x in self.outbox.items() if not (w.connection or w.lost)}
+        thread = threading.get_ident()
         for worker, messages in outbox.items():
+            self.talking[thread] = worker
             with suppress(OSError), worker.lock:  # it is gone: the reader notices
                 worker.connection.send_bytes(pickle.dumps(messages, 5))
+        self.talking.pop(thread, None)
 
     def _ask(self, call: Call) -> None:
         """A call goes to the reward worker that has the episode's state, or will have it; the end
@@ -230,7 +233,7 @@ class Pool:
                 self._send()
             for connection in wait([*pipes], 0.1):
                 worker, reason = pipes[connection], None
-                self.reading = worker
+                self.talking[threading.get_ident()] = worker
                 try:
                     status, answers = pickle.loads(connection.recv_bytes())
                     worker.heard, worker.last_word = time.monotonic(), "alive"
@@ -242,7 +245,7 @@ class Pool:
                     worker.lost = True
                 except Exception as error:  # bytes that are no messages raise almost anything
                     worker.lost, reason = True, f"sent nonsense ({type(error).__name__}: {error})"
-                self.reading = None
+                self.talking.pop(threading.get_ident(), None)
                 if worker.lost:
                     self.losses.put((worker, reason))
 
@@ -295,10 +298,10 @@ class Pool:
             with suppress(Empty):
                 self._replace(*self.losses.get(timeout=0.2))
                 self._send()
-            now, read = time.monotonic(), self.reading
+            now, talking = time.monotonic(), [*self.talking.values()]
             stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
             for worker in [*self.workers.values()]:
-                if stopped or read not in (None, worker):
+                if stopped or talking and worker not in talking:
                     worker.heard = now
                 silent, new = now - worker.heard, worker.last_word == "spawn"
                 if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:

@@ -365,6 +365,30 @@ def test_a_group_that_costs_two_verifiers_has_failed_and_others_have_not(tmp_pat
     pool.close()
 
 
+def test_a_verifier_that_hangs_and_reads_nothing_blocks_nobody(tmp_path):
+    """Its pipe is full: who sends to it waits, until it is killed."""
+    source = JUDGE.replace("time.sleep(1000)", "signal.pthread_sigmask(0, [14]); time.sleep(1000)")
+    (tmp_path / "mine.py").write_text(source)
+    config = Config(task=str(tmp_path / "mine.py"), reward_seconds=0.3)
+    roles = {"reward": (reward_worker, 1, config), "rollout": (toy, 1)}
+    pool = pool_of(tmp_path, roles, silence=2.0)
+    groups = [group_of(100 + i, [text]) for i, text in enumerate(["slow", "a", "bb"])]
+    for group in groups:
+        (t,) = group.trajectories
+        for name in ("tokens", "loss_mask", "logprobs", "versions"):
+            array = getattr(t, name)
+            setattr(t, name, np.concatenate([np.repeat(array[:1], 300_000), array[1:]]))
+        t.turns = [(300_000, len(t.tokens))]
+    pool.verify(groups)
+    issued(pool, range(5))
+    messages = drain(pool, 8)
+    verdicts = {m.group_id: m.judgement.verdicts for _, m in messages if isinstance(m, Answer)}
+    assert [*verdicts[100]][0][2].startswith("verifier_lost: was silent")
+    assert (verdicts[101][0][0], verdicts[102][0][0]) == (1.0, 2.0)
+    assert {worker.name for worker, m in messages if isinstance(m, Lost)} == {"reward-0"}
+    pool.close()
+
+
 def test_calls_of_a_generator_that_is_gone_are_forgotten(tmp_path):
     """A result goes to the worker that has asked, if that still lives."""
     pool = pool_of(tmp_path, {"rollout": (toy, 1)})
