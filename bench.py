@@ -29,7 +29,6 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "agents": ("campaigns", 110, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "staleness-methods": ("stale", 100, "methods.json", "60 methods to learn from stale data"),
-    "attempts": ("stale", 20, "attempts.json", "how often one must try at the edge of collapse"),
     "distil": ("campaigns", 8, "distil.json", "a lost skill comes back from a teacher"),
     "judge": ("campaigns", 8, "judge.json", "a reward model in place of the task"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
@@ -40,7 +39,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
-    "lab": ("exact", 1, "lab.json", "exact bias and variance of objectives"),
+    "lab": ("exact_runs", 1, "lab.json", "exact bias and variance of objectives"),
     "scale": ("simulate", 1, "scale.json", "the simulator beside published systems"),
 }
 

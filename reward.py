@@ -136,9 +136,7 @@ def task_of(config: Config) -> Task:
     if len(tasks) == 1:
         require(not config.ratio, f"--ratio {config.ratio}: must be left out with one task")
         return tasks[0]
-    from methods.mixture import mixture_of
-
-    return mixture_of(tasks, config.ratio)
+    return importlib.import_module("methods.mixture").mixture_of(tasks, config.ratio)
 
 
 def specs_of(text: str) -> list:

@@ -22,12 +22,12 @@ from learner import learner_step, new_groups
 from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped
 from runtime.ledger import table
-from runtime.messages import Answer, Group, Judgement, apply_judgement
-from runtime.pool import Lost, Silent, Worker
+from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
+from runtime.pipes import Worker
 from runtime.replay import replay
+from runtime.report import asynchronous_facts
 from runtime.run import (
     AsyncRun,
-    asynchronous_facts,
     end_run,
     exit_code,
     log_discards,

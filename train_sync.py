@@ -16,7 +16,8 @@ from runtime.books import close_step, keep
 from runtime.checkpoint import checkpoint
 from runtime.config import Config, require
 from runtime.messages import apply_judgement
-from runtime.run import end_run, exit_code, open_sync, synchronous_facts
+from runtime.report import synchronous_facts
+from runtime.run import end_run, exit_code, open_sync
 from runtime.terminal import run_main
 
 

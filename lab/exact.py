@@ -1,9 +1,8 @@
 """The exact laboratory: tasks so small that every response is enumerated.
 
 A task has 64 responses, spelled as one token of 64 or as three tokens of 4. The true policy
-gradient and the best reward are finite sums here, so bias and variance of every
-objective are exact numbers. What a run does to its data is in exact_runs.py. `bench_lab` (one
-thread, seconds) measures everything; docs/lab.md reads the results.
+gradient and the best reward are finite sums here, so bias and variance of every objective are exact
+numbers. What a run does to its data, and `bench_lab`, which measures everything: exact_runs.py.
 Left out: optimizer state, clipping of the gradient norm, function approximation (the policy is a
 table of logits), rewards that depend on time.
 
@@ -14,14 +13,12 @@ Axes:   R responses · T tokens of a response · V vocabulary · P prefixes
 """
 
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import losses
-from lab.plots import save_result
 
 SEED = 0
 STALENESS, STEP = range(9), 0.3  # gradient ascent on the enumerated objective, steps of one length
@@ -158,15 +155,3 @@ def objectives_part(task: EnumeratedTask) -> dict:
         for s, theta in enumerate(policies(task)):
             curves[method].append(examine(method, task, theta, first, s)[1])
     return curves
-
-
-def bench_lab(folder: Path) -> None:
-    """Measure everything; lab.json in `folder`. (Its pictures were drawn once: nothing moves.)"""
-    from lab import exact_runs as runs  # which builds on this file
-
-    torch.set_num_threads(1)
-    result = {"seed": SEED}
-    result |= {name: objectives_part(task) for name, task in TASKS.items()}
-    result |= {"credit": runs.credit_part(), "lengths": runs.drop_part()}
-    result["swap"] = runs.swap_part(enumerate_task(4, 4))
-    save_result(folder, "lab", result)

@@ -7,6 +7,7 @@ first turn, too; where the first turn `may_end` the episode, the word 1 does. So
 now, and decides what can be earned later.
 `swap_part`: a real GPT with a real cache, of which every response is enumerated.
 `drop_part`: the real Buffer in the simulated pipeline, with answers of which a few are very long.
+`bench_lab` (one thread, seconds) measures this and exact.py; docs/lab.md reads the results.
 Left out: samples of an older policy (exact.py), critics, prompts that differ in difficulty.
 
 Axes: R responses · T tokens of a response · D entries of the policy's table · C groups
@@ -14,6 +15,7 @@ Axes: R responses · T tokens of a response · D entries of the policy's table �
 
 import copy
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +24,18 @@ from torch import Tensor
 
 from cache import decode, make_cache, prefill
 from lab.exact import (
+    SEED,
+    TASKS,
     EnumeratedTask,
     accuracy,
     chances_of,
+    enumerate_task,
     logprobs_of,
+    objectives_part,
     policies,
     true_gradient,
 )
+from lab.plots import save_result
 from lab.simulate import Costs, simulate
 from logprobs import generated_logprobs
 from methods.turns import turn_advantages
@@ -186,3 +193,13 @@ def drop_part(steps: int = 375) -> dict:
             total = float(sum(values))
             facts[name] = {"answers": len(values), "tokens": total, "mean": total / len(values)}
     return curves
+
+
+def bench_lab(folder: Path) -> None:
+    """Measure everything; lab.json in `folder`. (Its pictures were drawn once: nothing moves.)"""
+    torch.set_num_threads(1)
+    result = {"seed": SEED}
+    result |= {name: objectives_part(task) for name, task in TASKS.items()}
+    result |= {"credit": credit_part(), "lengths": drop_part()}
+    result["swap"] = swap_part(enumerate_task(4, 4))
+    save_result(folder, "lab", result)

@@ -59,7 +59,7 @@ TARGETS |= dict.fromkeys(("slow", "long"), ("solved", math.inf))
 ALIKE = {"reward_workers": 0, "eval_when": "late", "eval_every": 10, "groups_per_step": 16}
 FLAGS = {"guess": ALIKE | {"steps": 240, "slots": 256}, "sum": ALIKE | {"steps": 120, "slots": 64}}
 FLAGS["slow"] = ALIKE | {"steps": 30, "groups_per_step": 4, "group_size": 8, "slots": 96}
-FLAGS["slow"] |= {"task": ROOT / "tests/slow.py:0.05,no", "reward_workers": 1}
+FLAGS["slow"] |= {"task": ROOT / "tests/slow.py:0.05,no", "reward_workers": 8}
 READING = """\
 What a synchronous step spends its time on. Waiting: slots are empty because only the longest
 answers are still being written, or all wait for the environment. If nothing waited, and generating

@@ -1,7 +1,6 @@
 """stale.py: what to do about stale data: objectives and dampers on data of a known age.
 
     python bench.py staleness-methods    # every objective and damper, at four ages, and 8 bits
-    python bench.py attempts             # how often one must try until a run converges
 
 A run here is synchronous, but its generator is always `lag` versions behind: every token is exactly
 so old, nothing depends on the clock, and two runs at once do not disturb each other. In a real
@@ -56,14 +55,6 @@ BASELINES = ("cispo", "reinforce")
 # Half of a 99% interval, in standard errors, by the number of seeds (Student 1908). A bootstrap of
 # five means is too sure: it finds a difference in one of ten comparisons of equals.
 STUDENT = {2: 63.66, 3: 9.925, 4: 5.841, 5: 4.604, 6: 4.032, 10: 3.250, 20: 2.861}
-
-# The edge of collapse: each rate is 0.6 of the next, which is what the window makes of it.
-LAG, RATES = 4, (0.00259, 0.00432, 0.0072, 0.012, 0.02)
-TRIES, CONVERGED = 20, 0.75
-ATTEMPTS = f"""\
-`reverse:4`, data {LAG} versions old, {TRIES} seeds: how often one must try until a run converges
-(held-out reward at least {CONVERGED}); in brackets quartiles of the reward.
-"""
 
 
 def lagged_run(lag: int = 0, **flags) -> dict:
@@ -208,34 +199,3 @@ def method_lines(result: dict) -> list[str]:
         cells = [(*arm.split(" + "), gain(rows, arm)) for arm in beside]
         lines += ["", *table(f"`{task}`, η = 4 and 16: beside", cells)]
     return lines
-
-
-# ---- how often one must try ----
-
-
-def bench_attempts(folder: Path) -> None:
-    """Runs at the edge of collapse, without a damper and with each; attempts.json."""
-    plan = []
-    for lr, damper, seed in product(RATES, DAMPERS[::-1], range(TRIES)):
-        flags = {"lag": LAG, "lr": lr, "damper": damper} | FIXES.get(damper, {})
-        plan.append({"task": TASKS[0], "seed": seed, "damper": damper, "flags": flags})
-    run_all(plan, folder, "attempts")
-
-
-def finals_of(result: dict) -> dict[tuple, np.ndarray]:
-    """(learning rate, damper) -> the rewards at the end of its runs."""
-    finals = defaultdict(list)
-    for run in result["runs"]:
-        finals[run["flags"]["lr"], run["damper"]].append(run["final"])
-    return {arm: np.array(rewards) for arm, rewards in finals.items()}
-
-
-def attempt_lines(result: dict) -> list[str]:
-    """Of every learning rate: how often one must try until a run converges."""
-    cells = []
-    for (lr, damper), finals in finals_of(result).items():
-        good = sum(finals >= CONVERGED)
-        tries = f"{len(finals) / good:.1f}" if good else "never"
-        low, high = np.quantile(finals, [0.25, 0.75])
-        cells.append((lr, damper, f"{tries} ({low:.2f} to {high:.2f})"))
-    return [ATTEMPTS, *table("learning rate, and `--damper`", cells)]

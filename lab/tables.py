@@ -14,7 +14,7 @@ from lab.campaigns import PARTS
 from lab.plots import RESULTS, between, column, grouped, load_result, median_text, table
 from lab.races import race_lines
 from lab.recipe import recipe_lines
-from lab.stale import attempt_lines, method_lines
+from lab.stale import method_lines
 
 PAGE = RESULTS.parent / "docs" / "measured.md"
 
@@ -41,12 +41,14 @@ def told(rows: list[dict], what: str) -> str:
 def run_lines(by: str, columns: dict, text: str, result: dict, of: str = "runs") -> list[str]:
     """A row for the runs with the same `by`, {column: what is told}; those that have nothing for
     the first column are left out."""
-    runs, first = result[of], next(iter(columns.values())).strip("~").partition(" ")[0]
+    runs = result[of]
     if isinstance(runs, dict):
         runs = [{"name": name} | run for name, run in runs.items()]
-    named = [
-        {"row": pick(run, by), "run": run} for run in runs if pick(run, first) == pick(run, first)
-    ]
+    first = next(iter(columns.values())).strip("~").split(" ")[0]
+    named = []
+    for run in runs:
+        if pick(run, first) is not math.nan:
+            named.append({"row": pick(run, by), "run": run})
     cells = []
     for name, rows in grouped(named, "row").items():
         cells.append((name, "runs", len(rows)))
@@ -167,7 +169,6 @@ SECTIONS = {  # title: (the file that is read, what writes of it)
         ),
     ),
     "What helps on stale data": ("methods", method_lines),
-    "Attempts until a run converges": ("attempts", attempt_lines),
     "A teacher": ("distil", partial(run_lines, "stage", STAGE, TEACHER)),
     "A learned judge": ("judge", partial(run_lines, "judge", JUDGE, BELIEF)),
     "Faults": ("faults", partial(fact_lines, FAULTS)),

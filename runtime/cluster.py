@@ -84,9 +84,6 @@ class RemoteMailbox:
         flat = torch.frombuffer(ray.get(self.box[0]).copy(), dtype=self.form.dtype)
         return self.known, flat.to(self.device)
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def versions() -> dict:
     """What must be the same on all nodes."""

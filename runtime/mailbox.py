@@ -19,15 +19,6 @@ from fast.eightbit import Form, pack
 HEADER = 64  # bytes before the buffers
 
 
-def open_mailbox(place, like: Tensor, form: Form):
-    """A rollout worker's: memory of this machine, or (not a path) another machine's weights."""
-    if isinstance(place, str):
-        return Mailbox(like, place, form)
-    from runtime.cluster import RemoteMailbox
-
-    return RemoteMailbox(place, like, form)
-
-
 class Mailbox:
     """The newest weights [P] in shared memory: two buffers, each stamped before and after writing.
 

@@ -193,6 +193,26 @@ class Result(NamedTuple):
     asker: int = -1
 
 
+class ToVerify(NamedTuple):
+    """A packed group, for a reward worker."""
+
+    packed: tuple
+
+
+class Lost(NamedTuple):
+    """A worker has died, or was killed because it was silent or sent nonsense; a successor has its
+    name."""
+
+    reason: str
+    groups: list[Group]  # that it was to generate
+
+
+class Silent(NamedTuple):
+    """A worker has said nothing for a while: perhaps it has died."""
+
+    reason: str
+
+
 def apply_judgement(group: Group, judgement: Judgement) -> None:
     """Write verdicts (reward, turn rewards, error or None), and what a teacher said, into a group's
     trajectories; a failed verification marks its own, unless the environment had failed before."""
@@ -236,6 +256,13 @@ def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) 
     return outside("reward", np.array(rewards), -LARGEST_REWARD, LARGEST_REWARD) or outside(
         "log-prob of the teacher", logprobs, *LOGPROBS
     )
+
+
+def result_flaw(result: Result, asked: Call) -> str | None:
+    """What is wrong with an environment's answer; None if it is sound."""
+    if result.turn != len(asked.answers):
+        return f"an answer to turn {result.turn}, must be {len(asked.answers)}"
+    return outside("reward", np.array([result.reward]), -LARGEST_REWARD, LARGEST_REWARD)
 
 
 def group_flaw(packed: tuple, asked: Group, size: int, newest: int, vocabulary: int) -> str | None:

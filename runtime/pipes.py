@@ -1,4 +1,4 @@
-"""pipes.py: a worker's process, and the pipe between it and the parent.
+"""pipes.py: a worker's process, what the parent knows about it, and the pipe between them.
 
 What passes is one list of messages after another, pickled: between processes of one run only. A
 worker dies with the thread of the parent that has started it.
@@ -9,10 +9,13 @@ import ctypes
 import os
 import pickle
 import signal
+import threading
 import time
+from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import __main__
 
@@ -85,3 +88,41 @@ def start_here(name: str, function, number: int, log: str, arguments: list) -> B
     there.close()
     process.connection = here
     return process
+
+
+@dataclass(eq=False)
+class Worker:
+    """One running process of a role, with its pipe and what the parent knows about it."""
+
+    role: str
+    number: int
+    process: object
+    log: str
+    serial: int  # no other worker of the pool has had it
+    heard: float  # time of its last delivery, or of its start
+    last_word: str = "spawn"  # what its last delivery was about
+    status: dict = field(default_factory=dict)  # as it told last
+    # what it was sent and has not answered, in order: by group id, or by asker and key of a call
+    work: dict = field(default_factory=dict)
+    noticed: float = 0.0  # `heard` when its silence was reported
+    lock: threading.Lock = field(default_factory=threading.Lock)  # one thread sends at a time
+    answered: bool = False
+    lost: bool = False  # nothing more is read from it
+
+    @property
+    def name(self) -> str:
+        return self.process.name
+
+    @property
+    def connection(self) -> Connection | None:
+        """To its process; None: that has not begun yet, on another machine."""
+        return self.process.connection
+
+
+def last_words(worker: Worker) -> str:
+    """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
+    code, log = worker.process.exitcode, Path(worker.log)
+    # there is no log yet if it died before it could begin
+    text = log.read_text(errors="replace").strip() if log.is_file() else ""
+    last = text.rpartition("\n")[2][:200]
+    return f"exit code {code}: {last}" if last and code == 1 else f"exit code {code}"

@@ -22,87 +22,30 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from runtime.config import AttemptLost, TrainingStopped
 from runtime.messages import (
-    LARGEST_REWARD,
     Answer,
     Call,
     Group,
     Judgement,
+    Lost,
     Result,
+    Silent,
+    ToVerify,
     pack,
+    result_flaw,
     unpack,
 )
-from runtime.pipes import start_here
+from runtime.pipes import Worker, last_words, start_here
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 REFILL_SECONDS = 3600.0  # a restart is forgotten after so long: a run may last for days
 NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
 AT_ONCE = 2  # groups that a reward worker has: one that it judges, one that waits beside it
-
-
-@dataclass(eq=False)
-class Worker:
-    """One running process of a role, with its pipe and what the parent knows about it."""
-
-    role: str
-    number: int
-    process: object
-    log: str
-    serial: int  # no other worker of the pool has had it
-    heard: float  # time of its last delivery, or of its start
-    last_word: str = "spawn"  # what its last delivery was about
-    status: dict = field(default_factory=dict)  # as it told last
-    # what it was sent and has not answered, in order: by group id, or by asker and key of a call
-    work: dict = field(default_factory=dict)
-    noticed: float = 0.0  # `heard` when its silence was reported
-    lock: threading.Lock = field(default_factory=threading.Lock)  # one thread sends at a time
-    answered: bool = False
-    lost: bool = False  # nothing more is read from it
-
-    @property
-    def name(self) -> str:
-        return self.process.name
-
-    @property
-    def connection(self) -> Connection | None:
-        """To its process; None: that has not begun yet, on another machine."""
-        return self.process.connection
-
-
-class ToVerify(NamedTuple):
-    """A packed group, for a reward worker."""
-
-    packed: tuple
-
-
-class Lost(NamedTuple):
-    """A worker has died, or was killed because it was silent or sent nonsense; a successor has its
-    name."""
-
-    reason: str
-    groups: list[Group]  # that it was to generate
-
-
-class Silent(NamedTuple):
-    """A worker has said nothing for a while: perhaps it has died."""
-
-    reason: str
-
-
-def last_words(worker: Worker) -> str:
-    """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
-    code, log = worker.process.exitcode, Path(worker.log)
-    # there is no log yet if it died before it could begin
-    text = log.read_text(errors="replace").strip() if log.is_file() else ""
-    last = text.rpartition("\n")[2][:200]
-    return f"exit code {code}: {last}" if last and code == 1 else f"exit code {code}"
 
 
 class Pool:
@@ -313,10 +256,8 @@ class Pool:
         asked = worker.work.get(key)
         if asked is None:
             raise ValueError(f"an answer to {key}, which it does not have")
-        if not result and (wrong := self.flaw(answer, asked)):
+        if wrong := (result_flaw if result else self.flaw)(answer, asked):
             raise ValueError(wrong)
-        if result and not (answer.turn == len(asked.answers) and sound(answer.reward)):
-            raise ValueError(f"turn {answer.turn}, reward {answer.reward}")
         with self.books:
             if worker.work.pop(key, None) is None:
                 return  # it was lost meanwhile
@@ -399,9 +340,8 @@ class Pool:
     def _again(self, item: Group | Call) -> None:
         """Ask another reward worker what one has not answered."""
         if isinstance(item, Call):
-            self._ask(item)
-        else:
-            self.waiting.append((item, pack(item)))
+            return self._ask(item)
+        self.waiting.append((item, pack(item)))
 
     def _blame(self, worker: Worker, item: Group | Call, reason: str) -> None:
         """What a reward worker was at when it was lost: a call has failed, so has a group that has
@@ -435,8 +375,3 @@ class Pool:
         worker.process.join(2.0)
         if folder := worker.status.get("folder"):
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def sound(reward: float) -> bool:
-    """Whether a reward is finite in float32; NaN is not."""
-    return abs(reward) <= LARGEST_REWARD

@@ -38,7 +38,7 @@ from runtime.messages import ARRAYS, Group, Judgement, Result, Trajectory, apply
 from runtime.models import make_model
 from runtime.pool import Pool
 from runtime.run import resumed
-from tasks.exam import exam_pool
+from runtime.verifier import exam_pool
 
 
 def replay(config: Config) -> None:
@@ -64,7 +64,7 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
     advice, done = advice_of(config, task), {}  # done: group id -> group
-    pool = exam_pool(config, Path(tempfile.mkdtemp())) if task.outside else None
+    pool = exam_pool(config, task, Path(tempfile.mkdtemp())) if task.outside else None
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
         for worker, generator in generators.items():

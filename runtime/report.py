@@ -4,12 +4,34 @@ Left out: what was evaluated when (run.py), what is drawn (pictures.py).
 """
 
 import shlex
+import time
 from collections import Counter
 from pathlib import Path
 
 from reward import own_files
 from runtime.folder import read_json, read_lines, write_json
 from runtime.pictures import draw_run
+
+
+def synchronous_facts(run) -> dict:
+    """What only a synchronous run can say about itself, for its summary."""
+    wall, seconds = run.log.now(), run.log.seconds
+    busy = {"rollout": seconds["generate"] / wall, "learner": seconds["train"] / wall}
+    return {"staleness_bound": 0, "utilization": busy}
+
+
+def asynchronous_facts(run) -> dict:
+    """What only an asynchronous run can say about itself, for its summary."""
+    seconds = time.time() - (run.began or run.log.start)
+    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    learner = run.log.seconds["train"] / seconds
+    return {
+        "staleness_bound": run.config.max_staleness,
+        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
+        "published_bytes": run.mailbox.nbytes,
+        "ledger": run.ledger.totals(),
+        "workers_lost": run.lost,
+    }
 
 
 def summarise(run: Path, facts: dict) -> str:

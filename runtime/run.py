@@ -40,14 +40,14 @@ from runtime.ledger import BUFFER, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw, pack
 from runtime.models import fitting_slots, make_model
-from runtime.pipes import start_here
-from runtime.pool import Pool, Worker
+from runtime.pipes import Worker, start_here
+from runtime.pool import Pool
 from runtime.report import summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
-from runtime.verifier import reward_worker
-from tasks.exam import evaluate, exam_pool, silence_of
+from runtime.verifier import exam_pool, reward_worker, silence_of
+from tasks.exam import evaluate
 
 # flags that a run may have anew when it goes on
 MAY_CHANGE = ("steps", "learners", "rollout_workers", "cluster")
@@ -112,7 +112,7 @@ def open_run(config: Config, mode: str) -> Run:
         if state:
             drop_what_follows(folder, state)
             write_config(folder, record | {name: getattr(config, name) for name in MAY_CHANGE})
-        exam = exam_pool(config, folder / "logs")
+        exam = exam_pool(config, task, folder / "logs")
         log = RunLog(folder, config, state)
         run = Run(config, task, folder, lock, learner, log, stop, exam, advice, ledger, state)
         if state:
@@ -222,13 +222,6 @@ def open_sync(config: Config):
         raise
     finally:
         run.exam.close()
-
-
-def synchronous_facts(run: Run) -> dict:
-    """What only a synchronous run can say about itself, for its summary."""
-    wall, seconds = run.log.now(), run.log.seconds
-    busy = {"rollout": seconds["generate"] / wall, "learner": seconds["train"] / wall}
-    return {"staleness_bound": 0, "utilization": busy}
 
 
 # ---------------------------------------------------------------------------- an asynchronous run
@@ -403,17 +396,3 @@ def save_what_is(run: AsyncRun) -> None:
     run.log.close()
     if run.learner.team.size == 1:
         save(run)
-
-
-def asynchronous_facts(run: AsyncRun) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
-    seconds = time.time() - (run.began or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
-    learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "published_bytes": run.mailbox.nbytes,
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }

@@ -9,14 +9,17 @@ import gc
 import os
 import random
 import tempfile
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from reward import Task, advance, ask, forget, own_files, task_of
 from runtime.advice import advice_of, judge
 from runtime.config import Config
-from runtime.messages import Answer, Call, Result, unpack
+from runtime.messages import Answer, Call, Result, flaw, unpack
 from runtime.pipes import Line
+from runtime.pool import Pool
 
 
 def reward_worker(line: Line, config: Config):
@@ -77,3 +80,29 @@ def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
 def close_states(keys: list, task: Task, config: Config, states: dict) -> None:
     """Episodes are over."""
     ask("env", lambda key: forget(task, states, key), keys, config)
+
+
+# ------------------------------------------------------------------------------- in the parent
+
+
+def exam_pool(config: Config, task: Task, logs: Path) -> Pool:
+    """A pool with one reward worker, or as many as are configured for an environment outside; an
+    exam is judged by the task, and nobody learns from it."""
+    count = max(1, config.reward_workers) if task.outside else 1
+    plain = replace(config, teacher="", reward_model="")
+    return Pool(
+        {"reward": (reward_worker, count, plain)},
+        logs=logs,
+        restarts=config.restarts,
+        silence={"reward": silence_of(plain)},
+        flaw=lambda answer, asked: flaw(answer, asked, 1, 0, 0),
+        prefix="exam-",
+    )
+
+
+def silence_of(config: Config) -> float:
+    """Seconds without a sign of life of a reward worker: it gives one after every time limit. Who
+    asks a model may need longer."""
+    if config.teacher or config.reward_model:
+        return config.silence
+    return min(config.silence, 2 * config.reward_seconds + 2)

@@ -22,7 +22,7 @@ from runtime.checkpoint import load_state, unpickled, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
-from runtime.mailbox import open_mailbox
+from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, pack, unpack
 from runtime.pipes import Line
 from runtime.team import Begin, GatherMoments, join_team
@@ -36,8 +36,14 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
     generator = make_generator(config, task, model, line.worker)
     advice = None if config.reward_workers else advice_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
-    mailbox = open_mailbox(mailbox_place, model.flat, form_of(model, config.published))
-    atexit.register(mailbox.close)
+    form = form_of(model, config.published)
+    if isinstance(mailbox_place, str):
+        mailbox = Mailbox(model.flat, mailbox_place, form)
+        atexit.register(mailbox.close)
+    else:
+        from runtime.cluster import RemoteMailbox  # importing Ray takes a second
+
+        mailbox = RemoteMailbox(mailbox_place, model.flat, form)
     gc.freeze()  # as in open_run (run.py)
     born, active = time.time(), False
     span = None  # of generation with one version: when it began, the version, counts before it

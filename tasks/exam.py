@@ -1,42 +1,17 @@
 """exam.py: how good a policy is, with the task's code in a process of its own.
 
 `evaluate` runs where the weights are changed, so it cannot race with training. A task that hangs in
-C, forks or ends its process must not do so there: a pool with one reward worker has it.
+C, forks or ends its process must not do so there: a pool of its own has it (runtime/verifier.py).
 """
-
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from reward import Task, capacity_of, problem_of
 from rollout import Generator, generate
 from runtime.config import Config
-from runtime.messages import Answer, Group, apply_judgement, flaw
+from runtime.messages import Answer, Group, apply_judgement
 from runtime.pool import Pool
-from runtime.verifier import reward_worker
 from tasks.environment import make_environment
-
-
-def exam_pool(config: Config, logs: Path) -> Pool:
-    """A pool with one reward worker; it is judged by the task, and nobody learns from it."""
-    plain = replace(config, teacher="", reward_model="")
-    return Pool(
-        {"reward": (reward_worker, 1, plain)},
-        logs=logs,
-        restarts=config.restarts,
-        silence={"reward": silence_of(plain)},
-        flaw=lambda answer, asked: flaw(answer, asked, 1, 0, 0),
-        prefix="exam-",
-    )
-
-
-def silence_of(config: Config) -> float:
-    """Seconds without a sign of life of a reward worker: it gives one after every time limit. Who
-    asks a model may need longer."""
-    if config.teacher or config.reward_model:
-        return config.silence
-    return min(config.silence, 2 * config.reward_seconds + 2)
 
 
 def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:

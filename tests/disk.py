@@ -47,7 +47,6 @@ from runtime.terminal import run_main  # noqa: E402
 
 FLAGS = "--task guess --steps 4 --set=checkpoint_every=1 --eval-every 4".split()
 FLAGS += "--groups-per-step 4 --group-size 4 --slots 16".split()
-books.SAMPLES_EVERY = 2
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # loads what makes folders of its own
 tempfile.gettempdir()  # tries to write there, once
 LOGS = ("metrics", "events", "samples")
@@ -101,7 +100,7 @@ def watch(run: Path, note: int) -> None:
 
 def run_command(words: list[str]) -> None:
     """What the shell would do: a trainer, or `runtime.ledger RUN`."""
-    sys.argv = words
+    sys.argv, books.SAMPLES_EVERY = words, 2
     if words[0] == "runtime.ledger":
         runpy.run_module("runtime.ledger", run_name="__main__")
     else:

@@ -48,9 +48,8 @@ from runtime import run as run_room  # noqa: E402
 from runtime.config import Config, TrainingStopped, words  # noqa: E402
 from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import Answer, Group, pack, unpack  # noqa: E402
+from runtime.messages import Answer, Group, Lost, Silent, ToVerify, pack, unpack  # noqa: E402
 from runtime.pipes import Line  # noqa: E402
-from runtime.pool import Lost, Silent, ToVerify  # noqa: E402
 from runtime.terminal import run_main  # noqa: E402
 from runtime.verifier import reward_worker  # noqa: E402
 

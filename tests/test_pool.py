@@ -20,14 +20,16 @@ from runtime.messages import (
     Call,
     Group,
     Judgement,
+    Lost,
     Result,
+    Silent,
     Trajectory,
     flaw,
     pack,
     unpack,
 )
-from runtime.pipes import Line
-from runtime.pool import Lost, Pool, Silent, Worker
+from runtime.pipes import Line, Worker
+from runtime.pool import Pool
 from runtime.tokenizer import own_tokenizer
 from runtime.verifier import reward_worker
 

@@ -25,9 +25,8 @@ from rollout import make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
-from runtime.messages import Answer, Call, Group, Judgement, Result, pack, unpack
+from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, pack, unpack
 from runtime.models import make_model
-from runtime.pool import Lost
 from runtime.run import AsyncRun, log_discards, open_run, settle
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}

@@ -1,7 +1,6 @@
 """What stale data are worth: the race of methods (lab/stale.py); stages of distillation."""
 
 import json
-import math
 from itertools import product
 from pathlib import Path
 
@@ -138,20 +137,6 @@ def test_equals_are_rarely_told_apart():
             rows.append(row | {"area": random.standard_normal()})
         wrong += stale.compared(rows, "cispo")[0] != "cannot be told"
     assert wrong <= 12
-
-
-def test_attempts_are_counted():
-    rows = []
-    for lr, finals in {0.01: [0.9, 0.8, 0.1, 0.2], 0.02: [0.1] * 4}.items():
-        for damper, better in {"none": 0.0, "kl": 0.7}.items():
-            rows += [{"flags": {"lr": lr}, "damper": damper, "final": x + better} for x in finals]
-    lines = stale.attempt_lines({"runs": rows})
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[-2:]]
-    assert cells == [
-        ["0.01", "2.0 (0.18 to 0.83)", "1.0 (0.87 to 1.52)"],
-        ["0.02", "never (0.10 to 0.10)", "1.0 (0.80 to 0.80)"],
-    ]
-    assert math.isclose(stale.RATES[0] / stale.RATES[1], 0.6, rel_tol=0.01)
 
 
 # ---- a skill that was lost ----

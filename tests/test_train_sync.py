@@ -35,7 +35,8 @@ from runtime.messages import Judgement, apply_judgement
 from runtime.models import make_model
 from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer
-from tasks.exam import evaluate, exam_pool
+from runtime.verifier import exam_pool
+from tasks.exam import evaluate
 
 encode = own_tokenizer().encode
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}
@@ -472,7 +473,7 @@ def test_evaluation_changes_nothing(tmp_path):
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
     weights, state = learner.model.flat.clone(), torch.get_rng_state()
-    pool = exam_pool(config, tmp_path)
+    pool = exam_pool(config, task, tmp_path)
     first = evaluate(learner, config, task, pool)
     assert first == evaluate(learner, config, task, pool)
     pool.close()
