@@ -5,12 +5,13 @@ What `kl` does with its window is examined in test_exercises.py.
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from test_methods import FLAGS, stale_batch
 
 import train_sync
-from learner import learner_step
+from learner import learner_step, micro_batch_loss
 from methods import dampers
 from methods.dampers import DAMPERS, brake, gac, kl
 from runtime import config as config_room
@@ -57,6 +58,18 @@ def test_the_window_is_held_against_the_threshold_of_the_run():
     assert kl(None, memory, metrics, Config(kl_threshold=1.0))[1] == 1.0
     assert kl(None, memory, {}, CONFIG)[1] == 0.6, "the mean stays, where nothing was measured"
     assert memory == {"window": [0.95], "reference_factor": 2.0}
+
+
+def test_the_reference_is_held_on_to_more_while_the_window_is_above():
+    config, learner, groups = stale_batch(reference_every=1, reference_weight=0.5)
+    samples, _ = learner.method.samples(learner, groups, config)
+    losses = []
+    for factor in (0.0, 1.0, 2.0):
+        learner.damping["reference_factor"] = factor
+        loss, parts, _ = micro_batch_loss(learner, samples, True, 100, config)
+        losses.append(float(loss.detach()))
+    kl = 0.5 * float(parts["kl_reference"].sum()) / 100
+    assert np.diff(losses) == pytest.approx([kl, kl], rel=1e-3) and kl > 1e-4
 
 
 @pytest.mark.parametrize("damper", ["gac", "brake", "ess"])

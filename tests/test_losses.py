@@ -24,26 +24,21 @@ LENGTHS = (5, 1, 4, 7, 3, 6)  # generated tokens of each sequence
 ALL = range(6)
 
 
-def make_batch(seed=0, noise=0.35, sequences=ALL, dtype=torch.float64):
-    """Packed sequences as the learner sees them; all randomness depends on the sequence alone."""
-    columns = {name: [] for name in Tokens._fields}
-    for index, original in enumerate(sequences):
-        random = torch.Generator().manual_seed(1000 * seed + original)
-        length = LENGTHS[original]
-        drift = 0.3 * torch.randn(1, generator=random, dtype=torch.float64)  # of a whole sequence
-        draw = torch.randn(3, length, generator=random, dtype=torch.float64)
-        behaviour = -1.5 + 0.5 * draw[0]
-        proximal = behaviour + noise * draw[1]
-        columns["behaviour"].append(behaviour)
-        columns["proximal"].append(proximal)
-        columns["logprobs"].append(proximal + noise * draw[2] + drift)
-        advantage = (-1.0) ** original * (0.5 + 0.25 * original)
-        columns["advantages"].append(torch.full((length,), advantage, dtype=torch.float64))
-        columns["sequence"].append(torch.full((length,), index))
-        columns["age"].append((original + torch.arange(length)) % 5)
-    tensors = {name: torch.cat(column) for name, column in columns.items()}
-    tensors = {k: x.to(dtype) if x.is_floating_point() else x for k, x in tensors.items()}
-    return SimpleNamespace(**tensors, count=sum(LENGTHS))
+def make_batch(seed=0, sequences=ALL, dtype=torch.float64):
+    """Some sequences of a step, packed as the learner sees them."""
+    sizes, tokens = torch.tensor(LENGTHS), torch.arange(sum(LENGTHS))
+    which = torch.arange(len(LENGTHS)).repeat_interleave(sizes)  # each token's sequence
+    random = torch.Generator().manual_seed(seed)
+    draw = torch.randn(4, len(tokens), generator=random, dtype=torch.float64)
+    behaviour = -1.5 + 0.5 * draw[0]
+    proximal = behaviour + 0.35 * draw[1]
+    logprobs = proximal + 0.35 * draw[2] + 0.3 * draw[3][which]  # a whole sequence drifts, too
+    advantages = (-1.0) ** which * (0.5 + 0.25 * which)
+    rows = torch.cat([tokens[which == i] for i in sequences])
+    floats = [x[rows].to(dtype) for x in (logprobs, proximal, behaviour, advantages)]
+    sequence = torch.arange(len(sequences)).repeat_interleave(sizes[[*sequences]])
+    age = (which + tokens)[rows] % 5  # it changes in a sequence
+    return SimpleNamespace(**Tokens(*floats, sequence, age)._asdict(), count=len(tokens))
 
 
 def on_policy_batch():

@@ -120,18 +120,18 @@ def episode(index: int, turn_rewards: list, turns=None, **fields) -> Trajectory:
 
 
 def test_each_turn_is_paired_with_its_credit():
-    """In a group one answer has a turn less, one has failed and is repaired, one lacks rewards."""
+    """Also where answers have fewer turns, or rewards, than others, or have failed."""
     whole = [episode(0, [9.0, 1.0]), episode(1, [0.0, 1.0]), episode(2, [0.0])]
     failed = episode(3, [5.0, 5.0], finish="env_error")
-    lacking = [episode(0, [1.0], turns=2), episode(1, [], turns=1), episode(2, [2.0]), failed]
+    lacking = [episode(0, [1.0], turns=3), episode(1, [], turns=1), episode(2, [2.0]), failed]
     groups = [Group(0, 0, {}, [*whole, failed]), Group(1, 0, {}, lacking)]
     config = Config(credit="turn", advantage="mean", group_size=4)
     samples, dead = method_of(config, None).samples(None, groups, config)
     found = [credit for _, credit in samples]
     # returns of the first group: 10 and 1, 1 and 1, 0, and again 10 and 1
     assert found[:4] == [[4.75, 0.0], [-4.25, 0.0], [-5.25], [4.75, 0.0]]
-    # of the second: 1 and 0, 0, 2, and again 1 and 0
-    assert found[4:] == [[0.0, 0.0], [-1.0], [1.0], [0.0, 0.0]]
+    # of the second: 1, 0 and 0, then 0, 2, and again the first
+    assert found[4:] == [[0.0] * 3, [-1.0], [1.0], [0.0] * 3]
     assert [t for t, _ in samples] == [*whole, whole[0], *lacking[:3], lacking[0]]
     assert dead.tolist() == [False, False]
 

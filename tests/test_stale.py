@@ -1,5 +1,4 @@
-"""What stale data are worth: the learner's side of dampers, baselines and preferences, and the race
-of methods (lab/stale.py)."""
+"""What stale data are worth: the race of methods (lab/stale.py); stages of distillation."""
 
 import json
 from itertools import product
@@ -15,9 +14,6 @@ from runtime.config import Config, check
 
 FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 50}
 FLAGS |= {"eval_every": 1000, "lr": 3e-3}
-
-
-# ---- the race ----
 
 
 @pytest.mark.parametrize("lag", [0, 3])
