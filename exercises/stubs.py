@@ -289,7 +289,7 @@ def sparse_tile(
     raise NotImplementedError("ex18: one tile of sparse attention")
 
 
-def turn_advantages(turn_rewards: Tensor, present: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def turn_advantages(turn_rewards: Tensor, present: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """How much better an answer went on from a turn on than the others of its group did.
 
     turn_rewards float32 [G, n, T], what each turn of n answers to each of G prompts has earned;
@@ -298,7 +298,7 @@ def turn_advantages(turn_rewards: Tensor, present: Tensor, kind: str) -> tuple[T
     The return of a turn is its reward and those of the later turns of its answer, added up in
     float64 and then rounded to float32: 0.1 + 0.2 and 0.3 + 0.0 are equal returns. For each prompt
     and each turn t, the answers that have turn t are a group of their own: their returns get the
-    advantages that `group_advantages` gives rewards (the same three kinds; the others are not
+    advantages that `group_advantages` gives rewards (the same three names; the others are not
     valid). A turn that an answer does not have gets 0. A prompt is dead if every turn is.
     `losses.group_advantages`, in the project, is finished: `import losses` and use it.
     """

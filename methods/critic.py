@@ -35,8 +35,9 @@ class Critic(GroupMethod):
     def samples(self, learner, groups: list, config) -> tuple:
         """What stands for advantages here is a factor on them: 1 / the spread of all rewards."""
         trajectories = [t for group in groups for t in repaired(group)]
-        spread = float(torch.tensor([t.reward for t in trajectories]).float().std())
-        factor = 1 / max(SMALLEST_SPREAD, spread)  # of a single one the spread is NaN
+        rewards = torch.tensor([t.reward for t in trajectories]).float()
+        spread = float(rewards.std()) if len(rewards) > 1 else 0.0
+        factor = 1 / max(SMALLEST_SPREAD, spread)
         factors = torch.full((len(trajectories), 1), factor)
         return pairs_of(trajectories, factors), torch.zeros(len(groups), dtype=torch.bool)
 

@@ -29,7 +29,7 @@ class TurnCredit(GroupMethod):
 def turn_advantages(
     turn_rewards,  # [G, n, T]
     present,  # bool [G, n, T]
-    kind: str,
+    name: str,
 ) -> tuple:
     """Credit a turn: its reward-to-go relative to the group -> (advantages [G, n, T], dead [G]).
 
@@ -46,7 +46,7 @@ def turn_advantages(
     size, turns = turn_rewards.shape[1:]
     returns = returns_to_go(turn_rewards.masked_fill(~present, 0.0))
     rows = [x.transpose(1, 2).reshape(-1, size) for x in (returns, present)]  # [G T, n]
-    advantages, dead = group_advantages(rows[0], kind, rows[1])
+    advantages, dead = group_advantages(rows[0], name, rows[1])
     return advantages.view(-1, turns, size).transpose(1, 2), dead.view(-1, turns).all(1)
 
 

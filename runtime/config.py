@@ -250,7 +250,8 @@ def check(config: Config) -> Config:
     for f in fields(config):
         for other, values in f.metadata["only_with"].items():
             value, beside = getattr(config, f.name), getattr(config, other)
-            must = f"{written(f.name, value, not f.metadata['flag'])}: must be {f.default!r}"
+            needed = f"be {f.default!r}" if f.default else "be left out"
+            must = f"{written(f.name, value, not f.metadata['flag'])}: must {needed}"
             fits = value == f.default or beside in values
             require(fits, f"{must} with {written(other, beside)}")
     if getattr(config, "model", "tiny") not in SIZES:
