@@ -5,7 +5,7 @@ Three things are called DSA. Two of them are this file, with one code path; `chu
     indexer" scores single tokens, and every query attends to the best 2048: `chunk_size=1`.
   * Dual-Stage Attention: stage 1 scores chunks of 512 keys and keeps 8, stage 2 is ordinary
     attention inside the kept chunks: `chunk_size=512, top_k=8`. On GPUs 64 is a fast compromise.
-  * Divergence-Suppressed Alignment is no attention at all: see the KL window in dampers.py.
+  * Divergence-Suppressed Alignment is no attention at all: see the KL window in methods/dampers.py.
 
 Two rules hold for every chunk size. Only chunks ENTIRELY in the past compete, so no future token
 leaks through a mean. A query's own chunk is always selected, and counts as one of the `top_k`

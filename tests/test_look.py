@@ -1,5 +1,4 @@
-"""A run as one page: its facts are those of the run, nothing escapes from it, and a real browser
-shows the tokens of a group that is clicked."""
+"""A run as one page: its facts are those of the run, and nothing escapes from it."""
 
 import dataclasses
 import json
@@ -8,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from browser import PATH, Browser
 from test_replay import rewrite, scores_of, wander
 
 import bench
@@ -20,7 +18,6 @@ from runtime.config import Config
 from runtime.folder import read_lines
 from runtime.replay import played_again, read_script, recorded
 
-browser = pytest.mark.skipif(not PATH, reason="needs chromium or google-chrome")
 LOW, HIGH = 1 - losses.PUBLISHED.double_low, 1 + losses.PUBLISHED.double_high
 EVIL = '</script><script>window.evil=1</script><img src=x onerror="window.evil=2"><!--'
 
@@ -294,151 +291,3 @@ def test_nothing_leaves_the_facts_and_nothing_is_loaded():
     assert not re.search(r"https?:|//\w|\bsrc *=|href|@import|url\(", page)
     assert "default-src 'none'" in page  # the browser forbids it, too
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", page)
-
-
-# ---------------------------------------------------------------------------------- a real browser
-
-
-@pytest.fixture(scope="module")
-def window(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("browser")) as window:
-        yield window
-
-
-TEXTS = "[...document.querySelectorAll('.episode .tokens')].map(x => x.textContent)"
-POLICY = "document.querySelectorAll('.tokens .policy').length"
-
-
-def heading(window) -> str:
-    return window.run("document.getElementById('group').textContent")
-
-
-@browser
-def test_a_click_on_a_group_shows_its_tokens(run, window):
-    folder, page = run
-    window.open(f"file://{folder}/look.html")
-    for index in (0, len(page["groups"]) - 1):
-        group = page["groups"][index]
-        row = f"document.getElementById('row-{index}')"
-        window.run(f"{row}.scrollIntoView()")
-        box = window.run(
-            f"(() => {{ const b = {row}.getBoundingClientRect(); return [b.x, b.y]; }})()"
-        )
-        window.click(box[0] + 30, box[1] + 10)
-        assert heading(window) == f"Group {group['group']}"
-        generated = sum(len(one["versions"]) for one in group["episodes"])
-        assert window.run(POLICY) == generated
-        for said, one in zip(window.run(TEXTS), group["episodes"], strict=True):
-            for token in one["tokens"]:
-                assert page["texts"][str(token)].strip() in said
-    addresses = {address.partition("#")[0] for address in window.requests()}
-    assert window.errors() == [] and addresses == {f"file://{folder}/look.html"}
-
-
-@browser
-def test_a_click_on_the_timeline_opens_the_group_that_is_there(run, window):
-    folder, page = run
-    group = page["groups"][5]
-    window.open(f"file://{folder}/look.html#group={group['group']}")
-    assert heading(window) == f"Group {group['group']}"
-    window.press("j")
-    assert heading(window) == f"Group {page['groups'][6]['group']}"
-    window.run("scrollTo(0, 0); show(0, end); null")
-    where = """(() => {
-      const box = canvas.getBoundingClientRect(), life = groups[5].life;
-      return [box.x + toX((life.admit + life.trained) / 2), box.y + laneY(lanes[5])];
-    })()"""
-    window.run("showLife(); show(groups[5].life.admit - 0.01, groups[5].life.trained + 0.01)")
-    window.click(*window.run(where))
-    chosen = window.run("state.group")
-    assert window.run(f"lanes[{chosen}] === lanes[5]")
-    assert heading(window) == f"Group {page['groups'][chosen]['group']}"
-
-
-@browser
-def test_the_keyboard_reaches_everything(run, window):
-    folder, page = run
-    window.open(f"file://{folder}/look.html#step=3")
-    assert window.run("state.step") == 3
-    window.press("ArrowRight")
-    assert window.run("state.step") == 4
-    window.press("k")
-    assert window.run("state.step") <= 4
-    width = "state.to - state.from"
-    before = window.run(width)
-    window.press("+")
-    assert window.run(width) == pytest.approx(0.6 * before, rel=0.01)
-    window.press("0")
-    assert window.run(width) == pytest.approx(window.run("end"))
-    colour = "document.querySelector('.policy').style.background"
-    seen = set()
-    for key in "12345":
-        window.press(key)
-        seen.add(window.run(colour))
-    assert len(seen) >= 3
-    background = "getComputedStyle(document.body).backgroundColor"
-    light = window.run(background)
-    window.press("t")
-    assert window.run(background) != light
-    window.press("?")
-    assert window.run("document.getElementById('help').open")
-    window.press("Escape")
-    assert not window.run("document.getElementById('help').open")
-    assert window.errors() == []
-
-
-@browser
-def test_a_pointer_on_a_token_shows_its_facts(run, window):
-    folder, page = run
-    group = next(group for group in page["groups"] if any(o["clipped"] for o in group["episodes"]))
-    window.open(f"file://{folder}/look.html#group={group['group']}")
-    i, one = next((i, one) for i, one in enumerate(group["episodes"]) if one["clipped"])
-    part = f"document.querySelectorAll('.episode')[{i}].querySelector('.cut')"
-    window.run(f"{part}.scrollIntoView({{block: 'center'}})")
-    box = window.run(
-        f"(() => {{ const b = {part}.getBoundingClientRect(); return [b.x, b.y]; }})()"
-    )
-    window.mouse("mouseMoved", box[0] + 3, box[1] + 8)
-    said = window.run("document.getElementById('facts').innerText")
-    k = one["clipped"][0]
-    ratio = float(torch.tensor(one["logprobs"][k] - one["behaviour"][k]).exp())
-    assert f"{ratio:.3f}" in said and "clipped" in said
-    assert str(one["versions"][k]) in said and f"{one['entropy'][k]:.3f}" in said
-
-
-@browser
-def test_what_a_model_says_is_text_and_nothing_else(run, window, tmp_path):
-    _, page = run
-    evil = json.loads(json.dumps(page))
-    evil["texts"] = {i: EVIL for i in page["texts"]}
-    evil["run"] |= {"task": EVIL, "name": EVIL}
-    evil["trouble"] = EVIL
-    evil["spans"] = {EVIL: page["spans"]["learner"]}
-    for group in evil["groups"]:
-        group["task"] = group["life"]["worker"] = EVIL
-        for one in group["episodes"]:
-            one["finish"] = EVIL
-    text = look.PAGE.read_text().replace("{{run}}", look.to_json(evil))
-    (tmp_path / "look.html").write_text(text)
-    window.open(f"file://{tmp_path}/look.html")
-    assert EVIL in window.run(TEXTS)[0] and EVIL in window.run("document.title")
-    assert window.run("document.images.length") == 0
-    assert window.run("window.evil === undefined")
-    assert window.run("document.scripts.length") == 2
-
-
-@browser
-@pytest.mark.parametrize("groups", [0, 1])
-def test_a_page_with_little_in_it_opens(run, window, tmp_path, groups):
-    _, page = run
-    few = page | {"groups": page["groups"][:groups], "curves": [], "steps": [], "spans": {}}
-    text = look.PAGE.read_text().replace("{{run}}", look.to_json(few))
-    (tmp_path / "look.html").write_text(text)
-    seen = len(window.errors())
-    window.open(f"file://{tmp_path}/look.html")
-    assert heading(window) == (
-        f"Group {page['groups'][0]['group']}" if groups else "No group is shown"
-    )
-    for key in "jkn+-0ft12345":
-        window.press(key)
-    assert window.errors()[seen:] == []
