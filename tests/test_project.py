@@ -22,11 +22,11 @@ CEILINGS = {
     "methods": (700, 7000, None),
     "fast": (350, 3600, None),
     "tasks": (600, 5500, None),
-    "runtime": (3040, 29320, 9.7),  # the plan: 2,000 lines, 19,000 tokens
+    "runtime": (3050, 29380, 9.7),  # the plan: 2,000 lines, 19,000 tokens
     "lab": (1710, 20650, None),  # the plan: 20,000 tokens
 }
 # lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer
-FILE, README, TESTS, FLAGS = 300, 160, 17880, 45  # the plan: 15,000 lines of tests
+FILE, README, TESTS, FLAGS = 300, 160, 17650, 45  # the plan: 15,000 lines of tests
 LEAVES = "config devices folder ledger mailbox messages noise pipes pool runlog terminal"
 LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")] + ["fast.eightbit"]
 
