@@ -2,10 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from runtime.config import Config
 from runtime.run import fitting_slots
 from train_sync import train
 
-ROOT = Path(__file__).parent.parent
 SHAPE = dict(layers=2, width=32, heads=4, kv_heads=2, head_width=8, hidden=48, vocab_size=40)
 
 
@@ -275,47 +270,3 @@ def test_an_untied_matrix_gets_its_own_gradient():
     packed, rows = batch_of(40)
     gradients(untied, packed, rows, torch.arange(40))
     assert untied.output.weight.grad.any() and untied.embed_tokens.weight.grad.any()
-
-
-PEAK = """
-import sys
-import torch
-import torch._dynamo  # which the first piece would import
-import logprobs
-from logprobs import generated_logprobs
-from model import GPT, ModelConfig, pack_tokens
-
-torch.set_num_threads(1)
-torch.manual_seed(0)
-logprobs.PIECE = int(sys.argv[1])
-shape = dict(layers=1, width=32, heads=2, kv_heads=1, head_width=16, hidden=32, context=64)
-model = GPT(ModelConfig(**shape, vocab_size=50_000), 0)
-packed = pack_tokens(torch.randint(50_000, (16, 64)).tolist())
-rows = (packed.positions > 0).nonzero()[:, 0]
-model.flat_grad.zero_()
-
-def peak():
-    facts = open("/proc/self/status").read()
-    return int(facts.split("VmHWM:")[1].split()[0]) / 1024
-
-before = peak()
-logprobs, entropy, _ = generated_logprobs(model, packed, rows, torch.arange(50_000), 1.0)
-(logprobs.mean() + entropy.mean()).backward()
-print(round(peak() - before), float(model.flat_grad.norm()))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_pieces_need_a_fraction_of_the_memory():
-    """1,008 tokens of a vocabulary of 50,000: the peak beside the model, all at once and by
-    pieces of 16 MiB; the same gradient."""
-    found = {}
-    for name, piece in (("whole", 1 << 40), ("pieces", 1 << 22)):
-        command = [sys.executable, "-c", PEAK, str(piece)]
-        how = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
-        # freed memory goes back at once, so that a peak is what was in use
-        done = subprocess.run(command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}, **how)
-        found[name] = [float(x) for x in done.stdout.split()]
-    print(f"\npeak in MiB: {found['whole'][0]:.0f} at once, {found['pieces'][0]:.0f} in pieces")
-    assert found["pieces"][0] < found["whole"][0] / 4
-    assert found["pieces"][1] == pytest.approx(found["whole"][1], rel=1e-6)
