@@ -388,8 +388,11 @@ def check_ex06(token_mean):
     want, count = torch.cat(parts)[torch.cat(masks)].mean(), int(torch.cat(masks).sum())
     for packing in ([[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0], [1], [2], [3]]):
         batches = [[torch.cat([x[i] for i in b]) for x in (parts, masks)] for b in packing]
-        run = lambda f, batches=batches: sum(f(*batch, count) for batch in batches)  # noqa: E731
-        judge("ex06", f"{len(batches)} micro-batches", token_mean, run, want)
+
+        def total(f, batches=batches):
+            return sum(f(*batch, count) for batch in batches)
+
+        judge("ex06", f"{len(batches)} micro-batches", token_mean, total, want)
     mask, wanted = torch.tensor([False, True, True, False]), torch.tensor([0.0, 0.25, 0.25, 0.0])
     for junk in (NAN, INF):
         values = torch.tensor([junk, 2.0, 4.0, junk], requires_grad=True)
@@ -515,7 +518,10 @@ def check_ex08(double_sided):
     want = torch.zeros(len(mask)).masked_scatter(mask, torch.tensor(taught))
     loss = double_sided(logprobs, *rest)
     assert torch.isfinite(loss), "NaN outside the mask reached the loss"
-    run = lambda f: gradient(f(logprobs, *rest), logprobs)  # noqa: E731
+
+    def run(f):
+        return gradient(f(logprobs, *rest), logprobs)
+
     assert not run(double_sided).isnan().any(), "NaN outside the mask reached the gradient"
     judge("ex08", "the gradient in logprobs", double_sided, run, want)
     total = torch.tensor(sum(x * p for x, p in zip(taught, pi, strict=True)))
@@ -772,10 +778,8 @@ MISTAKES["ex13"] = {
 
 
 def check_ex13(next_batch):
-    chance, cases = (
-        random.Random(2),
-        [([(3, 0)], [], 0, 2, 1), ([(7, 5), (9, 3), (4, 3)], [], 5, 1, 3)],
-    )
+    chance = random.Random(2)
+    cases = [([(3, 0)], [], 0, 2, 1), ([(7, 5), (9, 3), (4, 3)], [], 5, 1, 3)]
     for _ in range(400):
         B, eta = chance.randint(1, 3), chance.choice([0, 1, 2, 4])
         version = eta + chance.randint(0, 3)
@@ -861,9 +865,8 @@ def check_ex15(swap_weights):
     idle, where = got.kv[:, :, 1].clone(), model.flat.data_ptr()
     swap_weights(model, got, flat, tokens, cached, running)
     assert model.flat.equal(flat), "the model does not have the new weights"
-    assert model.flat.data_ptr() == where, (
-        "write into model.flat in place: parameters are its views"
-    )
+    inside = "write into model.flat in place: the parameters are views of it"
+    assert model.flat.data_ptr() == where, inside
     assert flat.equal(new.flat), "the new weights themselves were changed"
     for b in (0, 3):
         n, hint = cached[b], "stale keys: they are still those of the old weights"
