@@ -289,14 +289,17 @@ class Generator:
     def _append(self, running: list, ids: list, logprobs: list, kept) -> list:
         """Every slot that runs has fed a token; where no other is known, the policy has generated
         one. Returns the slots whose turn that has ended."""
-        longest, ended, generated = max(slot.cached for slot in running), [], []
+        longest, ended, generated = max([slot.cached for slot in running]), [], []
+        stop = self.environment.stop
         for slot in running:
             slot.cached += 1
             if slot.cached == len(slot.tokens):  # the policy's turn
                 b = slot.number
-                slot.append([ids[b]], [logprobs[b]], self.version)
+                slot.tokens.append(ids[b])
+                slot.logprobs.append(logprobs[b])
+                slot.versions.append(self.version)
                 generated.append(b)
-                if ids[b] in self.environment.stop or len(slot.tokens) >= slot.turn_end:
+                if ids[b] in stop or slot.cached + 1 >= slot.turn_end:
                     ended.append(slot)
         if self.kept:
             self.kept.add(generated, kept)

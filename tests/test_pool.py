@@ -303,7 +303,9 @@ def test_a_state_that_is_not_there_is_made_again(judges):
 
 def test_a_call_that_hangs_or_ends_the_process_costs_itself_alone(judges):
     """Others that its worker had are asked again of the next one; nothing is used up."""
-    for number, (bad, failure) in enumerate([("hang", "env_timeout"), ("exit", "env_error")] * 3):
+    for number, (bad, failure) in enumerate(
+        [("hang", "env_timeout"), *[("exit", "env_error")] * 4]
+    ):
         calls = [Call((1, 0), {"prompt": "?"}, (bad,)), Call((1, 1), {"prompt": "?"}, ("2",))]
         judges.ask(calls)
         results = {m.key[1]: m for _, m in drain(judges, 2) if isinstance(m, Result)}
