@@ -50,14 +50,14 @@ from runtime.verifier import reward_worker  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
 START = ("SIGKILL", "exception", "slow")  # nobody waits 120 s for one that stops as it starts
-POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")
+POISON = ("token", "log-prob", "version", "NaN reward", "missing verdict")  # more: test_pool.py
 KINDS = {
     ("rollout", "start"): START,
     ("rollout", "receive"): HURT,
-    ("rollout", "send"): (*HURT, "torn", "half", *POISON),
+    ("rollout", "send"): (*HURT, "torn", "half", "duplicate", *POISON[:3]),
     ("reward", "start"): START,
     ("reward", "receive"): HURT,
-    ("reward", "send"): (*HURT, "torn", "half", "NaN reward", "missing verdict"),
+    ("reward", "send"): (*HURT, "torn", "half", *POISON[3:]),
     ("learner", "train"): (*HURT, "NaN gradient", "no tracker"),
     ("learner", "publish"): ("SIGKILL", "slow"),
     ("learner", "checkpoint"): ("SIGKILL", "full disk"),
@@ -166,27 +166,20 @@ class Breaking(Line):
 
 def poisoned(kind: str, message: Answer) -> Answer:
     """The message with one wrong thing in it."""
-    if message.group is None:  # from a reward worker
-        verdicts = message.judgement.verdicts
-        if kind == "NaN reward":
-            verdicts[0] = float("nan"), *verdicts[0][1:]
-        elif kind == "missing verdict":
-            verdicts.pop()
+    if kind == "NaN reward":
+        message.judgement.verdicts[0] = float("nan"), (), None
+    if kind == "missing verdict":
+        message.judgement.verdicts.pop()
+    if kind not in POISON[:3]:
         return message
     group = unpack(message.group)
     episode = group.trajectories[0]
     first = episode.loss_mask.nonzero()[0][0]
-    if kind == "length":
-        episode.tokens = episode.tokens[:-1]
-    elif kind == "turn":
-        episode.turns[0] = episode.turns[0][0], episode.turns[0][1] + 1
-    elif kind == "start":
-        group.start -= 1
-    elif kind == "token":
+    if kind == "token":
         episode.tokens[first] = 70000
-    elif kind == "log-prob":
+    if kind == "log-prob":
         episode.logprobs[first] = float("nan")
-    elif kind == "version":
+    if kind == "version":
         episode.versions[first] = group.start - 1
     return message._replace(group=pack(group))
 
