@@ -488,12 +488,12 @@ def losses_noticed(place: Path) -> list[dict]:
 
 
 def main() -> None:
-    place = os.environ["FAULTS"]
-    workers.rollout_worker = functools.partial(broken, place, "rollout")
-    workers.learner_worker = functools.partial(broken, place, "team")
-    run_room.reward_worker = functools.partial(broken, place, "reward")
-    break_parent(place)
-    run_main(train_async.train, "a trainer with a plan")
+    if place := os.environ.get("FAULTS"):
+        workers.rollout_worker = functools.partial(broken, place, "rollout")
+        workers.learner_worker = functools.partial(broken, place, "team")
+        run_room.reward_worker = functools.partial(broken, place, "reward")
+        break_parent(place)
+    run_main(train_async.train, __doc__)
 
 
 if __name__ == "__main__":
