@@ -1,21 +1,23 @@
 """Checkpoints: whole or refused by name, whenever the writing is killed; nothing is forgotten."""
 
 import contextlib
-import dataclasses
+import copy
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
-from learner import make_learner, new_groups
+from learner import learner_step, make_learner, new_groups
 from reward import task_of, verify_group
 from rollout import generate, make_generator
 from runtime import checkpoint
 from runtime.checkpoint import (
     completed_groups,
     load_checkpoint,
+    load_state,
     load_tensors,
     restore,
     save_checkpoint,
@@ -141,12 +143,36 @@ def test_waiting_groups_of_a_checkpoint_are_looked_at(trained, spoil, words):
         restore(learner, stored, config, ledger)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_learners_goes_on_from_a_checkpoint_of_any(trained, size):
+    """With the same moments, to the last bit; the step that follows differs by rounding alone."""
+    config, learner, groups = trained
+    two, other = (replace(config, learners=n, steps=9) for n in (2, size))
+    for group in groups:  # or there may be nothing to learn
+        group.trajectories[0].reward = 1.0
+    weights = []
+    for setting in (two, other):
+        task, ranks = task_of(config), tuple(range(setting.team_size))
+        team = make_learner(setting, task, make_model(config, task), ranks)
+        if setting is two:
+            learner_step(team, groups[:2], two)
+            stored = copy.deepcopy(state_of(team, whole_moments(team)))
+        load_state(team, stored)
+        assert torch.equal(team.weights, stored["weights"]) and team.version == 1
+        for name, moments in whole_moments(team).items():
+            assert torch.equal(moments, stored["optimizer"][name]), name
+        learner_step(team, groups[1:], setting)
+        weights.append(team.weights.detach())
+    assert not torch.equal(weights[0], stored["weights"])
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
+
+
 def digest_after(**changes) -> int:
     """Of a group of two samples, when the second one is changed."""
     arrays = {"tokens": np.int32([1, 2]), "loss_mask": np.array([False, True])}
     arrays |= {"logprobs": np.float32([0.0, -0.5]), "versions": np.int32([-1, 3])}
     first, second = (Trajectory(5, i, 0, **arrays, turns=[(1, 2)]) for i in range(2))
-    return Group(5, 0, {}, [first, dataclasses.replace(second, **changes)]).digest
+    return Group(5, 0, {}, [first, replace(second, **changes)]).digest
 
 
 def test_a_digest_covers_everything_that_training_reads():
