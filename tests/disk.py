@@ -10,14 +10,12 @@ Used by tests/test_folder.py.
 
 import atexit
 import contextlib
-import ctypes
 import errno
 import hashlib
 import io
 import json
 import multiprocessing.context
 import os
-import pickle
 import random
 import runpy
 import shutil
@@ -29,17 +27,19 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from faults import full_at  # noqa: E402
 from matplotlib.backends import backend_agg  # noqa: E402, F401 (a child needs a second less)
 
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
-from runtime import books  # noqa: E402
+from runtime import books, checkpoint  # noqa: E402
 from runtime.config import UserError  # noqa: E402
 from runtime.folder import read_lines, scan  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
@@ -50,7 +50,7 @@ FLAGS += "--groups-per-step 4 --group-size 4 --slots 16".split()
 torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # loads what makes folders of its own
 tempfile.gettempdir()  # tries to write there, once
 LOGS = ("metrics", "events", "samples")
-ENDS = ("summary.json", "config.json")
+ENDS = ("summary", "config")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink")
 
@@ -72,6 +72,11 @@ class End:
         """What a person reads on stderr, without the progress bar."""
         lines = self.err.replace("\r", "\n").splitlines()
         return [line for line in lines if line.strip() and "step/s" not in line]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Those that do not speak of a checkpoint that was passed over."""
+        return [line for line in self.lines if " is passed over: " not in line]
 
 
 def watch(run: Path, note: int) -> None:
@@ -227,6 +232,8 @@ def make_runs(folder: Path) -> dict[str, tuple[Path, str]]:
 
 # --------------------------------------------------------------------------------------- damages
 
+LINES = ("torn", "zeros", "short", "doubled", "swapped", "removed", "changed")
+
 
 def damage_line(run: Path, choose: random.Random) -> str:
     """One line of a log is torn, zeros, shortened, doubled, swapped, removed or changed."""
@@ -248,9 +255,6 @@ def damage_line(run: Path, choose: random.Random) -> str:
     return f"line {how}"
 
 
-LINES = ("torn", "zeros", "short", "doubled", "swapped", "removed", "changed")
-
-
 def damage_tail(run: Path, choose: random.Random) -> str:
     """What a crash leaves behind the last whole line of a log."""
     with (run / f"{choose.choice(LOGS)}.jsonl").open("ab") as file:
@@ -258,30 +262,24 @@ def damage_tail(run: Path, choose: random.Random) -> str:
     return "tail"
 
 
-def damage_bytes(run: Path, choose: random.Random) -> str:
-    """Some bits of any file are others."""
-    path = choose.choice([p for p in sorted(run.rglob("*")) if p.is_file() and p.stat().st_size])
-    data = bytearray(path.read_bytes())
-    for _ in range(choose.choice((1, 1, 20))):
-        data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
-    path.write_bytes(data)
-    return f"bits of {path.suffix or path.name}"
-
-
 def damage_file(run: Path, choose: random.Random) -> str:
-    """A file is missing, empty or cut; or a folder is missing."""
+    """A file has other bits, is missing, empty or cut; or a folder is missing."""
     path = choose.choice(sorted(run.rglob("*")))
     if path.is_dir():
         shutil.rmtree(path)
         return f"no {path.name}/"
-    how = choose.choice(("no", "empty", "cut"))
-    data = path.read_bytes()
+    how, data = choose.choice(("bits of", "bits of", "no", "empty", "cut")), path.read_bytes()
     path.unlink()
+    if how == "bits of" and data:
+        data = bytearray(data)
+        for _ in range(choose.choice((1, 20))):
+            data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
     if how != "no":
-        path.write_bytes(data[: len(data) // 2 if how == "cut" else 0])
+        path.write_bytes(data[: {"empty": 0, "cut": len(data) // 2}.get(how, len(data))])
     return f"{how} {path.suffix or path.name}"
 
 
+TEXTS = (b"", b"{", b"[]", b"7", b"null", bytes(99), b"[" * 10**5, b"\xff\xfe{}", b"{}")
 VALUES = (None, -1, 0, 1.5, 10**30, float("nan"), "", "\x1b[2J", [], {}, True, "../..", "guess", 5)
 
 
@@ -289,20 +287,15 @@ def damage_config(run: Path, choose: random.Random) -> str:
     """config.json is something else, or says something else."""
     path, how = run / "config.json", choose.choice(("text", "value", "value", "value", "key"))
     record = json.loads(path.read_text())
-    if how == "text":
-        texts = (b"", b"{", b"[]", b"7", b"null", bytes(99), b"[" * 10**5, b"\xff\xfe{}", b"{}")
-        path.write_bytes(choose.choice(texts))
-        return "config text"
     name = choose.choice([name for name in record if name != "machine"])
-    if how == "value":
-        record[name] = choose.choice(VALUES)
-    else:
+    record[name] = choose.choice(VALUES)
+    if how == "key":
         del record[name]
-    path.write_text(json.dumps(record))
+    path.write_bytes(choose.choice(TEXTS) if how == "text" else json.dumps(record).encode())
     return f"config {how}"
 
 
-DAMAGES = (damage_line, damage_line, damage_tail, damage_bytes, damage_file, damage_config)
+DAMAGES = (damage_line, damage_line, damage_tail, damage_file, damage_file, damage_config)
 
 
 def settings(run: Path) -> dict | None:
@@ -313,120 +306,94 @@ def settings(run: Path) -> dict | None:
         return None
 
 
-def damaged(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> tuple:
+def damaged(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
     """Damage a run folder and resume it; what was done, and how it ended."""
     meant = settings(run)
-    kind = choose.choice(DAMAGES)(run, choose)
+    what = choose.choice(DAMAGES)(run, choose)
     same, before = settings(run) == meant, tree_of(run)
     end = attempt([trainer(mode), "--resume", str(run)], run, place)
     if end.code == 0:
         judge(run, mode, place, sha256 if same else None)
     else:
-        passed = [line for line in end.lines if " is passed over: " not in line]
-        assert len(passed) == 1, end.lines
+        assert len(end.reasons) == 1, end.lines
         assert end.code == 2 or not same, f"exit code {end.code}: {end.lines}"
         assert end.code == 1 or tree_of(run) == before, "it was refused, and changed"
-    return kind, f"exit {end.code}"
+    return [(what, f"exit {end.code}")]
 
 
-class Disk:
-    """From its n-th write on a disk is full, once or for good: os.write, os.fsync, and files."""
+def full_disk(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
+    """The disk is full in the middle of what a run writes; then it is not, and the run goes on."""
+    left, share = [choose.randrange(1, 20)], choose.random()
 
-    def __init__(self, n: int, forever: bool):
-        self.left, self.forever = n, forever
+    def is_full() -> bool:
+        left[0] -= 1
+        return left[0] == 0
 
-    def full(self) -> bool:
-        self.left -= 1
-        return self.left == 0 or (self.left < 0 and self.forever)
+    def install() -> None:
+        real, write_file = os.write, checkpoint.write_file
 
-    def install(self) -> None:
-        """Replace what writes in this process."""
-        write, fsync, open_, disk = os.write, os.fsync, io.open, self
-        error = OSError(errno.ENOSPC, "No space left on device")
+        def write(descriptor, data):
+            if descriptor < 3 or not is_full():
+                return real(descriptor, data)
+            real(descriptor, data[: int(share * len(data))])
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        class Raw(io.FileIO):
-            def write(self, data):
-                if disk.full():
-                    super().write(bytes(data)[: len(data) // 2])
-                    raise error
-                return super().write(data)
+        def save(path, data, digest):
+            if is_full():  # what it prints is in a file, too, and fits
+                full_at(10_000 + int(share * (len(data) - 10_000)))
+            write_file(path, data, digest)
 
-        def open_file(path, mode="r", *others, **options):
-            if "b" in mode and set(mode) & set("wax") and "+" not in mode:
-                return io.BufferedWriter(Raw(path, mode.replace("b", "")))
-            return open_(path, mode, *others, **options)
+        os.write, checkpoint.write_file = write, save
 
-        def write_some(descriptor, data):
-            if descriptor > 2 and disk.full():
-                write(descriptor, data[: len(data) // 2])
-                raise error
-            return write(descriptor, data)
-
-        def sync(descriptor):
-            if disk.full():
-                raise error
-            fsync(descriptor)
-
-        os.write, os.fsync, io.open = write_some, sync, open_file
-
-
-def full_disk(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> tuple:
-    """The disk is full while a run goes on; then it is not, and the run goes on again."""
-    disk = Disk(choose.randrange(1, 60), choose.random() < 0.5)
     words = [trainer(mode), "--resume", str(run)]
-    end = attempt(words, run, place, disk.install)
+    end = attempt(words, run, place, install)
     if end.code:
         assert end.code == 1 and end.lines[-1].startswith("stopped: "), (end.code, end.lines)
         assert not list(run.rglob("*.partial")), "a partial file is left behind"
         go_on(words, run, place)
     judge(run, mode, place, sha256)
-    return "full disk", f"exit {end.code}, then 0" if end.code else "exit 0"
+    return [("full disk", f"exit {end.code}, then 0" if end.code else "exit 0")]
 
 
 def go_on(words: list[str], run: Path, place: Path) -> End | None:
     """Resume a run to its end; None when it has ended: it has a summary of all its steps."""
     end = attempt(words, run, place)
     if end.code == 2 and (run / "summary.json").exists():
-        summary, config = (
-            json.loads((run / f"{n}.json").read_text()) for n in ("summary", "config")
-        )
-        assert summary["steps"] == config["steps"], end.lines
+        steps = [json.loads((run / f"{name}.json").read_text())["steps"] for name in ENDS]
+        assert steps[0] == steps[1], end.lines
         return None
     assert end.code == 0, end.lines
     return end
 
 
 class Power:
-    """What is on disk if the power goes off: of each file what it held at its last fsync, of each
-    folder the names that it had at its last fsync.
+    """It goes off at the n-th fsync, move or removal of a child, just before or after it.
 
-    Installed in a child: it keeps an open descriptor of every file that it sees, so that no inode
-    has two lives, and dies at its n-th fsync, move or removal, just before or after it. What was
-    not on disk by then may be there, too: `after` throws a coin for every name, and gives every
-    file what was synced and a part of the rest, torn or zeros.
+    On disk then is of each file what it held at its last fsync, and perhaps a part of the rest,
+    torn or zeros; and of all names those of now, or those at the last fsync of their folder.
     """
 
-    def __init__(self, run: Path, n: int, late: bool):
-        self.run, self.left, self.late = run, n, late
+    def __init__(self, run: Path, choose: random.Random):
+        self.run, self.choose, self.left = run, choose, choose.randrange(1, 40)
+        self.late = choose.random() < 0.5
         self.synced, self.names, self.files = {}, {}, {}  # inode: bytes; path: inode; inode: fd
 
     def install(self) -> None:
-        self.look(synced=True)  # what a run begins with is on disk
+        self.names = self.look()  # what a run begins with is on disk
+        self.synced = self.contents()
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.hooked(getattr(os, name), name == "fsync"))
 
-    def look(self, synced: bool = False) -> dict:
-        """The names of all files, now; what is new is kept open."""
-        now = {}
-        for path in self.run.rglob("*"):
-            if path.is_file() and path.name != "lock":
-                inode = now[str(path.relative_to(self.run))] = path.stat().st_ino
-                if inode not in self.files:
-                    self.files[inode] = os.open(path, os.O_RDONLY)
-                if synced:
-                    self.synced[inode] = path.read_bytes()
-        self.names = now if synced else self.names
+    def look(self) -> dict:
+        """The names of all files, now; what is new is kept open, so no inode has two lives."""
+        paths = [path for path in self.run.rglob("*") if path.is_file() and path.name != "lock"]
+        now = {path: path.stat().st_ino for path in paths}
+        new = {inode: path for path, inode in now.items() if inode not in self.files}
+        self.files |= {inode: os.open(path, os.O_RDONLY) for inode, path in new.items()}
         return now
+
+    def contents(self) -> dict:
+        return {inode: os.pread(file, 1 << 30, 0) for inode, file in self.files.items()}
 
     def hooked(self, real, is_sync: bool):
         def called(*arguments, **options):
@@ -434,76 +401,85 @@ class Power:
             if self.left == 0 and not self.late:
                 self.off()
             result = real(*arguments, **options)
-            now = self.look()
             if is_sync:
-                place = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
-                if place.is_dir():
-                    old = {n: i for n, i in self.names.items() if (self.run / n).parent != place}
-                    new = {n: i for n, i in now.items() if (self.run / n).parent == place}
-                    self.names = old | new
-                else:
-                    self.synced[os.fstat(arguments[0]).st_ino] = place.read_bytes()
+                self.note(Path(os.readlink(f"/proc/self/fd/{arguments[0]}")), self.look())
             if self.left == 0:
                 self.off()
             return result
 
         return called
 
+    def note(self, path: Path, now: dict) -> None:
+        """A file, or the names in a folder, are on disk."""
+        if path.is_dir():
+            old = {name: i for name, i in self.names.items() if name.parent != path}
+            self.names = old | {name: i for name, i in now.items() if name.parent == path}
+        else:
+            self.synced[now[path]] = path.read_bytes()
+
     def off(self) -> None:
-        """Write down what is on disk, and what may be; and die."""
-        now = self.look()
-        facts = {"names": self.names, "now": now}
-        held = {i: os.pread(fd, os.fstat(fd).st_size, 0) for i, fd in self.files.items()}
-        (self.run.parent / "power").write_bytes(pickle.dumps((facts, self.synced, held)))
+        """Make the folder what the disk may hold, note which checkpoints it must have; and die."""
+        names, held = self.choose.choice((self.names, self.look())), self.contents()
+        for path in self.look():
+            path.unlink()
+        for path, inode in names.items():
+            sure = self.synced.get(inode, b"")
+            rest = held[inode][len(sure) :] if held[inode].startswith(sure) else b""
+            rest = rest[: self.choose.randrange(len(rest) + 1)]
+            path.write_bytes(sure + self.choose.choice((rest, bytes(len(rest)))))
+        self.run.with_name("sure").write_text(
+            max(path.name for path in self.names if path.suffix == ".pt")
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
-    @staticmethod
-    def after(run: Path, choose: random.Random) -> int:
-        """Make a folder what the disk may hold; returns the newest checkpoint that it must have."""
-        facts, synced, held = pickle.loads((run.parent / "power").read_bytes())
-        (run.parent / "power").unlink()
-        shutil.rmtree(run)
-        for name in sorted({*facts["names"], *facts["now"]}):
-            inode = facts[choose.choice(("names", "now"))].get(name)
-            if inode is None:
-                continue
-            sure, rest = synced.get(inode, b""), b""
-            if held[inode].startswith(sure):
-                rest = held[inode][len(sure) :]
-                rest = rest[: choose.randrange(len(rest) + 1)]
-                rest = choose.choice((rest, bytes(len(rest))))
-            (run / name).parent.mkdir(parents=True, exist_ok=True)
-            (run / name).write_bytes(sure + rest)
-        return max(int(n[-10:-3]) for n in facts["names"] if n.endswith(".pt"))
 
-
-def power_cut(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> tuple:
+def power_cut(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
     """The power goes off while a run goes on: it goes on again, from no older checkpoint than the
     newest that was on disk."""
-    power = Power(run, choose.randrange(1, 40), choose.random() < 0.5)
     words = [trainer(mode), "--resume", str(run)]
-    place.mkdir(parents=True, exist_ok=True)
-    end = end_of(begin(words, run, place, power.install), place)
+    end = end_of(begin(words, run, place, Power(run, choose).install), place)
     if end.code == -signal.SIGKILL:
-        newest = Power.after(run, choose)
+        newest = int(run.with_name("sure").read_text()[4:-3])
         if end := go_on(words, run, place):
             at = int((end.out + end.err).partition("goes on at step ")[2].split(";")[0])
             assert at >= newest, f"goes on at step {at}, checkpoint {newest} was on disk"
     judge(run, mode, place, sha256)
-    return "power cut", "exit 0"
+    return [("power cut", "exit 0")]
 
 
-def campaign(folder: Path, damages: int, seed: int = 0) -> tuple[Counter, list[str]]:
-    """So many damages, each to a fresh copy of a run; how they ended, and what must not be."""
+def killed(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
+    """`kill -9` of a parent at random moments, up to six times; then the run goes on to its end."""
+    words, kills = [trainer(mode), "--resume", str(run)], 0
+    for _ in range(6):
+        child = begin(words, run, place)
+        time.sleep(choose.uniform(0.0, 1.6))
+        os.kill(child, signal.SIGKILL)
+        if end_of(child, place).code != -signal.SIGKILL:
+            break
+        kills += 1
+    go_on(words, run, place)
+    judge(run, mode, place, sha256)
+    return [(mode, "exit -9")] * kills + [(mode, "finished")]
+
+
+DAMAGED = (damaged, damaged, damaged, full_disk, power_cut)
+
+
+def campaign(folder: Path, count: int, works=DAMAGED, seed: int = 0) -> tuple[Counter, list[str]]:
+    """So many copies of a run, each of which something is done to; how they ended, and what must
+    not be."""
     choose, runs, ends, failures = random.Random(seed), make_runs(folder), Counter(), []
-    for number in range(damages):
-        mode = ("sync", "async")[number % 2]
-        whole, sha256 = runs[mode]
-        work = choose.choice((damaged, damaged, damaged, full_disk, power_cut))
-        place, own = folder / f"{number}", random.Random(f"{seed} {number}")
-        shutil.copytree(whole, place / "run")
+    for number in range(count):
+        mode, work, place = (
+            ("sync", "async")[number % 2],
+            choose.choice(works),
+            folder / f"{number}",
+        )
+        run, sha256 = runs[mode]
+        shutil.copytree(run, place / "run")
         try:
-            ends[work(place / "run", mode, place / "said", sha256, own)] += 1
+            how = random.Random(f"{seed} {number}")
+            ends.update(work(place / "run", mode, place / "output", sha256, how))
         except (AssertionError, UserError, OSError, ValueError) as error:
             failures.append(f"{number} {mode} {work.__name__}: {error!s:.600}")
             continue
@@ -511,43 +487,14 @@ def campaign(folder: Path, damages: int, seed: int = 0) -> tuple[Counter, list[s
     return ends, failures
 
 
-def kills(folder: Path, count: int, seed: int = 0) -> tuple[Counter, list[str]]:
-    """`kill -9` of a parent at random moments, resumed each time until the run is done."""
-    choose, runs, ends, failures = random.Random(seed), make_runs(folder), Counter(), []
-    done = 0
-    while done < count:
-        mode, place = choose.choice(("sync", "async")), folder / f"{time.monotonic_ns()}"
-        run = place / "run"
-        shutil.copytree(runs[mode][0], run)
-        words = [trainer(mode), "--resume", str(run)]
-        try:
-            for _ in range(6):
-                child = begin(words, run, place / "said")
-                time.sleep(choose.uniform(0.0, 1.6))
-                os.kill(child, signal.SIGKILL)
-                end = end_of(child, place / "said")
-                ends[mode, f"exit {end.code}"] += 1
-                done += end.code == -signal.SIGKILL
-                if end.code != -signal.SIGKILL:
-                    break
-            go_on(words, run, place / "said")
-            judge(run, mode, place / "said", runs[mode][1])
-            ends[mode, "finished"] += 1
-            shutil.rmtree(place)
-        except (AssertionError, UserError, OSError, ValueError) as error:
-            failures.append(f"kill {done} {mode}: {error!s:.600}")
-    return ends, failures
-
-
 # ------------------------------------------------------------------------------------- strangers
 
-NAMES = "config.json metrics.jsonl events.jsonl samples.jsonl config.partial summary.partial "
-NAMES += "reward.partial summary.json reward.png timeline.png lock logs logs/exam-reward-0.log "
-NAMES += (
-    "logs/rollout-0.log checkpoints checkpoints/step0000002.pt checkpoints/step0000004.partial "
-)
-NAMES += "checkpoints/meeting"
-SAID = {  # what a stranger may write into config.json
+FILES = "config.json metrics.jsonl events.jsonl samples.jsonl config.partial summary.partial "
+FILES += "reward.partial summary.json reward.png timeline.png lock logs logs/exam-reward-0.log "
+FILES += "logs/rollout-0.log checkpoints checkpoints/step0000002.pt "
+FILES += "checkpoints/step0000004.partial checkpoints/meeting"
+READ = "config.json events.jsonl lock summary.json checkpoints/step0000003.pt"
+WORDS = {  # what a stranger may write into config.json
     "task": ("evil.py", "../evil.py", "jsonl:/dev/zero", "\x1b]0;owned\x07", "guess\n\x1b[2J"),
     "init": ("../evil.pt", "/dev/zero", "\x1b[2J"),
     "out": ("../secret", "/tmp", "\x1b[2J"),
@@ -566,172 +513,95 @@ class Evil:
         return os.mkdir, (self.mark,)
 
 
-def attacks() -> dict:
-    """name -> function(run folder, folder of the victim) that makes the run folder hostile."""
-    found = {}
-
-    def instead(name: str, make):
-        def put(run: Path, victim: Path) -> None:
-            path = run / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            path.parent.mkdir(exist_ok=True)
-            make(path, victim)
-
-        return put
-
-    def say(key: str, value: str):
-        def put(run: Path, victim: Path) -> None:
-            record = json.loads((run / "config.json").read_text())
-            (run / "config.json").write_text(json.dumps(record | {key: value}))
-
-        return put
-
-    def sparse(path: Path, victim: Path) -> None:
-        with path.open("wb") as file:
-            file.truncate(1 << 40)
-
-    def pickled(path: Path, victim: Path) -> None:
-        memory = io.BytesIO()
-        torch.save({"version": 9, "x": Evil(victim / "ran")}, memory)
-        data = memory.getvalue()
-        path.write_bytes(data + hashlib.sha256(data).digest())
-
-    for name in NAMES.split():
-        found[f"symlink {name}"] = instead(name, lambda p, v: p.symlink_to(v / "canary"))
-        found[f"hard link {name}"] = instead(name, lambda p, v: os.link(v / "canary", p))
-    for name in (
-        "config.json",
-        "events.jsonl",
-        "lock",
-        "summary.json",
-        "checkpoints/step0000003.pt",
-    ):
-        found[f"pipe {name}"] = instead(name, lambda p, v: os.mkfifo(p))
-        found[f"device {name}"] = instead(name, lambda p, v: p.symlink_to("/dev/zero"))
-        found[f"sparse {name}"] = instead(name, sparse)
-    found["pickle"] = instead("checkpoints/step0000009.pt", pickled)
-    for key, values in SAID.items():
-        found |= {f"{key} {value!r}": say(key, value) for value in values}
-    return found
+def sparse(path: Path, victim: Path) -> None:
+    """A file that is larger than any memory."""
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
 
 
-def strangers(folder: Path, names=None) -> tuple[Counter, list[str]]:
+def pickled(path: Path, victim: Path) -> None:
+    """A checkpoint with a right sha256, and code in it."""
+    memory = io.BytesIO()
+    torch.save({"version": 9, "x": Evil(victim / "ran")}, memory)
+    data = memory.getvalue()
+    path.write_bytes(data + hashlib.sha256(data).digest())
+
+
+INSTEAD = {  # of a file: what is put there, by its path and the victim's folder
+    "symlink": lambda path, victim: path.symlink_to(victim / "canary"),
+    "hard link": lambda path, victim: os.link(victim / "canary", path),
+    "pipe": lambda path, victim: os.mkfifo(path),
+    "device": lambda path, victim: path.symlink_to("/dev/zero"),
+    "sparse": sparse,
+    "pickle": pickled,
+}
+ATTACKS = [(how, name) for how in ("symlink", "hard link") for name in FILES.split()]
+ATTACKS += [(how, name) for how in ("pipe", "device", "sparse") for name in READ.split()]
+ATTACKS += [("pickle", "checkpoints/step0000009.pt")]
+ATTACKS += [(flag, value) for flag, values in WORDS.items() for value in values]
+
+
+def attack(run: Path, victim: Path, how: str, what: str) -> None:
+    """Make a run folder hostile."""
+    if how in WORDS:
+        record = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(record | {how: what}))
+        return
+    path = run / what
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    INSTEAD[how](path, victim)
+
+
+def strangers(folder: Path, chosen=ATTACKS) -> tuple[Counter, list[str]]:
     """Hostile run folders: resumed, replayed, audited. Nothing outside is touched or run."""
-    (folder / "evil").mkdir(parents=True)
+    folder.mkdir(parents=True)
     killed, whole = make_runs(folder)["async"][0], folder / "async-whole"
     ends, failures = Counter(), []
-    for name, attack in attacks().items():
-        if names and name not in names:
-            continue
-        for words in ("--resume", "--replay", "ledger"):
-            place = folder / "attack"
-            shutil.rmtree(place, ignore_errors=True)
-            run, victim = place / "run", place / "victim"
-            shutil.copytree(killed if words == "--resume" else whole, run)
-            victim.mkdir()
-            (victim / "canary").write_text("alive")
-            mark = f"import os\nos.mkdir({str(victim / 'ran')!r})\n"
-            for evil in (place / "evil.py", place / "said/evil.py", run / "evil.py"):
-                evil.parent.mkdir(exist_ok=True)
-                evil.write_text(mark)
-            torch.save({"x": Evil(victim / "ran")}, place / "evil.pt")
-            attack(run, victim)
-            before = tree_of(victim)
-            command = ["train_async.py", words] if words != "ledger" else ["runtime.ledger"]
-            try:
-                end = attempt([*command, str(run)], run, place / "said")
-                assert tree_of(victim) == before, "it has changed what is outside"
-                said = [line for line in end.lines if " is passed over: " not in line]
-                assert end.code in (0, 2) or words == "ledger", f"exit code {end.code}: {said}"
-                assert end.code == 0 or len(said) in (1, 2), said
-                ends[words, f"exit {end.code}"] += 1
-            except AssertionError as error:
-                failures.append(f"{name} {words}: {error!s:.500}")
+    for (how, what), words in product(chosen, ("--resume", "--replay", "ledger")):
+        place = folder / "attack"
+        shutil.rmtree(place, ignore_errors=True)
+        run, victim = place / "run", place / "victim"
+        shutil.copytree(killed if words == "--resume" else whole, run)
+        victim.mkdir()
+        (victim / "canary").write_text("alive")
+        mark = f"import os\nos.mkdir({str(victim / 'ran')!r})\n"
+        for evil in (place / "evil.py", place / "output/evil.py", run / "evil.py"):
+            evil.parent.mkdir(exist_ok=True)
+            evil.write_text(mark)
+        torch.save({"x": Evil(victim / "ran")}, place / "evil.pt")
+        attack(run, victim, how, what)
+        before = tree_of(victim)
+        command = ["train_async.py", words] if words != "ledger" else ["runtime.ledger"]
+        try:
+            end = attempt([*command, str(run)], run, place / "output")
+            assert tree_of(victim) == before, "it has changed what is outside"
+            assert end.code in (0, 2) or words == "ledger", f"exit code {end.code}: {end.lines}"
+            assert end.code == 0 or len(end.reasons) in (1, 2), end.lines
+            ends[words, f"exit {end.code}"] += 1
+        except AssertionError as error:
+            failures.append(f"{how} {what!r} {words}: {error!s:.500}")
     return ends, failures
 
 
-EXAM = """
-import ctypes, os, re, signal, time
-from dataclasses import replace
-
-from tasks.guess import make as original
-
-
-def make(argument, seed, tokenizer):
-    task = original("", seed, tokenizer)
-
-    def reset(index, split):
-        return task.reset(index, split) | {"split": split}
-
-    def step(problem, answers):
-        if problem["split"] == "eval":
-            EVAL
-        else:
-            TRAIN
-        return task.step(problem, answers)
-
-    return replace(task, reset=reset, step=step)
-"""
-EXAMS = {  # what the task does in an evaluation -> what the run must say
-    "signal.pthread_sigmask(0, [14]); time.sleep(1000)": "was silent for",
-    "re.match('(a+)+b', 'a' * 40)": "was silent for",
-    "os.fork() or time.sleep(1000)": "",
-    "os._exit(3)": "died (exit code 3); 1 restarts are used up",
-    "raise RuntimeError('no such tool')": "RuntimeError: no such tool",
-}
-
-
-def exam(folder: Path, mode: str, bad: str, train: str = "pass") -> tuple[End, list[int]]:
-    """A run whose task does a bad thing in every evaluation; its end, and who is left behind."""
-    folder.mkdir(parents=True)
-    path = folder / "mine.py"
-    path.write_text(EXAM.replace("EVAL", bad).replace("TRAIN", train))
-    words = [trainer(mode), *FLAGS, "--task", str(path), "--out", str(folder / "run")]
-    words += "--steps 2 --eval-every 2 --reward-seconds 0.2 --restarts 1".split()
-    words += ["--rollout-workers=1", "--reward-workers=0"] * (mode == "async")
-    before = children()
-    end = attempt(words, folder / "run", folder / "said")
-    time.sleep(0.3)
-    left = [pid for pid in children() - before]
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return end, left
-
-
-def adopt(yes: bool = True) -> None:
-    """From now on this process is the parent of whoever is left behind by its children (Linux)."""
-    ctypes.CDLL(None).prctl(36, int(yes))  # PR_SET_CHILD_SUBREAPER
-
-
-def children() -> set[int]:
-    """The processes whose parent is this one, and that have not ended."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == os.getpid() and state != "Z":
-                found.add(int(path.parent.name))
-    return found
-
-
-def everything(folder: Path, damages: int = 300, killed: int = 100) -> dict:
+def everything(folder: Path, damages: int = 300, kills: int = 60) -> dict:
     """Damages, kills, strangers: what was tried how often, how it ended, and what must not be."""
-    adopt()
-    found = {}
-    plan = {"damaged": (campaign, damages), "killed": (kills, killed), "hostile": (strangers, None)}
-    for name, (function, count) in plan.items():
-        if count != 0:
-            ends, wrong = function((folder / name).resolve(), *[count] * (count is not None))
-            ends = {" / ".join(kind): number for kind, number in sorted(ends.items())}
-            words = Counter()
-            for kind, number in ends.items():
-                words[kind.rpartition(" / ")[2]] += number
-            said = ", ".join(f"{number} × {word}" for word, number in words.items())
-            found[name] = {"ends": ends, "said": said, "wrong": wrong}
-            print(f"{name} folders", *(f"{n:6}  {kind}" for kind, n in ends.items()), sep="\n")
-            print("\n".join(wrong) or "nothing is wrong", flush=True)
-    return found
+    work = {
+        "damaged": lambda place: campaign(place, damages),
+        "killed": lambda place: campaign(place, kills, (killed,)),
+        "hostile": strangers,
+    }
+    result = {}
+    for name, function in work.items():
+        ends, wrong = function((folder / name).resolve())
+        words = Counter()
+        for (_, end), number in ends.items():
+            words[end] += number
+        text = ", ".join(f"{number} × {end}" for end, number in words.items())
+        ends = {" / ".join(end): number for end, number in sorted(ends.items())}
+        result[name] = {"ends": ends, "said": text, "wrong": wrong}
+        print(f"{name} folders: {text}", *wrong, sep="\n", flush=True)
+    return result
 
 
 if __name__ == "__main__":

@@ -5,9 +5,8 @@ by `python bench.py faults`.
 
 A fault strikes once, at the first such event of group `after` or a later one (of version `after`
 in a learner: "learner" is the one in the parent, "team" are the others). Nothing in the product
-knows about it: the roles' functions are wrapped before a pool is started, and the learner's calls
-are replaced in its process. As a script this file is a trainer with a plan, that of
-$FAULTS/faults/plan.json: `FAULTS=FOLDER faults.py FLAGS ...`.
+knows about it: functions are wrapped in the process that they run in. As a script this file is a
+trainer with a plan, that of $FAULTS/plan.json: `FAULTS=FOLDER faults.py FLAGS ...`.
 """
 
 import contextlib
@@ -40,13 +39,9 @@ import learner  # noqa: E402
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
 from lab.plots import spread  # noqa: E402
-from learner import learner_step  # noqa: E402
-from runtime import checkpoint, team, workers  # noqa: E402
-from runtime import folder as run_folder  # noqa: E402
-from runtime import mailbox as weight_mailbox  # noqa: E402
+from runtime import checkpoint, folder, mailbox, team, workers  # noqa: E402
 from runtime import run as run_room  # noqa: E402
 from runtime.config import Config, TrainingStopped, words  # noqa: E402
-from runtime.folder import read_lines  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
 from runtime.messages import Answer, Group, Lost, Silent, ToVerify, pack, unpack  # noqa: E402
 from runtime.pipes import Line  # noqa: E402
@@ -54,32 +49,31 @@ from runtime.terminal import run_main  # noqa: E402
 from runtime.verifier import reward_worker  # noqa: E402
 
 HURT = ("SIGKILL", "SIGSTOP", "exception", "slow")
-POISON = ("length", "token", "log-prob", "version", "start", "turn", "duplicate")
+START = ("SIGKILL", "exception", "slow")  # nobody waits 120 s for one that stops as it starts
+POISON = ("token", "log-prob", "version", "NaN reward", "missing verdict")  # more: test_pool.py
 KINDS = {
-    ("rollout", "start"): ("SIGKILL", "exception", "slow"),
+    ("rollout", "start"): START,
     ("rollout", "receive"): HURT,
-    ("rollout", "send"): (*HURT, "torn", "half", *POISON),
-    ("reward", "start"): ("SIGKILL", "exception", "slow"),
+    ("rollout", "send"): (*HURT, "torn", "half", "duplicate", *POISON[:3]),
+    ("reward", "start"): START,
     ("reward", "receive"): HURT,
-    ("reward", "send"): (*HURT, "torn", "half", "NaN reward", "missing verdict"),
+    ("reward", "send"): (*HURT, "torn", "half", *POISON[3:]),
     ("learner", "train"): (*HURT, "NaN gradient", "no tracker"),
     ("learner", "publish"): ("SIGKILL", "slow"),
     ("learner", "checkpoint"): ("SIGKILL", "full disk"),
     ("learner", "log"): ("SIGKILL", "full disk"),
+    ("team", "start"): START,
+    ("team", "step"): HURT,
+    ("team", "meeting"): HURT,  # as it comes to one
+    ("team", "collective"): ("SIGKILL", "SIGSTOP"),  # some milliseconds later, while it is in it
+    ("team", "moments"): HURT,
 }
-TEAM_EVENTS = ("step", "meeting", "collective", "moments")
-KINDS |= {("team", event): HURT for event in TEAM_EVENTS}
-KINDS["team", "start"] = ("SIGKILL", "exception", "slow")
 ROLES = ("rollout", "reward", "learner", "team")
+WORK = {"rollout": workers.rollout_worker, "team": workers.learner_worker, "reward": reward_worker}
 FATAL = ("SIGKILL", "full disk", "exception")  # in the learner they end the run
 STEPS, BATCH = 30, 4
 FLAGS = {"steps": STEPS, "groups_per_step": BATCH, "group_size": 4, "slots": 16, "silence": 7.0}
-FLAGS |= {
-    "reward_seconds": 1.0,
-    "eval_every": 1000,
-    "checkpoint_every": 4,
-    "restarts": 50,
-}
+FLAGS |= {"reward_seconds": 1.0, "eval_every": 1000, "checkpoint_every": 4, "restarts": 50}
 
 
 def fail_at(role: str, event: str, kind: str, after: int = 0, share: float = 0.5) -> dict:
@@ -88,29 +82,43 @@ def fail_at(role: str, event: str, kind: str, after: int = 0, share: float = 0.5
     return {"role": role, "event": event, "kind": kind, "after": after, "share": share}
 
 
+# ------------------------------------------------------------------ inside the processes of a run
+
+
 class Plan:
     """The faults of one role that have not struck yet, over all processes and resumes."""
 
-    def __init__(self, folder: str, role: str):
-        self.marks = Path(folder) / "faults"
-        plan = json.loads((self.marks / "plan.json").read_text())
+    def __init__(self, place: str, role: str):
+        self.place, self.now = Path(place), 0
+        plan = json.loads((self.place / "plan.json").read_text())
         self.faults = [(i, fault) for i, fault in enumerate(plan) if fault["role"] == role]
 
     def due(self, event: str, now: int) -> dict | None:
         """The fault that strikes at this event, marked as such; None if there is none."""
         for i, fault in self.faults:
             if fault["event"] == event and now >= fault["after"]:
-                try:
-                    with (self.marks / f"{i}.json").open("x") as file:
+                with contextlib.suppress(FileExistsError):  # it has struck
+                    with (self.place / f"{i}.json").open("x") as file:
                         json.dump({"t": time.monotonic(), "pid": os.getpid()}, file)
                     return fault
-                except FileExistsError:
-                    continue
-        return None
+
+    def before(self, room, name: str, event: str, strike) -> None:
+        """Replace room.name by a function that strikes first, with the fault and what it is given.
+        The version is that of the newest argument that has one."""
+        real = getattr(room, name)
+
+        def called(*arguments, **options):
+            self.now = getattr(arguments[0], "version", self.now)
+            if fault := self.due(event, self.now):
+                strike(fault, *arguments)
+            return real(*arguments, **options)
+
+        setattr(room, name, called)
 
 
-def hurt(kind: str) -> None:
+def hurt(fault: dict | None, *_) -> None:
     """What a process can do to itself."""
+    kind = fault and fault["kind"]
     if kind == "exception":
         raise RuntimeError("injected")
     if kind == "slow":
@@ -127,241 +135,155 @@ class Breaking(Line):
         self.plan = plan
 
     def send(self, *messages):
-        sent = []
         for message in messages:
-            if isinstance(message, Answer) and (fault := self.plan.due("send", message.group_id)):
-                message = self.strike(fault["kind"], message)
-            sent.append(message)
-        super().send(*sent)
+            fault = isinstance(message, Answer) and self.plan.due("send", message.group_id)
+            super().send(self.spoiled(fault, message) if fault else message)
+        if not messages:
+            super().send()
 
-    def strike(self, kind: str, message):
-        """Spoil a message that is sent next, or send it in another way."""
+    def spoiled(self, fault: dict, message: Answer) -> Answer:
+        """What is sent in place of a message, if anything can be sent any more."""
         delivery = pickle.dumps(({}, [message]), 5)
-        if kind == "torn":
+        if fault["kind"] == "torn":
             self.connection.send_bytes(delivery[:-7])
-        elif kind == "half":
+        elif fault["kind"] == "half":
             start = struct.pack("!i", len(delivery)) + delivery[: len(delivery) // 2]
             os.write(self.connection.fileno(), start)
-            hurt("SIGKILL")
-        elif kind == "duplicate":
+            die()
+        elif fault["kind"] == "duplicate":
             super().send(message)
-        hurt(kind)
-        return poisoned(kind, message)
+        hurt(fault)
+        return poisoned(fault["kind"], message)
 
     def receive(self, seconds=0.0):
         messages = super().receive(seconds)
         for message in messages:
             if isinstance(message, Group | ToVerify):
                 number = message.group_id if isinstance(message, Group) else message.packed[0]
-                if fault := self.plan.due("receive", number):
-                    hurt(fault["kind"])
+                hurt(self.plan.due("receive", number))
         return messages
 
 
 def poisoned(kind: str, message: Answer) -> Answer:
     """The message with one wrong thing in it."""
-    if message.group is None:  # from a reward worker
-        verdicts = message.judgement.verdicts
-        if kind == "NaN reward":
-            verdicts[0] = float("nan"), *verdicts[0][1:]
-        elif kind == "missing verdict":
-            verdicts.pop()
+    if kind == "NaN reward":
+        message.judgement.verdicts[0] = float("nan"), (), None
+    if kind == "missing verdict":
+        message.judgement.verdicts.pop()
+    if kind not in POISON[:3]:
         return message
     group = unpack(message.group)
     episode = group.trajectories[0]
     first = episode.loss_mask.nonzero()[0][0]
-    if kind == "length":
-        episode.tokens = episode.tokens[:-1]
-    elif kind == "turn":
-        (start, stop), *others = episode.turns
-        episode.turns = [(start, stop + 1), *others]
-    elif kind == "start":
-        group.start -= 1
-    elif kind == "token":
+    if kind == "token":
         episode.tokens[first] = 70000
-    elif kind == "log-prob":
+    if kind == "log-prob":
         episode.logprobs[first] = float("nan")
-    elif kind == "version":
+    if kind == "version":
         episode.versions[first] = group.start - 1
     return message._replace(group=pack(group))
 
 
-def broken(folder: str, role: str, line: Line, *arguments) -> None:
+def broken(place: str, role: str, line: Line, *arguments) -> None:
     """What runs in a worker instead of its role's function."""
-    plan = Plan(folder, role)
-    fault = plan.due("start", 10**9)
-    hurt(fault["kind"] if fault else "")
-    work = reward_worker if role == "reward" else real_rollout_worker
-    work(Breaking(line, plan), *arguments)
+    plan = Plan(place, role)
+    hurt(plan.due("start", 10**9))
+    if role == "team":
+        plan.before(workers, "learner_step", "step", hurt)
+        plan.before(workers, "whole_moments", "moments", hurt)
+        plan.before(team, "together", "meeting", hurt)
+        plan.before(team, "together", "collective", hurt_soon)
+    WORK[role](line if role == "team" else Breaking(line, plan), *arguments)
+
+
+def hurt_soon(fault: dict, *_) -> None:
+    threading.Timer(fault["share"] * 0.004, hurt, [fault]).start()
 
 
 def die(*_, **__) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def break_team(folder: str, line: Line, *arguments) -> None:
-    """What runs in a learner beside the parent's: its steps and meetings, with a plan.
-
-    "meeting": as it comes to one; "collective": some milliseconds later, while it is in it.
-    """
-    plan, version = Plan(folder, "team"), [0]
-
-    def strike(event: str) -> None:
-        if fault := plan.due(event, version[0]):
-            if event == "collective" and fault["kind"].startswith("SIG"):
-                threading.Timer(fault["share"] * 0.004, hurt, [fault["kind"]]).start()
-            else:
-                hurt(fault["kind"])
-
-    def step(learner, *others):
-        version[0] = learner.version
-        strike("step")
-        real_step(learner, *others)
-
-    def called(learner):
-        strike("moments")
-        real_moments(learner)
-
-    @contextlib.contextmanager
-    def together(team, name):
-        strike("meeting")
-        with real_meeting(team, name):
-            strike("collective")
-            yield
-
-    real_step, real_moments, real_meeting = learner_step, workers.whole_moments, team.together
-    workers.learner_step, workers.whole_moments, team.together = step, called, together
-    if fault := plan.due("start", 10**9):
-        hurt(fault["kind"])
-    real_learner_worker(line, *arguments)
-
-
-real_learner_worker, real_rollout_worker = workers.learner_worker, workers.rollout_worker
-
-
 OFFSETS = (0.0, 0.0001, 0.25, 0.5, 0.75, 0.999, 1.0, "fsync", "replace", "after replace", "unlink")
 
 
 def die_in_checkpoint(offset: float | str) -> None:
-    """From now on this process is killed while it writes a checkpoint: after a share of the bytes,
+    """From now on this process is killed while it writes a checkpoint: after a share of its bytes,
     or instead of (or after) one of the calls that follow."""
-    if offset == "fsync":
-        os.fsync = die
-    elif isinstance(offset, str):
-        name = offset.split()[-1]
-        real = getattr(Path, name)
+    real, unlink = checkpoint.write_file, Path.unlink
 
-        def called(path, *arguments, **options):
-            of_checkpoint = path.parent.name == "checkpoints"
-            if not of_checkpoint or (name == "unlink" and path.suffix == ".partial"):
-                return real(path, *arguments, **options)
-            if offset.startswith("after"):
-                real(path, *arguments)
-            die()
+    def write(path, data, digest):
+        match offset:
+            case "fsync":
+                os.fsync = die
+            case "replace":
+                Path.replace = die
+            case "after replace":
+                folder.sync_folder = die
+            case "unlink":
+                Path.unlink = lambda path, **how: (
+                    die() if path.suffix == ".pt" else unlink(path, **how)
+                )
+            case _:
+                full_at(int(offset * len(data)), dies=True)
+        real(path, data, digest)
 
-        setattr(Path, name, called)
-    else:
-        open_ = Path.open
-
-        class Half:
-            """A file that takes a share of the first thing that is written, and kills."""
-
-            def __init__(self, file):
-                self.file = file
-
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *error):
-                pass
-
-            def writelines(self, parts):
-                self.file.write(bytes(parts[0])[: int(offset * len(parts[0]))])
-                die()
-
-        def half(path, mode="r", **options):
-            writes = mode == "xb" and path.parent.name == "checkpoints"
-            return Half(open_(path, mode, buffering=0)) if writes else open_(path, mode, **options)
-
-        Path.open = half
+    checkpoint.write_file = write
 
 
-def full_disk(path: Path, share: float) -> None:
-    """No file of this process may grow beyond a size that is reached in the middle of what is
-    written next: the kernel writes what fits, and refuses the rest."""
-    size = int(share * 1_500_000) if path.is_dir() else path.stat().st_size + int(40 * share)
+def full_at(size: int, dies: bool = False) -> None:
+    """No file of this process may grow beyond a size: the kernel writes what fits, and refuses the
+    rest with an error, or kills whoever tries."""
+    if dies:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def break_learner(folder: str) -> None:
-    """Replace what the parent calls by functions with a plan."""
-    plan, version = Plan(folder, "learner"), [0]
+def break_parent(place: str) -> None:
+    """Replace what the parent calls by functions with a plan, and note when it loses a worker."""
+    plan, real = Plan(place, "learner"), train_async.handle
 
-    def before(room, name: str, event: str, strike) -> None:
-        real = getattr(room, name)
-
-        def called(*arguments, **options):
-            if event == "train":
-                version[0] = arguments[0].version
-            if fault := plan.due(event, version[0]):
-                strike(fault, *arguments)
-            return real(*arguments, **options)
-
-        setattr(room, name, called)
-
-    def train(fault, learner, *_):
+    def train(fault, learner):
         if fault["kind"] == "SIGSTOP":  # and somebody says fg after a second
             subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
-        if fault["kind"] == "NaN gradient":
+        elif fault["kind"] == "NaN gradient":
             learner.model.flat_grad[0] = float("nan")
-        if fault["kind"] == "no tracker":
+        elif fault["kind"] == "no tracker":
             os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
-        hurt(fault["kind"])
+        hurt(fault)
 
-    def write(fault, path, *_):
+    def save(fault, *_):
         if fault["kind"] == "full disk":
-            full_disk(path, fault["share"])
-        elif path.is_dir():
-            die_in_checkpoint(OFFSETS[int(fault["share"] * len(OFFSETS))])
-        else:
-            die()
+            return full_at(int(fault["share"] * 1_500_000))
+        die_in_checkpoint(OFFSETS[int(fault["share"] * len(OFFSETS))])
 
-    before(learner, "gather_gradient", "train", train)  # in the middle of a step
-    before(weight_mailbox.Mailbox, "publish", "publish", lambda fault, *_: hurt(fault["kind"]))
-    before(checkpoint, "save_checkpoint", "checkpoint", write)
-    before(run_folder.Log, "append", "log", lambda fault, log, *_: write(fault, log.path))
-
-
-def note_losses(folder: str) -> None:
-    """Write down when the parent notices that a worker is dead or silent."""
-    real = train_async.handle
+    def append(fault, log, *_):  # in the middle of a line
+        full_at(log.mark[0] + int(40 * fault["share"]), dies=fault["kind"] == "SIGKILL")
 
     def handle(run, worker, message):
         if isinstance(message, Lost | Silent):
-            record = {"t": time.monotonic(), "pid": worker.process.pid, "name": worker.name}
-            record |= {"kind": type(message).__name__, "reason": message.reason}
-            with (Path(folder) / "faults" / "noticed.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            note = {"t": time.monotonic(), "pid": worker.process.pid, "reason": message.reason}
+            with (Path(place) / "noticed.jsonl").open("a") as file:
+                file.write(json.dumps(note) + "\n")
         return real(run, worker, message)
 
+    plan.before(learner, "gather_gradient", "train", train)  # in the middle of a step
+    plan.before(mailbox.Mailbox, "publish", "publish", hurt)
+    plan.before(checkpoint, "save_checkpoint", "checkpoint", save)
+    plan.before(folder.Log, "append", "log", append)
     train_async.handle = handle
-
-
-def losses_noticed(folder: Path) -> list[dict]:
-    """What `note_losses` has written down."""
-    path = folder / "faults" / "noticed.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # ------------------------------------------------------------------------------------- campaigns
 
 
-def checkpoint_kills(folder: Path, rounds: int) -> dict:
+def checkpoint_kills(place: Path, rounds: int) -> dict:
     """A synchronous run that is killed in every checkpoint it writes, at every offset `rounds`
     times, and resumed each time; and one that is left alone."""
-    steps, parts = rounds * len(OFFSETS) + 1, folder / "parts"
+    steps, parts = rounds * len(OFFSETS) + 1, place / "parts"
     flags = {**FLAGS, "reference_every": 2, "checkpoint_every": 1, "steps": steps}
-    config = Config(**flags, out=str(folder / "whole"))
+    config = Config(**flags, out=str(place / "whole"))
     quietly(train_sync.train, config)
     config = dataclasses.replace(config, out=str(parts))
     killed_at("after replace", lambda: train_sync.train(config))  # the first one, at version 0
@@ -370,9 +292,8 @@ def checkpoint_kills(folder: Path, rounds: int) -> dict:
         killed_at(offset, lambda: train_sync.train(resume))
     version = checkpoint.load_checkpoint(parts)["version"]
     quietly(train_sync.train, resume)
-    summaries = [folder / name / "summary.json" for name in ("whole", "parts")]
-    one, other = (json.loads(path.read_text())["weights_sha256"] for path in summaries)
-    rows = [row["step"] for row in read_lines(parts / "metrics.jsonl")]
+    one, other = (summary_of(place / name)["weights_sha256"] for name in ("whole", "parts"))
+    rows = [row["step"] for row in folder.read_lines(parts / "metrics.jsonl")]
     assert rows == list(range(steps + 1)), rows
     return {
         "kills": rounds * len(OFFSETS),
@@ -380,6 +301,10 @@ def checkpoint_kills(folder: Path, rounds: int) -> dict:
         "steps": [version, steps],  # at the last kill, and at the end
         "bitwise_equal": one == other,
     }
+
+
+def summary_of(run: Path) -> dict:
+    return json.loads((run / "summary.json").read_text())
 
 
 def quietly(function, *arguments) -> None:
@@ -399,12 +324,14 @@ def killed_at(offset: float | str, work) -> None:
             traceback.print_exc()
         finally:
             os._exit(0)
-    _, status = os.waitpid(child, 0)
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    assert killed, f"the child was not killed at {offset}: status {status}"
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in KILLED, f"the child was not killed at {offset}: exit code {code}"
 
 
-def campaign(folder: Path, faults: int, seed: int = 0, roles=ROLES):
+KILLED = (-signal.SIGKILL, -signal.SIGXFSZ)
+
+
+def campaign(place: Path, faults: int, seed: int = 0, roles=ROLES):
     """Runs with 8 random faults each, until `faults` have struck; yields the result so far."""
     choose, deck, runs, failures = random.Random(seed), [], [], []
     progress = tqdm(total=faults, unit="fault")
@@ -413,30 +340,26 @@ def campaign(folder: Path, faults: int, seed: int = 0, roles=ROLES):
         flags = {"max_staleness": choose.choice((1, 2, 4)), "seed": len(runs)}
         flags |= {"swap": choose.choice(("keep", "recompute", "drain"))}
         flags |= {"rollout_workers": choose.choice((1, 2)), "reward_workers": choose.choice((1, 2))}
-        flags |= {"learners": choose.choice((2, 2, 3)) if any_of("team", plan) else 1}
-        place = folder / f"{len(runs) + len(failures)}"
+        hurts_team = any(fault["role"] == "team" for fault in plan)
+        flags |= {"learners": choose.choice((2, 2, 3)) if hurts_team else 1}
+        here = place / f"{len(runs) + len(failures)}"
         try:
-            runs.append(run_plan(place, plan, **flags) | {"flags": flags})
-            shutil.rmtree(place)
+            runs.append(run_plan(here, plan, **flags) | {"flags": flags})
+            shutil.rmtree(here)
             progress.update(len(runs[-1]["faults"]))
         except (AssertionError, ValueError, TrainingStopped) as error:
             failures.append({"said": str(error), "plan": plan, "flags": flags})
             tqdm.write(f"FAILED: {error}; {flags}")
-        yield told(runs) | {"failures": failures, "seed": seed, "runs": runs}
+        yield figures_of(runs) | {"failures": failures, "seed": seed, "runs": runs}
     progress.close()
 
 
-def any_of(role: str, plan: list) -> bool:
-    """Whether a plan has faults of a role."""
-    return any(fault["role"] == role for fault in plan)
-
-
-def told(runs: list[dict]) -> dict:
+def figures_of(runs: list[dict]) -> dict:
     """The figures of the runs that came to their end."""
     kinds = Counter(f"{f['role']}: {f['kind']}" for run in runs for f in run["faults"])
     waits = {
-        kind: [t for run in runs for t in run["noticed_after_s"][kind]]
-        for kind in ("dead", "stopped")
+        name: [t for run in runs for t in run["noticed_after_s"][name]]
+        for name in ("dead", "stopped")
     }
     return {
         "faults": sum(kinds.values()),
@@ -452,17 +375,14 @@ def told(runs: list[dict]) -> dict:
 
 def random_plan(choose: random.Random, deck: list, faults: int, roles=ROLES) -> list[dict]:
     """Faults of every kind of some roles in turn; at most two that end the whole run."""
-    plan, ends, aside = [], 0, []
+    plan, fatal, aside = [], 0, []
     while len(plan) < faults:
         if not deck:
-            deck += [
-                (place, k) for place, kinds in KINDS.items() for k in kinds if place[0] in roles
-            ]
+            deck += [(*at, kind) for at, kinds in KINDS.items() for kind in kinds if at[0] in roles]
             choose.shuffle(deck)
-        (role, event), kind = deck.pop()
-        fatal = role == "learner" and kind in FATAL
-        if fatal and (ends := ends + 1) > 2:
-            aside.append(((role, event), kind))
+        role, event, kind = deck.pop()
+        if role == "learner" and kind in FATAL and (fatal := fatal + 1) > 2:
+            aside.append((role, event, kind))
             continue
         last = STEPS - 4 if role in ("learner", "team") else (STEPS - 4) * BATCH
         plan.append(fail_at(role, event, kind, choose.randrange(last), choose.random()))
@@ -470,23 +390,22 @@ def random_plan(choose: random.Random, deck: list, faults: int, roles=ROLES) -> 
     return plan
 
 
-def run_plan(folder: Path, plan: list[dict], seconds: float = 200.0, **flags) -> dict:
+def run_plan(place: Path, plan: list[dict], seconds: float = 200.0, **flags) -> dict:
     """Train with a plan and resume until the run is finished; what it took, and what was lost.
 
     Raises AssertionError when a run hangs, ends without saying why, or leaves something behind.
     """
-    (folder / "faults").mkdir(parents=True)
-    (folder / "faults" / "plan.json").write_text(json.dumps(plan))
+    place.mkdir(parents=True)
+    (place / "plan.json").write_text(json.dumps(plan))
     flags = {**FLAGS, **flags}
-    run, ends, begin = folder / "run-0", [], time.monotonic()
+    run, ends, begin = place / "run-0", [], time.monotonic()
     while not ends or ends[-1] != "finished":
-        again = run.is_dir() and any((run / "checkpoints").glob("*.pt"))
+        again = any((run / "checkpoints").glob("*.pt"))
         if run.is_dir() and not again:  # it had no checkpoint yet
-            run = folder / f"run-{len(ends)}"
-        where = {"resume": run} if again else {"out": run, **flags}
-        options = words(where)
-        command = [sys.executable, __file__, *options]
-        here = {"start_new_session": True, "env": os.environ | {"FAULTS": str(folder)}}
+            run = place / f"run-{len(ends)}"
+        given = {"resume": run} if again else {"out": run, **flags}
+        command = [sys.executable, __file__, *words(given)]
+        here = {"start_new_session": True, "env": os.environ | {"FAULTS": str(place)}}
         process = subprocess.Popen(command, stdout=-3, stderr=subprocess.PIPE, text=True, **here)
         try:
             _, err = process.communicate(timeout=seconds)
@@ -496,12 +415,12 @@ def run_plan(folder: Path, plan: list[dict], seconds: float = 200.0, **flags) ->
         ends.append(end_of(process.returncode, err.strip().splitlines()[-1]))
         assert group_is_gone(process.pid), f"{run} leaves processes behind: {plan}"
         assert len(ends) < 12, f"{run} does not finish: {ends}"
-    return judged(run, folder, flags) | {"ends": ends, "seconds": time.monotonic() - begin}
+    return judged(run, place, flags) | {"ends": ends, "seconds": time.monotonic() - begin}
 
 
 def end_of(code: int, last: str) -> str:
     """How a run ended: "finished", "killed", or the error that it names."""
-    if code == -signal.SIGKILL:
+    if code in KILLED:
         return "killed"
     last = re.sub(r"^(\[rank\d+\]: ?)+", "", last)  # torch says so where learners have met
     named = ("stopped: ", "RuntimeError: injected")
@@ -521,44 +440,40 @@ def group_is_gone(group: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def judged(run: Path, folder: Path, flags: dict) -> dict:
+def judged(run: Path, place: Path, flags: dict) -> dict:
     """What became of the prompts of a finished run, and how quickly losses were noticed."""
-    events, ledger = read_lines(run / "events.jsonl"), audit(run)
-    summary = json.loads((run / "summary.json").read_text())
+    events, totals = folder.read_lines(run / "events.jsonl"), audit(run).totals()
     trained = [g for e in events if e["kind"] == "train" for g in e["groups"]]
     # a group that has cost two reward workers has failed, and another is in its place
     failed = {event["group"] for event in events if event.get("reason") == "verifier_lost"}
     wanted = {*range(flags["steps"] * flags["groups_per_step"] + len(failed))} - failed
-    times = [row["t"] for row in read_lines(run / "metrics.jsonl")]
-    marks = (folder / "faults").glob("[0-9]*.json")
-    struck = {int(mark.stem): json.loads(mark.read_text()) for mark in marks}
-    plan = json.loads((folder / "faults" / "plan.json").read_text())
-    noticed = losses_noticed(folder)
-    deaths = [plan[i] | mark for i, mark in struck.items() if plan[i]["role"] != "learner"]
+    times = [row["t"] for row in folder.read_lines(run / "metrics.jsonl")]
+    plan = json.loads((place / "plan.json").read_text())
+    marks = {int(path.stem): json.loads(path.read_text()) for path in place.glob("[0-9]*.json")}
+    struck = [plan[i] | marks[i] for i in sorted(marks)]
     waits = {"dead": [], "stopped": []}
-    for death in deaths:
-        told = [n["t"] - death["t"] for n in noticed if n["pid"] == death["pid"]]
+    for fault in struck:
+        told = [n["t"] - fault["t"] for n in losses_noticed(place) if n["pid"] == fault["pid"]]
         after = [seconds for seconds in told if seconds >= 0]  # not that it was slow before
-        if after and death["kind"] in ("SIGKILL", "half"):
-            waits["dead"].append(min(after))
-        elif after and death["kind"] == "SIGSTOP":
-            waits["stopped"].append(min(after))
-    totals = ledger.totals()
+        name = {"SIGKILL": "dead", "half": "dead", "SIGSTOP": "stopped"}.get(fault["kind"])
+        if name and after and fault["role"] != "learner":
+            waits[name].append(min(after))
     replayed = True
     try:
         quietly(train_async.train, Config(replay=str(run)))
     except TrainingStopped as error:  # it names what came from outside, and nothing else
         replayed = str(error)
-        nan = any(plan[i]["kind"] == "NaN gradient" for i in struck)
+        nan = any(fault["kind"] == "NaN gradient" for fault in struck)
         assert nan and replayed.endswith("was nan"), replayed
-    assert summary["staleness"]["max"] <= summary["staleness"]["bound"], summary["staleness"]
+    staleness = summary_of(run)["staleness"]
+    assert staleness["max"] <= staleness["bound"], staleness
     assert totals["in_flight"] == 0, totals
     assert totals["admitted"] == totals["trained"] + len(failed), totals
     return {
-        "faults": [plan[i] for i in sorted(struck)],
+        "faults": [plan[i] for i in sorted(marks)],
         "lost": len(wanted - set(trained)),
         "duplicated": len(trained) - len(set(trained)),
-        "staleness": summary["staleness"],
+        "staleness": staleness,
         "requeued": totals["requeued"],
         "replayed": replayed,
         "no_progress_s": max(b - a for a, b in zip(times[1:], times[2:], strict=False)),
@@ -566,14 +481,19 @@ def judged(run: Path, folder: Path, flags: dict) -> dict:
     }
 
 
+def losses_noticed(place: Path) -> list[dict]:
+    """When the parent of a run has noticed that a worker was dead or silent, and of what."""
+    path = place / "noticed.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def main() -> None:
-    folder = os.environ["FAULTS"]
-    workers.rollout_worker = functools.partial(broken, folder, "rollout")
-    run_room.reward_worker = functools.partial(broken, folder, "reward")
-    workers.learner_worker = functools.partial(break_team, folder)
-    break_learner(folder)
-    note_losses(folder)
-    run_main(train_async.train, "a trainer with a plan")
+    if place := os.environ.get("FAULTS"):
+        workers.rollout_worker = functools.partial(broken, place, "rollout")
+        workers.learner_worker = functools.partial(broken, place, "team")
+        run_room.reward_worker = functools.partial(broken, place, "reward")
+        break_parent(place)
+    run_main(train_async.train, __doc__)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A task whose environment is outside, slow, and breaks by chance: `guess` with a state.
 
-`path/to/slow.py:SECONDS,FAULTS[,FOLDER]`: a step takes SECONDS; FAULTS is yes or no; a state has a
-temporary file and, in FOLDER, a mark that `close` removes.
+`path/to/slow.py:SECONDS,FAULTS`: a step takes SECONDS; FAULTS is yes or no. A state has a temporary
+file.
 """
 
 import os
@@ -10,69 +10,43 @@ import signal
 import tempfile
 import time
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 from tasks.guess import make as guess
 
-FAULTS = {"hang": 0.05, "raise": 0.05, "exit": 0.01, "fork": 0.01}  # in so many of the turns
+CHANCES = {"hang": 0.05, "raise": 0.05, "exit": 0.01, "fork": 0.01, "": 0.88}  # of each turn
 
 
-def hang():
-    """As a call into C that never returns: no alarm interrupts it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
-    time.sleep(10**6)
-
-
-def break_down(kind):
-    """One fault."""
-    if kind == "hang":
-        hang()
-    elif kind == "raise":
+def break_down(fault: str) -> None:
+    if fault == "hang":  # as a call into C that never returns: no alarm interrupts it
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+        time.sleep(10**6)
+    if fault == "raise":
         raise ValueError("broken")
-    elif kind == "exit":
+    if fault == "exit":
         os._exit(7)
-    elif kind == "fork":
+    if fault == "fork":
         os.fork()
 
 
-def open_state(folder, problem):
-    """Answers so far, a temporary file, a mark."""
-    file = tempfile.NamedTemporaryFile(delete=False)
-    mark = Path(folder, f"{os.getpid()}.open") if folder else None
-    if mark:
-        mark.touch()
-    return {"problem": problem, "answers": [], "file": file, "mark": mark}
-
-
-def step(task, seconds, faults, folder, state, answer):
-    """The reply of `guess`, late, and now and then something else."""
-    time.sleep(seconds)
-    state["answers"].append(answer)
-    kinds = list(FAULTS) if faults == "yes" else []
-    for kind in (
-        [faults]
-        if faults in FAULTS
-        else random.choices(
-            [*kinds, "none"], [*[FAULTS[kind] for kind in kinds], 1 - sum(map(FAULTS.get, kinds))]
-        )
-    ):
-        if folder and kind != "none":
-            with Path(folder, "faults").open("a") as log:
-                log.write(kind + "\n")
-        break_down(kind)
-    return task.step(state["problem"], state["answers"])
+def open_state(problem):
+    return {"problem": problem, "answers": [], "file": tempfile.mkstemp()[1]}
 
 
 def close(state):
     """However the episode has ended."""
-    os.unlink(state["file"].name)
-    if state["mark"]:
-        state["mark"].unlink()
+    os.unlink(state["file"])
 
 
 def make(argument, seed, tokenizer):
-    seconds, faults, folder = (argument + ",,").split(",")[:3]
+    seconds, faults = argument.split(",")
     task = guess("", seed, tokenizer)
-    talk = partial(step, task, float(seconds), faults, folder)
-    return replace(task, step=talk, open=partial(open_state, folder), close=close, outside=True)
+
+    def step(state, answer):
+        """The reply of `guess`, late, and now and then something else."""
+        time.sleep(float(seconds))
+        state["answers"].append(answer)
+        if faults == "yes":
+            break_down(*random.choices([*CHANCES], CHANCES.values()))
+        return task.step(state["problem"], state["answers"])
+
+    return replace(task, step=step, open=open_state, close=close, outside=True)

@@ -1,23 +1,27 @@
 """Checkpoints: whole or refused by name, whenever the writing is killed; nothing is forgotten."""
 
 import contextlib
-import dataclasses
+import copy
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from faults import OFFSETS, checkpoint_kills, killed_at
 
-from learner import make_learner, new_groups
+from learner import learner_step, make_learner, new_groups
 from reward import task_of, verify_group
 from rollout import generate, make_generator
 from runtime import checkpoint
 from runtime.checkpoint import (
     completed_groups,
     load_checkpoint,
+    load_state,
     load_tensors,
+    restore,
     save_checkpoint,
+    state_of,
     whole_moments,
 )
 from runtime.config import Config, UserError
@@ -94,22 +98,22 @@ def test_a_run_killed_in_every_checkpoint_ends_bitwise_the_same(tmp_path):
     assert checkpoint_kills(tmp_path, 1)["bitwise_equal"]
 
 
-def config_of(folder, **flags) -> Config:
-    return dataclasses.replace(Config(), out=str(folder), **SMALL | flags)
-
-
-def test_completed_groups_come_back_as_they_were(folder):
-    config = config_of("", task="guess")
+@pytest.fixture
+def trained():
+    """A config, a learner, and three verified groups of it, as they come from workers."""
+    config = Config(task="guess", **SMALL)
     task = task_of(config)
     learner = make_learner(config, task, make_model(config, task))
-    generator = make_generator(config, task, learner.model)
-    made = generate(generator, new_groups(learner, task, 3))
-    groups = [unpack(pack(group)) for group in made]  # as they come from a worker
+    groups = generate(make_generator(config, task, learner.model), new_groups(learner, task, 3))
     for group in groups:
         apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
-    stored = checkpoint.state_of(learner, whole_moments(learner), [7, 0, 1, 2], groups)
-    save_checkpoint(folder, 0, stored)
-    loaded = load_tensors(folder / "checkpoints/step0000000.pt", digest=True)
+    return config, learner, [unpack(pack(group)) for group in groups]
+
+
+def test_completed_groups_come_back_as_they_were(folder, trained):
+    _, learner, groups = trained
+    stored = state_of(learner, whole_moments(learner), [7, 0, 1, 2], groups)
+    loaded = load_tensors(save_checkpoint(folder, 0, stored), digest=True)
     assert loaded["in_flight"] == [7, 0, 1, 2]
     for old, new in zip(groups, completed_groups(loaded), strict=True):
         assert (old.group_id, old.start, old.problem) == (new.group_id, new.start, new.problem)
@@ -118,36 +122,49 @@ def test_completed_groups_come_back_as_they_were(folder):
             assert (a.swaps, a.noise_key) == (b.swaps, b.noise_key)
 
 
-SPOILED = {  # what is wrong with waiting groups -> what is said of it
-    "nothing": (lambda groups: None, None),
-    "start": (lambda groups: setattr(groups[1], "start", 1), "group 1 has version 0, must be 1"),
-    "another": (lambda groups: setattr(groups[1], "group_id", 9), "other groups scored"),
-    "twice": (lambda groups: groups.append(groups[1]), "other groups scored"),
-    "unscored": (lambda groups: setattr(groups[1], "group_id", 7), "other groups scored"),
-}
-
-
-@pytest.mark.parametrize("what", SPOILED)
-def test_waiting_groups_of_a_checkpoint_are_looked_at_before_anything_changes(folder, what):
-    config, (spoil, said) = config_of("", task="guess"), SPOILED[what]
-    task = task_of(config)
-    learner = make_learner(config, task, make_model(config, task))
-    groups = generate(make_generator(config, task, learner.model), new_groups(learner, task, 3))
-    for group in groups:
-        apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda groups: None, None),
+        (lambda groups: setattr(groups[1], "start", 1), "group 1 has version 0, must be 1"),
+        (lambda groups: setattr(groups[1], "group_id", 9), "other groups scored"),
+        (lambda groups: groups.append(groups[1]), "other groups scored"),
+        (lambda groups: setattr(groups[1], "group_id", 7), "other groups scored"),
+    ],
+)
+def test_waiting_groups_of_a_checkpoint_are_looked_at(trained, spoil, words):
+    config, learner, groups = trained
     spoil(groups)
-    for group in groups:
-        for t in group.trajectories:
-            t.group_id = group.group_id
     ledger = Ledger()
-    ledger.states = {0: "scored", 1: "scored", 2: "scored", 7: "generated"}
+    ledger.states = {0: "scored", 1: "scored", 2: "scored", 7: "started"}
     ledger.flying = {0, 1, 2, 7}
-    stored = checkpoint.state_of(learner, whole_moments(learner), sorted(ledger.flying), groups)
-    path = save_checkpoint(folder, 0, stored | state(0.0) | {"weights": stored["weights"]})
-    loaded = load_tensors(path, digest=True) | {"seconds": 0.0}
-    raises = pytest.raises(UserError, match=said) if said else contextlib.nullcontext()
-    with raises:
-        checkpoint.restore(learner, loaded, config, ledger)
+    stored = state_of(learner, whole_moments(learner), sorted(ledger.flying), groups)
+    with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
+        restore(learner, stored, config, ledger)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_learners_goes_on_from_a_checkpoint_of_any(trained, size):
+    """With the same moments, to the last bit; the step that follows differs by rounding alone."""
+    config, learner, groups = trained
+    two, other = (replace(config, learners=n, steps=9) for n in (2, size))
+    for group in groups:  # or there may be nothing to learn
+        group.trajectories[0].reward = 1.0
+    weights = []
+    for setting in (two, other):
+        task, ranks = task_of(config), tuple(range(setting.team_size))
+        team = make_learner(setting, task, make_model(config, task), ranks)
+        if setting is two:
+            learner_step(team, groups[:2], two)
+            stored = copy.deepcopy(state_of(team, whole_moments(team)))
+        load_state(team, stored)
+        assert torch.equal(team.weights, stored["weights"]) and team.version == 1
+        for name, moments in whole_moments(team).items():
+            assert torch.equal(moments, stored["optimizer"][name]), name
+        learner_step(team, groups[1:], setting)
+        weights.append(team.weights.detach())
+    assert not torch.equal(weights[0], stored["weights"])
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
 
 
 def digest_after(**changes) -> int:
@@ -155,7 +172,7 @@ def digest_after(**changes) -> int:
     arrays = {"tokens": np.int32([1, 2]), "loss_mask": np.array([False, True])}
     arrays |= {"logprobs": np.float32([0.0, -0.5]), "versions": np.int32([-1, 3])}
     first, second = (Trajectory(5, i, 0, **arrays, turns=[(1, 2)]) for i in range(2))
-    return Group(5, 0, {}, [first, dataclasses.replace(second, **changes)]).digest
+    return Group(5, 0, {}, [first, replace(second, **changes)]).digest
 
 
 def test_a_digest_covers_everything_that_training_reads():
@@ -174,20 +191,14 @@ def test_a_digest_covers_everything_that_training_reads():
     assert digest_after(worker=3, started=1.0) == digest_after()
 
 
-def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(folder, monkeypatch):
+def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(folder, trained, monkeypatch):
     """Killed in between, the log has an event too many; the other way round it could not be cut."""
-    config = config_of("", task="guess")
-    task = task_of(config)
-    learner = make_learner(config, task, make_model(config, task))
-    log = RunLog(folder, config, None)
-    events: list[list] = []
-
-    def save(*_):
-        events.append(read_lines(folder / "events.jsonl"))
-
+    config, learner, _ = trained
+    log, events = RunLog(folder, config, None), []
+    save = lambda *_: events.extend(read_lines(folder / "events.jsonl"))  # noqa: E731
     monkeypatch.setattr(checkpoint, "save_checkpoint", save)
     checkpoint.checkpoint(learner, folder, log, [3, 4])
-    ((event,),) = events
+    (event,) = events
     assert (event["kind"], event["version"], event["groups"]) == ("checkpoint", 0, [3, 4])
     log.close()
 

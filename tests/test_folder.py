@@ -2,20 +2,15 @@
 
 import os
 import random
+import shutil
+import time
 
 import disk
 import pytest
 
+from runtime.checkpoint import load_checkpoint
 from runtime.config import UserError
 from runtime.folder import Log, own_folder, read_lines, scan, write_file
-
-
-@pytest.fixture(autouse=True)
-def adopted():
-    """Who is left behind by a test is a child of this process, while the test runs."""
-    disk.adopt()
-    yield
-    disk.adopt(False)
 
 
 @pytest.fixture(scope="module")
@@ -23,47 +18,74 @@ def runs(tmp_path_factory):
     return disk.make_runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("work", [disk.full_disk, disk.power_cut])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_run_goes_on_after_a_full_disk_or_a_power_cut(runs, tmp_path, work, seed):
+@pytest.mark.parametrize(
+    "work, seeds",
+    [(disk.full_disk, (0, 1)), (disk.power_cut, (0, 1, 2)), (disk.damaged, (0, 1, 2, 3))],
+)
+def test_a_run_goes_on_whatever_its_folder_has_suffered_or_says_why_not(
+    runs, tmp_path, work, seeds
+):
     folder, sha256 = runs["sync"]
-    disk.shutil.copytree(folder, tmp_path / "run")
-    work(tmp_path / "run", "sync", tmp_path / "said", sha256, random.Random(seed))
+    for seed in seeds:
+        place = tmp_path / f"{seed}"
+        shutil.copytree(folder, place / "run")
+        assert work(place / "run", "sync", place / "output", sha256, random.Random(seed))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_damaged_run_goes_on_or_says_why_not(runs, tmp_path, seed):
-    folder, sha256 = runs["sync"]
-    disk.shutil.copytree(folder, tmp_path / "run")
-    disk.damaged(tmp_path / "run", "sync", tmp_path / "said", sha256, random.Random(seed))
+def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):
+    folder, sha256 = runs["async"]
+    run, log = tmp_path / "run", tmp_path / "run" / "events.jsonl"
+    shutil.copytree(folder, run)
+    size, _ = load_checkpoint(run)["marks"]["events"]
+    log.write_bytes(log.read_bytes()[:size] + b'{"t": 1.0, "kin')
+    assert disk.go_on(["train_async.py", "--resume", str(run)], run, tmp_path / "output")
+    disk.judge(run, "async", tmp_path / "output", sha256)
 
 
 def test_a_strangers_folder_does_nothing_outside(tmp_path):
-    names = ("symlink events.jsonl", "hard link lock", "pickle", "task 'evil.py'")
-    ends, failures = disk.strangers(tmp_path / "strangers", names)
-    assert not failures and sum(ends.values()) == 12
+    """Nor do its words reach the terminal."""
+    chosen = [("symlink", "events.jsonl"), ("hard link", "lock"), ("mode", "\x1b[2J")]
+    chosen += [("pickle", "checkpoints/step0000009.pt"), ("task", "evil.py")]
+    ends, failures = disk.strangers(tmp_path / "strangers", chosen)
+    assert not failures and sum(ends.values()) == 15
 
 
-@pytest.mark.parametrize("mode, bad", [("sync", "os._exit(3)"), ("async", list(disk.EXAMS)[0])])
-def test_what_a_task_does_in_an_evaluation_is_named(tmp_path, mode, bad):
-    end, left = disk.exam(tmp_path / "exam", mode, bad)
-    assert disk.EXAMS[bad] in end.out + end.err and not left
+EXAM = """
+import os
+from dataclasses import replace
+from tasks.guess import make as original
+
+def make(argument, seed, tokenizer):
+    task = original("", seed, tokenizer)
+    return replace(task, reset=lambda i, split: task.reset(i, split) | {"split": split},
+                   step=lambda problem, answers: os._exit(3) if problem["split"] == "eval"
+                   else task.step(problem, answers))
+"""
+
+
+def test_a_task_that_ends_its_process_in_an_evaluation_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(EXAM)
+    run, task = tmp_path / "run", str(tmp_path / "mine.py")
+    words = ["train_sync.py", *disk.FLAGS, "--task", task, "--out", str(run), "--restarts=1"]
+    end = disk.attempt(words, run, tmp_path / "output")
+    assert end.code == 1 and "died (exit code 3); 1 restarts are used up" in end.err
+
+
+# -------------------------------------------------------------------------- files, logs, owners
 
 
 @pytest.mark.parametrize("how", disk.LINES)
 def test_a_damaged_line_is_named(tmp_path, how):
     Log(tmp_path / "metrics.jsonl").append([{"step": i} for i in range(4)])
-    whole = read_lines(tmp_path / "metrics.jsonl")
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": i} for i in range(4)]
 
     class Choose(random.Random):
         def choice(self, among):
             return how if how in among else among[0]
 
     assert disk.damage_line(tmp_path, Choose(1)) == f"line {how}"
-    rows = []
     with pytest.raises(UserError, match=r"metrics.jsonl, line \d: torn or changed"):
-        rows += [row for row, _ in scan(tmp_path / "metrics.jsonl")]
-    assert whole == [{"step": i} for i in range(4)]
+        list(scan(tmp_path / "metrics.jsonl"))
 
 
 def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
@@ -94,12 +116,12 @@ def test_a_file_is_never_written_through_a_link(tmp_path):
 
 
 def test_a_folder_has_one_owner(tmp_path):
-    child, (here, there) = 0, os.pipe()
+    here, there = os.pipe()
     child = os.fork()
     if not child:
         lock = own_folder(tmp_path)
         os.write(there, b"x")
-        disk.time.sleep(60)
+        time.sleep(60)
         os._exit(lock is None)
     os.read(here, 1)
     with pytest.raises(UserError, match=f"must not be in use, but process {child}"):
@@ -107,27 +129,3 @@ def test_a_folder_has_one_owner(tmp_path):
     os.kill(child, 9)
     os.waitpid(child, 0)
     own_folder(tmp_path)  # it goes with its process
-
-
-def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):
-    folder, sha256 = runs["async"]
-    run, log = tmp_path / "run", tmp_path / "run" / "events.jsonl"
-    disk.shutil.copytree(folder, run)
-    newest = sorted((run / "checkpoints").glob("*.pt"))[-1]
-    size = disk.torch.load(newest, weights_only=True)["marks"]["events"][0]
-    log.write_bytes(log.read_bytes()[:size] + b'{"t": 1.0, "kin')
-    end = disk.attempt(["train_async.py", "--resume", str(run)], run, tmp_path / "said")
-    assert end.code == 0, end.lines
-    disk.judge(run, "async", tmp_path / "said", sha256)
-
-
-def test_what_a_task_has_forked_does_not_outlive_a_run_that_fails(tmp_path):
-    fork, fail = "if not os.fork(): time.sleep(1000)", "raise RuntimeError('boom')"
-    end, left = disk.exam(tmp_path / "exam", "sync", fork, fail)
-    assert "episodes failed" in end.err
-    assert not left
-
-
-def test_a_strangers_words_do_not_reach_the_terminal(tmp_path):
-    _, failures = disk.strangers(tmp_path / "strangers", ["mode '\\x1b[2J'"])
-    assert not failures

@@ -174,40 +174,39 @@ def test_two_books_that_differ_name_the_group(places, message):
 
 def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_path):
     log = honest_log(0)
-    totals, command = books_of(log).totals(), [sys.executable, "-O", "-m", "runtime.ledger"]
-
-    def run(log, **told):
-        write_run(tmp_path, log, totals, **told)
-        return check(tmp_path)
-
-    def check(*arguments):  # -O: a check of data is no assertion
-        return subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True)
-
-    good = run(log)
+    totals, score, train = books_of(log).totals(), first_of(log, "score"), first_of(log, "train")
+    good = command(write_run(tmp_path, log, totals))
     assert good.returncode == 0 and good.stderr == "", good.stderr
     assert table(totals) in good.stdout and "every one fits" in good.stdout
-    at = next(i for i, event in enumerate(log) if event["kind"] == "score")
-    group = log[at]["group"]
-    bad = run(log[:at] + log[at + 1 :])
-    assert bad.returncode == 1 and "finished, not scored" in bad.stderr, bad.stderr
-    assert f"group {group}: " in bad.stderr and "Traceback" not in bad.stderr
-    at = next(i for i, event in enumerate(log) if event["kind"] == "train")
-    count = log[at]["in_flight"]
-    lost = run(log[:at] + [{**log[at], "in_flight": count - 1}] + log[at + 1 :])
-    text = f"line {at + 1}: {count} groups are in flight by the log, {count - 1} by the trainer"
-    assert lost.returncode == 1 and text in lost.stderr, lost.stderr
-    kindless = run(log[:2] + [{"t": 0.0}] + log[2:])
-    assert "line 3: 'kind'" in kindless.stderr, kindless.stderr
-    short = run(log[: len(log) // 2])
-    assert short.returncode == 1 and "summary.json" in short.stderr
-    assert run(log, steps=5).returncode == 1  # a run that goes on has no summary
+    count = log[train]["in_flight"]
+    for broken, steps, words in (
+        (log[:score] + log[score + 1 :], 12, f"group {log[score]['group']}: "),
+        (
+            [*log[:train], log[train] | {"in_flight": count - 1}, *log[train + 1 :]],
+            12,
+            f"line {train + 1}: {count} groups are in flight by the log, {count - 1} by the",
+        ),
+        ([*log[:2], {"t": 0.0}, *log[2:]], 12, "line 3: 'kind'"),
+        (log[: len(log) // 2], 12, "summary.json"),
+        (log, 5, "summary.json"),  # a run that goes on has no summary
+    ):
+        bad = command(write_run(tmp_path, broken, totals, steps))
+        assert bad.returncode == 1 and words in bad.stderr, bad.stderr
+        assert "Traceback" not in bad.stderr
     (tmp_path / "config.json").write_text('{"mode": "sync"}')
-    assert "must be a run of train_async.py" in check(tmp_path).stderr
-    (tmp_path / "events.jsonl").unlink()
-    missing = check(tmp_path)
-    assert missing.returncode == 1 and "Traceback" not in missing.stderr
-    usage = check()
+    assert "must be a run of train_async.py" in command(tmp_path).stderr
+    usage = command()
     assert usage.returncode == 2 and "usage: python -m runtime.ledger" in usage.stderr
+
+
+def first_of(log: list[dict], kind: str) -> int:
+    return next(i for i, event in enumerate(log) if event["kind"] == kind)
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    """-O: a check of data is no assertion."""
+    words = [sys.executable, "-O", "-m", "runtime.ledger", *arguments]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_table_is_short_and_adds_up():

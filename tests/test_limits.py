@@ -23,6 +23,7 @@ from runtime.tokenizer import own_tokenizer
 from tasks import limits
 
 encode = own_tokenizer().encode
+VERIFIERS = ("exact", "numeric", "numeric:parsable", "similar")
 
 
 def test_guarded_serves_environments_too():
@@ -113,18 +114,20 @@ def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
     assert len(left) == 1
 
 
-def test_other_threads_run_without_a_limit():
-    verdicts = []
+def test_other_threads_have_no_limits():
+    """The limit on memory is one of the process: two threads would put back each other's."""
+    task, seen = make_task("reverse"), []
+    problem = task.reset(0, "train")
 
     def work():
-        task = make_task("reverse")
-        problem = task.reset(0, "train")
-        verdicts.append(verify(task, problem, task.solve(problem), 0.5))
+        with limits.memory_limit(1):
+            seen.append(resource.getrlimit(resource.RLIMIT_AS))
+        seen.append(verify(task, problem, task.solve(problem), 0.5))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert verdicts == [(1.0, (1.0,), None)]
+    assert seen == [resource.getrlimit(resource.RLIMIT_AS), (1.0, (1.0,), None)]
 
 
 def hungry_step(problem, answers):
@@ -152,20 +155,6 @@ def test_an_environment_that_wants_too_much_costs_its_own_episode():
     assert second.failure.startswith("env_error: MemoryError") and second.reward is None
 
 
-def test_memory_is_not_limited_in_other_threads():
-    """The limit is one of the process: two threads would put back each other's."""
-    seen = []
-
-    def work():
-        with limits.memory_limit(1):
-            seen.append(resource.getrlimit(resource.RLIMIT_AS)[0])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [resource.getrlimit(resource.RLIMIT_AS)[0]]
-
-
 def test_numbers_have_a_limit_whatever_the_environment_says():
     assert sys.get_int_max_str_digits() == 4300
     verdict = verify(replace(make_task("reverse"), step=integer_step), {}, ["9" * 5000])
@@ -176,49 +165,39 @@ def integer_step(problem, answers):
     return Step(None, float(int(answers[-1]) > 0), True)
 
 
-def hostile(chance: random.Random) -> str:
-    """A string that somebody's verifier would not survive."""
-    size = chance.choice((1, 10, 1000, 100_000, 2**20))
-    parts = (
-        lambda: f"{chance.choice('+-')}{chance.randint(0, 9)}e{chance.choice('+-')}{'9' * 12}",
-        lambda: chance.choice("([{<") * size + "1",
-        lambda: "9" * size + "/" + "7" * chance.randint(1, size),
-        lambda: "1," * size + "5",
-        lambda: "".join(chr(chance.randrange(32)) for _ in range(min(size, 1000))),
-        lambda: chance.choice(("<|end|>", "<|pad|>", "<|endoftext|>")) * min(size, 1000),
-        lambda: "\u202e\u0000\ufeff\u2212" * min(size, 1000),
-        lambda: "((a+)+)+$" * min(size, 1000) + "!",
-        lambda: "__import__('os').system('kill -9 1')",
-        lambda: "%n%s{0.__class__}" * min(size, 1000),
-        lambda: "٣" * size,
-    )
-    return "".join(chance.choice(parts)() for _ in range(chance.randint(1, 3)))
+NUMBERS = ("+9e+999999999999", "9e-999999999999", "9" * 10**5 + "/" + "7" * 10**5, "٣" * 1000)
+HOSTILE = (
+    *NUMBERS,
+    *[opening * 10**5 + "1" for opening in "([{<"],
+    "1," * 10**5 + "5",
+    "".join(map(chr, range(32))),
+    "<|end|><|pad|><|endoftext|>" * 1000,
+    "\u202e\u0000\ufeff\u2212" * 1000,
+    "((a+)+)+$" * 1000 + "!",
+    "__import__('os').system('kill -9 1')",
+    "%n%s{0.__class__}" * 1000,
+)
 
 
-def test_a_campaign_of_hostile_answers_changes_nothing_but_the_reward(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
-    own = [
-        f"jsonl:{path}:{verifier}"
-        for verifier in ("exact", "numeric", "numeric:parsable", "similar")
-    ]
-    specs = ("guess", "reverse", "sum", "recall:64", *own)
-    chance, config = random.Random(6), Config(reward_seconds=5.0, reward_memory=512.0)
-    for spec in specs:
-        task = make_task(spec)
-        environment = make_environment(config, task)
-        for index in range(25):
-            problem, text = task.reset(index, "train"), hostile(chance)
-            before = json.dumps(problem)
-            begin = time.perf_counter()
-            with limits.memory_limit(config.reward_memory):
-                verdict = verify(task, problem, [text], config.reward_seconds)
-            assert verdict.error is None and 0 <= verdict.reward < 0.6, (spec, text[:60])
-            tokens = encode(text[:20_000])
-            (reply,) = environment.respond([(problem, tokens, [(0, len(tokens))], 0)])
-            assert not reply.failure and len(reply.observation or []) <= 1, (spec, reply)
-            assert time.perf_counter() - begin < 2, (spec, text[:60])
-            assert json.dumps(problem) == before
+@pytest.mark.parametrize("spec", ["guess", "reverse", "sum", "recall:64", *VERIFIERS])
+def test_hostile_answers_change_nothing_but_the_reward(tmp_path, spec):
+    """Strings that somebody's verifier would not survive."""
+    if spec in VERIFIERS:
+        (tmp_path / "d.jsonl").write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
+        spec = f"jsonl:{tmp_path / 'd.jsonl'}:{spec}"
+    task, config = make_task(spec), Config(reward_seconds=5.0, reward_memory=512.0)
+    environment, problem = make_environment(config, task), task.reset(0, "train")
+    before = json.dumps(problem)
+    for text in HOSTILE:
+        begin = time.perf_counter()
+        with limits.memory_limit(config.reward_memory):
+            verdict = verify(task, problem, [text], config.reward_seconds)
+        assert verdict.error is None and 0 <= verdict.reward < 0.6, text[:60]
+        tokens = encode(text[:20_000])
+        (reply,) = environment.respond([(problem, tokens, [(0, len(tokens))], 0)])
+        assert not reply.failure and len(reply.observation or []) <= 1, (text[:60], reply)
+        assert time.perf_counter() - begin < 2, text[:60]
+        assert json.dumps(problem) == before
 
 
 @pytest.mark.parametrize(
