@@ -1,9 +1,9 @@
 """model.py: the GPT: its weights, and its forward pass over packed sequences.
 
-RMSNorm, learned absolute positions or RoPE, grouped-query attention (optionally with QK-norm),
-SwiGLU, tied or untied embeddings: with RoPE and QK-norm it is Qwen3. Attention is dense (PyTorch's
-SDPA) or sparse (dsa.py). `naive_forward` is the whole model for one sequence; the rest computes the
-same for many at once.
+RMSNorm, learned absolute positions or RoPE, grouped-query attention, SwiGLU, tied or untied
+embeddings: with RoPE it is Llama (SmolLM2), with a bias of q, k and v Qwen2, with norms of q and k
+Qwen3. Attention is dense (PyTorch's SDPA) or sparse (dsa.py). `naive_forward` is the whole model
+for one sequence; the rest computes the same for many at once.
 All parameters that are trained are views of ONE flat tensor, their gradients of another: publishing
 the weights is one copy, clipping is one norm, the optimizer is one vector operation. What is not
 trained (with adapters, methods/lora.py) lies in a second flat tensor.
@@ -47,11 +47,13 @@ class ModelConfig:
     hidden: int
     vocab_size: int = 512
     context: int = 256
-    positions: str = "learned"  # "learned" (absolute) or "rope" (the Qwen3 form)
+    positions: str = "learned"  # "learned" (absolute) or "rope" (the form of Llama)
+    qkv_bias: bool = False  # added to queries, keys and values, as in Qwen2
     qk_norm: bool = False  # RMSNorm over each query and key head, as in Qwen3
     tied: bool = True  # one matrix reads tokens and writes logits
     lora: int = 0  # rank of the adapters, which alone are trained; 0: everything is
     rope_base: float = 10_000.0
+    rope_scaling: tuple = ()  # Llama 3's: factor, low and high frequency factors, first context
     norm_eps: float = 1e-6
     init_std: float = 0.08  # with 0.02, RL from random weights learns far worse
     attention: str = "dense"  # "dense" or "dsa"
@@ -105,10 +107,21 @@ def rms_norm(x, weight, config: ModelConfig) -> Tensor:
 
 
 def rope_table(config: ModelConfig) -> Tensor:
-    """cos and sin of the rotary angles, [2, context, 1, D], halves duplicated as in Qwen3
-    (RoFormer, arXiv 2104.09864, eq. 15)."""
+    """cos and sin of the rotary angles, [2, context, 1, D], halves duplicated as in Llama
+    (RoFormer, arXiv 2104.09864, eq. 15).
+
+    With rope_scaling, waves longer than the first context / low are `factor` times as long, those
+    shorter than the first context / high as they were, and between them it goes over
+    (`_compute_llama3_parameters` of transformers).
+    """
     exponent = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
-    angles = torch.arange(config.context)[:, None] / config.rope_base**exponent
+    waves = config.rope_base**exponent  # tokens in a radian
+    if config.rope_scaling:
+        factor, low, high, first = config.rope_scaling
+        turns = first / (2 * torch.pi * waves)  # of each wave in the first context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        waves /= kept + (1 - kept) / factor
+    angles = torch.arange(config.context)[:, None] / waves
     angles = angles.repeat(1, 2)[:, None]  # [context, 1, D]
     return torch.stack([angles.cos(), angles.sin()]).float()
 
@@ -143,6 +156,8 @@ class Layer(nn.Module):
         columns = (c.heads + 2 * c.kv_heads) * c.head_width
         self.attention_norm = parameter(c.width)
         self.qkv = parameter(c.width, columns)  # columns [q | k | v]
+        if c.qkv_bias:
+            self.qkv_bias = parameter(columns)
         if c.qk_norm:
             self.q_norm = parameter(c.head_width)
             self.k_norm = parameter(c.head_width)
@@ -161,7 +176,8 @@ class Layer(nn.Module):
     def heads(self, h, rope) -> tuple:
         """Queries [N, Hq, D], keys and values [N, Hkv, D] of h [N, d]; rope: (cos, sin) or None."""
         c = self.config
-        qkv = self.project("qkv", h).view(len(h), -1, c.head_width)
+        bias = self.qkv_bias if c.qkv_bias else None
+        qkv = self.project("qkv", h, bias).view(len(h), -1, c.head_width)
         q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         if c.qk_norm:
             q = rms_norm(q, self.q_norm, c)

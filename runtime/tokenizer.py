@@ -16,7 +16,7 @@ from pathlib import Path
 import tiktoken
 
 from runtime.config import SIZES, Config, blame, require
-from runtime.folder import read_json, refuse_links
+from runtime.folder import read_json
 from tasks import limits
 
 # In its pattern only numbers 0..99 after a space are one piece; every other digit stands alone, so
@@ -80,10 +80,10 @@ def encoded(tokenizer: Tokenizer, text: str) -> tuple:
 
 
 class FolderTokenizer(Tokenizer):
-    """The vocabulary of a Hugging Face folder; `chat`: as in Config. UserError for a folder that
-    `tokenizers` cannot read."""
+    """The vocabulary of a Hugging Face folder; chat, system, think: as in Config. UserError for a
+    folder that `tokenizers` cannot read."""
 
-    def __init__(self, folder: Path, chat: str = "no"):
+    def __init__(self, folder: Path, chat: bool = False, system: str = "", think: str = "no"):
         path, facts = folder / "tokenizer.json", read_json(folder / "config.json")
         with blame(f"--model {folder}: must have the package tokenizers", ImportError):
             from tokenizers import Tokenizer as Library
@@ -93,9 +93,11 @@ class FolderTokenizer(Tokenizer):
         self.literal.encode_special_tokens = True
         if (folder / "generation_config.json").exists():
             facts |= read_json(folder / "generation_config.json")
-        self.chat, self.size, stop = chat, facts["vocab_size"], facts["eos_token_id"]
+        self.chat, self.think = chat, think == "yes"
+        self.system = [{"role": "system", "content": system}] if system else []
+        self.size, stop = facts.get("vocab_size", 0), facts.get("eos_token_id", [])
         self.stop = tuple(stop) if isinstance(stop, list) else (stop,)
-        if chat != "no":
+        if chat:
             self.template, self.names = read_template(folder)
             turn = self.end_of_turn()
             self.stop = (turn, *[i for i in self.stop if i != turn])
@@ -120,10 +122,10 @@ class FolderTokenizer(Tokenizer):
 
     def rendered(self, turns: list[dict], begin: bool = True) -> str:
         """Turns of a chat as one text, with the beginning of the answer's."""
-        words = {"add_generation_prompt": begin, "enable_thinking": self.chat == "think"}
+        words = {"add_generation_prompt": begin, "enable_thinking": self.think}
         with blame("the chat template fails", (Exception, limits.OutOfTime)):
             with limits.time_limit(TEMPLATE_SECONDS):
-                return self.template.render(messages=turns, **words, **self.names)
+                return self.template.render(messages=self.system + turns, **words, **self.names)
 
     def end_of_turn(self) -> int:
         """The token that the template writes behind an answer."""
@@ -146,7 +148,7 @@ class FolderTokenizer(Tokenizer):
 def encoded_prompt(tokenizer: FolderTokenizer, text: str) -> tuple:
     """The ids of a prompt; its begin-of-text token is the library's, or the template's."""
     text.encode()
-    if tokenizer.chat == "no":
+    if not tokenizer.chat:
         return tuple(tokenizer.parsing.encode(text).ids)
     text = tokenizer.rendered([{"role": "user", "content": text}])
     return tuple(tokenizer.parsing.encode(text, add_special_tokens=False).ids)
@@ -175,13 +177,24 @@ def read_template(folder: Path) -> tuple:
     return template, {name: x for name, x in names.items() if x}
 
 
+def check_folder(folder: Path) -> None:
+    """UserError for a file that is read and is none, or a link to elsewhere; those of a hub's cache
+    lead to its blobs."""
+    blobs = folder.resolve().parent.parent / "blobs"
+    for path in folder.glob("[!.]*.*"):
+        if path.suffix in (".json", ".safetensors", ".jinja"):
+            inside = path.is_file() and path.resolve().parent in (folder.resolve(), blobs)
+            must = "must be a file, and no link to another folder (`cp -rL` copies what it means)"
+            require(inside, f"{path}: {must}")
+
+
 def tokenizer_of(config: Config) -> Tokenizer:
     """The vocabulary of the configured model."""
     if config.model in SIZES:
         require(config.chat == "no", f"--chat {config.chat}: must be no with {config.model}")
         return own_tokenizer()
-    refuse_links(Path(config.model))
-    return FolderTokenizer(Path(config.model), config.chat)
+    check_folder(Path(config.model))
+    return FolderTokenizer(Path(config.model), config.chat == "yes", config.system, config.think)
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from qwen3 import write_folder
+from model_folders import write_folder
 from tqdm import tqdm
 
 from lab.plots import save_result

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from qwen3 import REASON, named_weights, write_folder
+from model_folders import REASON, named_weights, write_folder
 from safetensors import SafetensorError
 
 import cache
@@ -41,10 +41,21 @@ transformers = pytest.importorskip("transformers", reason=REASON)
 safetensors = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).parent.parent
+LLAMA3 = {  # the first context is short: all three kinds of wave are there
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 SHAPES = {  # tied or not; G = 1, 2, 4 query heads to a key head; heads unlike width / heads
     "tied": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     "untied": {"tie_word_embeddings": False, "num_key_value_heads": 4, "hidden_size": 96},
     "shared": {"num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 3},
+    "llama": {"family": "Llama", "num_key_value_heads": 2, "head_dim": 32},
+    "llama3": {"family": "Llama", "rope_parameters": LLAMA3, "tie_word_embeddings": False},
+    "qwen2": {"family": "Qwen2", "num_key_value_heads": 2, "head_dim": None},
 }
 QUICK = {"groups_per_step": 2, "group_size": 2, "slots": 4, "eval_every": 100, "steps": 2}
 
@@ -232,7 +243,8 @@ def refusal(folder, **flags) -> str:
 
 
 REFUSED = {
-    "model_type": "llama",
+    "model_type": "mistral",
+    "mlp_bias": True,
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_act": "gelu",
     "attention_bias": True,
@@ -332,7 +344,7 @@ DAMAGED = {
         "int32 .*must be finite",
     ),
     "twice": (twice, "it has weights that another file has, too"),
-    "link": (link, "must be a plain file, is a link"),
+    "link": (link, "must be a file, and no link to another folder .`cp -rL`"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "must be JSON"),
 }
 
@@ -342,6 +354,18 @@ def test_a_damaged_folder_costs_one_line(small, tmp_path, name):
     damage, words = DAMAGED[name]
     damage(copy_folder(small, tmp_path / "model"))
     assert re.search(words, refusal(tmp_path / "model"))
+
+
+def test_a_snapshot_of_a_hubs_cache_and_a_clone_are_read(small, tmp_path):
+    """Files of a snapshot are links to its blobs; a clone has .git."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    copy_folder(small, blobs)
+    snapshot.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    (snapshot / ".git").mkdir()
+    (snapshot / ".git" / "odd.json").symlink_to("/etc/passwd")
+    assert torch.equal(loaded(snapshot).flat, loaded(small).flat)
 
 
 @pytest.mark.parametrize("file", ["model-00007.safetensors", "../elsewhere", "/etc/passwd", 7])
@@ -363,13 +387,14 @@ def test_flags_that_do_not_fit_a_folder_are_refused(small, tmp_path, capsys, mon
         config = config_of(small, lora=2, init="x")
         make_model(config, task_of(config))
     folder = ["--model", str(small)]
-    nothing = "--model /nowhere: must be tiny, small, medium or a folder of Qwen3 weights "
+    nothing = "--model /nowhere: must be tiny, small, medium or a Hugging Face folder "
     for flags, words in [
         (["--model", "/proc"], f"{nothing.replace('/nowhere', '/proc')}(config.json"),
         (["--model", "/nowhere"], f"{nothing}(config.json, *.safetensors, tokenizer.json)"),
         ([*folder, "--positions", "rope"], f"--positions rope: must be 'learned' with {folder[0]}"),
         ([*folder, "--set", "qk_norm=yes"], "--set=qk_norm=yes: must be 'no' with"),
-        (["--chat", "answer"], "--chat answer: must be no with tiny"),
+        (["--chat", "yes"], "--chat yes: must be no with tiny"),
+        ([*folder, "--system", "x"], "--system x: must be left out with --chat no"),
     ]:
         line = ["train_sync.py", "--task", "reverse:4", "--out", str(tmp_path / "run"), *flags]
         monkeypatch.setattr(sys, "argv", line)
@@ -395,7 +420,7 @@ def test_a_real_command_line_ends_with_one_line_and_code_2(small, tmp_path):
 
 def test_a_run_on_a_folder_is_exported_and_goes_on(small, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
-    train_sync.train(config_of(small, out=str(run), chat="answer"))
+    train_sync.train(config_of(small, out=str(run), chat="yes"))
     text = export(*stored_model(run), out)
     assert text == f"{out}: the model in float32, for transformers"
     state = load_checkpoint(run)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from qwen3 import named_weights
+from model_folders import named_weights
 
 from fast.prefixes import share_prefixes
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from qwen3 import write_folder
+from model_folders import write_folder
 from test_methods import FLAGS
 
 import train_async

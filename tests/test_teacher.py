@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from qwen3 import write_folder
+from model_folders import write_folder
 from test_methods import FLAGS, judged_groups, stale_batch, trajectories_of
 
 import train_async

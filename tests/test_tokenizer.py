@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from qwen3 import REASON, SPECIAL, TEMPLATE, trained_tokenizer
+from model_folders import REASON, SPECIAL, TEMPLATE, trained_tokenizer
 
 from reward import make_task
 from runtime.config import UserError
@@ -241,20 +241,25 @@ def test_ids_are_those_of_the_library(tmp_path):
         ours.decode_bytes([5, 2000])
 
 
-@pytest.mark.parametrize("chat", ["no", "think", "answer"])
-def test_ids_of_prompts_are_those_of_transformers(tmp_path, chat):
+@pytest.mark.parametrize(
+    "chat, system, think", [(False, "", "no"), (True, "", "yes"), (True, "Be brief.", "no")]
+)
+def test_ids_of_prompts_are_those_of_transformers(tmp_path, chat, system, think):
     """By the folder's own template, whose end of a turn is a stop token, too."""
     transformers = pytest.importorskip("transformers", reason=REASON)
     folder = write_tokenizer(tmp_path, facts_of())
-    ours, theirs = FolderTokenizer(folder, chat), transformers.AutoTokenizer.from_pretrained(folder)
+    ours = FolderTokenizer(folder, chat, system, think)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in ["x", "\n\nx", " \n", "a <|im_end|> b", "What is 2+2?", *many_texts(200)]:
-        turns, thinking = [{"role": "user", "content": text}], {"enable_thinking": chat == "think"}
+        turns = [{"role": "system", "content": system}] if system else []
+        turns += [{"role": "user", "content": text}]
         wanted = theirs(text).input_ids
-        if chat != "no":
-            words = thinking | {"add_generation_prompt": True, "return_dict": False}
+        if chat:
+            words = {"add_generation_prompt": True, "return_dict": False}
+            words["enable_thinking"] = think == "yes"
             wanted = theirs.apply_chat_template(turns, **words)
         assert ours.encode_prompt(text) == wanted, text
-    assert ours.stop == ((0,) if chat == "no" else (2, 0)) and {*ours.stop} < {*ours.alphabet}
+    assert ours.stop == ((2, 0) if chat else (0,)) and {*ours.stop} < {*ours.alphabet}
     task = make_task("reverse:4", 0, ours)
     alone = make_task("reverse:4", 0, FolderTokenizer(folder))
     assert task.max_prompt_tokens >= alone.max_prompt_tokens + len(ours.encode_prompt(""))
@@ -287,7 +292,7 @@ def test_a_folder_that_cannot_be_used_costs_one_line(tmp_path, name, monkeypatch
     changes, settings, words = BAD[name]
     monkeypatch.setattr("runtime.tokenizer.TEMPLATE_SECONDS", 0.2)
     with pytest.raises(UserError, match=words):
-        FolderTokenizer(write_tokenizer(tmp_path, facts_of() | changes, **settings), "answer")
+        FolderTokenizer(write_tokenizer(tmp_path, facts_of() | changes, **settings), chat=True)
 
 
 def test_without_the_library_one_line_says_what_to_install(tmp_path, monkeypatch):

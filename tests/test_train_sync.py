@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from qwen3 import named_weights
+from model_folders import named_weights
 
 import learner as learner_room
 import losses

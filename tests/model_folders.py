@@ -1,4 +1,4 @@
-"""tests/qwen3.py: random Qwen3 folders, written by transformers, and weights by name.
+"""tests/model_folders.py: random model folders, written by transformers, and weights by name.
 
 `write_folder` makes what a download would be, small: about a million parameters, 2,000 tokens.
 """
@@ -74,8 +74,9 @@ ARABIC = "يولد جميع الناس أحرارًا متساوين في الك
 
 
 def write_folder(path: Path, vocab: int = 2000, **shape) -> Path:
-    """A random Qwen3 with a tokenizer, as a download would be. shape: fields of Qwen3Config,
-    `shard`, the largest size of a file, such as "1MB", and `norms`, whether theirs are random."""
+    """A random Qwen3 (or another `family`) with a tokenizer, as a download would be. shape: fields
+    of its config, `shard`, the largest size of a file, such as "1MB", and `norms`, whether theirs
+    are random; biases are, too."""
     transformers = pytest.importorskip("transformers", reason=REASON)
     text = trained_tokenizer(vocab - 2)  # 2: the thoughts
     ids = {token["content"]: token["id"] for token in json.loads(text)["added_tokens"]}
@@ -94,13 +95,16 @@ def write_folder(path: Path, vocab: int = 2000, **shape) -> Path:
         "eos_token_id": ids["<|im_end|>"],
     }
     seed, shard = shape.pop("seed", 0), shape.pop("shard", "5GB")
-    norms = shape.pop("norms", True)
+    norms, family = shape.pop("norms", True), shape.pop("family", "Qwen3")
     dtype = shape.pop("dtype", torch.float32)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = transformers.Qwen3Config(**sizes | shape)
-        model = transformers.Qwen3ForCausalLM(config).to(dtype)
+        facts = {name: x for name, x in (sizes | shape).items() if x is not None}
+        config = getattr(transformers, f"{family}Config")(**facts)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
         for name, weight in model.named_parameters():
+            if "bias" in name:
+                torch.nn.init.uniform_(weight, -0.5, 0.5)
             if norms and "norm" in name:  # all ones would hide a norm that is left out
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
     stops = [ids["<|im_end|>"], ids["<|endoftext|>"]]
