@@ -5,7 +5,7 @@ is the same for many groups at once, packed without padding, with any objective 
 trainers call it. `Learner` is plain data: policy, AdamW's moments, reference, counters. What a step
 learns from is a method: `GroupMethod` here, advantages inside a group; others are in methods/.
 Left out: set-up (runtime/run.py), what is saved (runtime/checkpoint.py), evaluation
-(tasks/exam.py), processes.
+(runtime/exam.py), processes.
 
 Axes: G groups · n answers of a group · M generated tokens of a micro-batch (N in losses.py)
       T tokens · P parameters · V tokens of the task's alphabet (V' in model.py)

@@ -105,12 +105,14 @@ TASKS = {  # the name in a spec -> its file in tasks/
     "hops": "hops",
     "debug": "debug",
     "jsonl": "jsonl",
+    "gym": "gym",
 }
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \
 hops[:1..8[:0..0.5]], debug, \
-jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384], path/to/file.py[:ARGUMENT]"""
+jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384], \
+gym:NAME[:key=value,...], path/to/file.py[:ARGUMENT]"""
 
 
 def make_task(spec: str, seed: int = 0, tokenizer: Tokenizer | None = None) -> Task:

@@ -102,7 +102,7 @@ class Config:
     task: str = flag(
         "guess",
         "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], hops[:N[:RATE]], debug, "
-        "jsonl:PATH or your own file.py[:ARGUMENT]; several with commas",
+        "jsonl:PATH, gym:NAME or your own file.py[:ARGUMENT]; several with commas",
         group="what is learned",
     )
     ratio: str = flag("", "shares of several tasks, such as 2,1,1 ('': alike)")
@@ -176,7 +176,6 @@ class Config:
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
     reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)
     learners: int = flag(0, "processes that train, each its share of a batch (0: one)", 0, 64)
-    reward_seconds: float = flag(2.0, "time limit of a verdict or a reply", 0.01)
     restarts: int = flag(3, "how often in an hour a dead worker is replaced; then the run stops")
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
@@ -196,6 +195,7 @@ class Config:
     reference_every: int = constant(5, "steps between looks at the reference (0: it has none)")
     eval_when: str = constant("live", "late: on kept weights, at the end", choices=("live", "late"))
     checkpoint_every: int = constant(100, "steps between checkpoints", 1)
+    reward_seconds: float = constant(2.0, "time limit of a verdict or a reply", 0.01)
     reward_memory: float = constant(1024.0, "MiB that a verdict or a reply may take", 1.0)
     max_failures: float = constant(0.5, "share of failed episodes that stops the run", 0, 1)
     silence: float = constant(20.0, "seconds without a sign of life of a worker", 1.0)

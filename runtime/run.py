@@ -35,6 +35,7 @@ from runtime.checkpoint import (
 )
 from runtime.config import SIZES, AttemptLost, Config, UserError, check, require, written
 from runtime.devices import own_gpus, pick_devices, set_threads
+from runtime.exam import evaluate
 from runtime.folder import own_folder
 from runtime.ledger import BUFFER, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox
@@ -47,7 +48,6 @@ from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
 from runtime.verifier import exam_pool, reward_worker, silence_of
-from tasks.exam import evaluate
 
 # flags that a run may have anew when it goes on
 MAY_CHANGE = ("steps", "learners", "rollout_workers", "cluster")

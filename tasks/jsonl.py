@@ -25,11 +25,10 @@ to spare, and the evaluation is on the training lines.
 
 import json
 import re
+from difflib import SequenceMatcher
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from reward import Step, Task, TaskError
 from runtime.folder import open_plain
@@ -69,26 +68,14 @@ def stated_number(text):
     return last_number(behind.partition("\n")[0], 0) if before else None
 
 
-def edit_distance(a, b):
-    """The fewest characters to insert, delete or replace that make b of a (Levenshtein 1966)."""
-    letters, places = np.array(list(b)), np.arange(len(b) + 1)
-    row = places  # distances of the first i letters of a to every beginning of b
-    for i, letter in enumerate(a, 1):
-        best = np.minimum(row[1:] + 1, row[:-1] + (letters != letter))  # delete, replace
-        row = np.minimum.accumulate(np.append(i, best) - places) + places  # insert
-    return int(row[-1])
-
-
 def similarity(answer, expected):
-    """1 - edit distance / length of the longer text: 1 for the same, and padding costs.
-
-    Beyond CHARACTERS everything counts as wrong, unless the texts are the same.
-    """
+    """The characters in common, in order, as a share of the longer text: 1 for the same, and
+    padding costs. Beyond CHARACTERS nothing is in common, unless the texts are the same."""
     if answer == expected:
         return 1.0
-    longer = max(len(answer), len(expected))
-    beyond = max(0, longer - CHARACTERS)
-    return 1 - (edit_distance(answer[:CHARACTERS], expected[:CHARACTERS]) + beyond) / longer
+    pair = SequenceMatcher(None, answer[:CHARACTERS], expected[:CHARACTERS], autojunk=False)
+    common = sum(block.size for block in pair.get_matching_blocks())
+    return common / max(len(answer), len(expected))
 
 
 def meant_number(text):

@@ -15,7 +15,7 @@ import bench
 import reward
 from reward import Step, make_task, problem_of
 from runtime.tokenizer import END, PAD, own_tokenizer
-from tasks.jsonl import edit_distance, last_number, meant_number, stated_number
+from tasks.jsonl import last_number, meant_number, stated_number
 
 encode = own_tokenizer().encode
 SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "recall", "recall:16"]
@@ -234,6 +234,74 @@ def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
     assert make_task(f"jsonl:{path}:9").turn_tokens == 9
 
 
+@pytest.mark.parametrize(
+    "answer, expected, value",
+    [
+        ("4301", "4301", 1.0),
+        ("4310", "4301", 0.5),
+        ("43", "4301", 0.5),
+        ("43014301", "4301", 0.5),
+        ("", "4301", 0.0),
+        ("1034", "4301", 0.0),
+        ("x", "4301", 0.0),
+    ],
+)
+def test_reward_per_digit(answer, expected, value):
+    step = make_task("reverse").step({"prompt": "1034 reverse", "answer": expected}, [answer])
+    assert step == Step(None, value, True)
+
+
+def test_sum_has_a_heavy_tail_of_response_lengths():
+    task = make_task("sum")
+    lengths = [len(task.reset(i, "train")["answer"]) + 1 for i in range(5000)]
+    assert np.percentile(lengths, 99) / np.median(lengths) >= 10  # asked for: 8
+    assert 90 <= max(lengths) <= 97 and min(lengths) == 3
+    held = [len(task.reset(i, "eval")["answer"]) + 1 for i in range(1000)]
+    assert abs(np.mean(held) - np.mean(lengths)) < 1.0, "held-out sums have another distribution"
+
+
+# ---------------------------------------------------------------------------------- jsonl
+
+
+def write_jsonl(path: Path, rows: list) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_jsonl_splits_without_overlap_and_shows_every_line_once_per_epoch(tmp_path):
+    rows = [{"prompt": f"q{i % 40}", "answer": f"a{i}", "note": "ignored"} for i in range(50)]
+    task = make_task("jsonl:" + write_jsonl(tmp_path / "d.jsonl", rows))
+    assert task.eval_size == 5  # q9 and its copy, q19, q29, q39
+    held = [task.reset(i, "eval") for i in range(5)]
+    assert {p["prompt"] for p in held} == {"q9", "q19", "q29", "q39"}
+    epochs = [[task.reset(i, "train")["answer"] for i in range(e, e + 45)] for e in (0, 45)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert set(epochs[0]) | {p["answer"] for p in held} == {row["answer"] for row in rows}
+    assert len(set(epochs[0])) == 45
+    task.reset(0, "eval")["answer"] = "spoilt by the caller"
+    assert task.reset(0, "eval") == {"prompt": "q9", "answer": "a9"}
+
+
+def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
+    path = tmp_path / "with: colon.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "1+1=", "answer": " 2 "}\r\n\n  \n{"prompt":"z","answer":"12"}'
+    )
+    exact = make_task(f"jsonl:{path}")
+    assert exact.eval_size == 2, "with fewer than ten prompts the evaluation is on all lines"
+    assert exact.max_prompt_tokens == 4 and exact.turn_tokens == len(encode(" 2 ")) + 1
+    problem = {"prompt": "1+1=", "answer": " 2 "}
+    assert exact.reset(0, "eval") == problem
+    assert exact.step(problem, ["\n2"]).reward == 1 and exact.step(problem, ["2.0"]).reward == 0
+    numeric = make_task(f"jsonl:{path}:numeric:50")
+    assert numeric.turn_tokens == 50 and numeric.context == 54
+    assert numeric.step(problem, ["I say 3, no: 4/2."]).reward == 1
+    assert numeric.step(problem, ["2, or 3"]).reward == 0
+    assert numeric.step({"prompt": "p", "answer": "two"}, ["two"]).reward == 0, "no number at all"
+    assert make_task(f"jsonl:{path}:exact").step(problem, ["4/2"]).reward == 0
+    assert make_task(f"jsonl:{path}:9").turn_tokens == 9
+
+
 def plain_edit_distance(a: str, b: str) -> int:
     """By the definition: the last characters are deleted, inserted, replaced or equal."""
     if not a or not b:
@@ -242,13 +310,6 @@ def plain_edit_distance(a: str, b: str) -> int:
     removed = plain_edit_distance(a[:-1], b) + 1
     added = plain_edit_distance(a, b[:-1]) + 1
     return min(replaced, removed, added)
-
-
-def test_edit_distance_against_its_definition():
-    random = np.random.default_rng(0)
-    for _ in range(60):
-        a, b = ("".join(random.choice(list("ab1"), size=random.integers(6))) for _ in "ab")
-        assert edit_distance(a, b) == plain_edit_distance(a, b), (a, b)
 
 
 @pytest.mark.parametrize(

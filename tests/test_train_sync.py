@@ -30,13 +30,13 @@ from runtime import runlog
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, words
+from runtime.exam import evaluate
 from runtime.folder import read_lines
 from runtime.messages import Judgement, apply_judgement
 from runtime.models import make_model
 from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer
 from runtime.verifier import exam_pool
-from tasks.exam import evaluate
 
 encode = own_tokenizer().encode
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 6, "eval_every": 3}

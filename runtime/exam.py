@@ -19,7 +19,7 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
 
     Returns `solved` (share), `reward` (mean) and `turns` (mean); a failed episode counts as a
     reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
-    Of several tasks it is the mean of what `tasks` has of each.
+    With several tasks these are of all problems, and `tasks` has those of each.
     """
     generator = Generator(
         learner.model,
@@ -36,17 +36,10 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
     by_task = {}
     for group in groups:
         by_task.setdefault(group.problem.get("task", task.name), []).append(group)
-    results = {name: result_of(task, groups) for name, groups in by_task.items()}
-    if len(results) == 1:
-        return results[task.name]
-    failures = {}
-    for result in results.values():
-        failures |= result["failures"]
-    mean = {
-        key: float(np.mean([result[key] for result in results.values()]))
-        for key in ("solved", "reward", "turns")
-    }
-    return mean | {"failures": failures, "tasks": results}
+    result = result_of(task, groups)
+    if len(by_task) > 1:
+        result["tasks"] = {name: result_of(task, groups) for name, groups in by_task.items()}
+    return result
 
 
 def verify_all(groups: list[Group], pool: Pool) -> None:
