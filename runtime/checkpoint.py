@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -112,22 +112,8 @@ def drop_what_follows(folder: Path, state: dict) -> None:
     (folder / "summary.json").unlink(missing_ok=True)
 
 
-def checkpoint(
-    learner: Learner,
-    run: Path,
-    log: RunLog,
-    in_flight=(),
-    completed=(),
-    call: Callable = lambda: None,
-) -> None:
-    """Save a checkpoint: ids of all groups in flight, and those of them that are complete. call:
-    brings other learners to `whole_moments`.
-
-    Not of a step whose metrics could not be written: it is done again.
-    """
-    if log.written != learner.version:
-        return
-    call()
+def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
+    """Save a checkpoint: ids of all groups in flight, and those of them that are complete."""
     state = state_of(learner, whole_moments(learner), in_flight, completed)
     log.event("learner", "checkpoint", version=learner.version, groups=state["in_flight"])
     state |= {"marks": log.sync(), "seconds": log.now()}
