@@ -47,21 +47,17 @@ def draw_reward(run: Path) -> None:
     for axis in (above, below):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=10)
-    judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
-    figure.suptitle(name_of(run) + judge, parse_math=False)
+    figure.suptitle(name_of(run), parse_math=False)
     save_figure(figure, run / "reward.png")
 
 
 def score_curves(rows: list[dict]) -> dict[str, tuple]:
-    """{label: (rows of metrics.jsonl, values)}: training reward and held-out score of each task."""
-    exams = [row for row in rows if "eval" in row]
-    curves = {}
+    """{label: (rows of metrics.jsonl, values)}: training reward, held-out score of each task."""
+    exams, steps = ([row for row in rows if name in row] for name in ("eval", "reward"))
+    curves = {"training reward": (steps, [row["reward"] for row in steps])}
     for task in exams[0]["eval"].get("tasks", [""]):
-        steps = [row for row in rows if "reward" in row and (not task or task in row["tasks"])]
-        rewards = [(row["tasks"][task] if task else row)["reward"] for row in steps]
-        solved = [(row["eval"]["tasks"][task] if task else row["eval"])["solved"] for row in exams]
-        curves[f"{task} training reward".strip()] = (steps, rewards)
-        curves[f"{task} held-out, solved".strip()] = (exams, solved)
+        results = [row["eval"]["tasks"][task] if task else row["eval"] for row in exams]
+        curves[f"{task} held-out, solved".strip()] = exams, [one["solved"] for one in results]
     return curves
 
 

@@ -59,7 +59,6 @@ def summarise(run: Path, facts: dict) -> str:
         "mismatch": steps[0].get("mismatch") if steps else None,
         "failures": counted(steps, "failures"),
         "discarded": counted(steps, "discarded"),
-        "tasks": by_name(steps, before, after),
     }
     write_json(run / "summary.json", summary)
     draw_run(run)
@@ -76,25 +75,13 @@ def verdict(run: Path, summary: dict) -> list[str]:
         f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})",
         f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl",
     ]
-    for name, task in summary["tasks"].items():
-        gain = " -> ".join(f"{evaluated['solved']:.0%}" for evaluated in task["eval"].values())
-        lines.append(f"  {name}: solved {gain}, {task['samples']:,} episodes")
+    for name, task in after.get("tasks", {}).items():  # where there are several
+        lines.append(
+            f"  {name}: solved {before['tasks'][name]['solved']:.0%} -> {task['solved']:.0%}"
+        )
     if summary["discarded"]:
         lines.append(f"groups discarded and replaced: {summary['discarded']}")
     return lines
-
-
-def by_name(steps: list[dict], before: dict, after: dict) -> dict:
-    """Of several tasks: what was trained of each, and its evaluations."""
-    tasks = {}
-    for name in after.get("tasks", ()):
-        rows = [row["tasks"][name] for row in steps if name in row["tasks"]]
-        tasks[name] = {
-            "samples": total(rows, "samples"),
-            "failed": total(rows, "failed"),
-            "eval": {"before": before["tasks"][name], "after": after["tasks"][name]},
-        }
-    return tasks
 
 
 def total(steps: list[dict], name: str) -> float:
