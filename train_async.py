@@ -17,7 +17,6 @@ generated: quicker where there are two cores and the verifier is quick.
 
 import time
 
-from buffer import staleness
 from learner import learner_step, new_groups
 from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped
@@ -79,8 +78,7 @@ def learn(run: Run, batch: list) -> dict:
         metrics = learner_step(learner, batch, config)
         run.training = []
         event |= {name: metrics[name] for name in ("loss", "grad_norm")}
-        event |= {"in_flight": len(run.in_flight), "of": config.steps}
-        event["learners"] = learner.team.size
+        event |= {"of": config.steps, "learners": learner.team.size}
     return metrics
 
 
@@ -152,7 +150,7 @@ def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
         return  # a copy from before its group was issued again
     run.began = run.began or time.time()
     facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
-    facts |= {"age": staleness(group, run.learner.version), "reward_model": judgement.reward_model}
+    facts["reward_model"] = judgement.reward_model
     run.log.event(judged_by, "score", judgement.began, **facts)
     if not keep(run, [group]):
         run.buffer.discard(group.group_id, run.discarded[-1][1])

@@ -380,6 +380,8 @@ def log_discards(run: Run) -> None:
 
 def save_what_is(run: Run) -> None:
     """A checkpoint of a run that cannot go on; several learners may not answer each other."""
-    run.log.close()
-    if run.learner.team.size == 1:
-        save(run)
+    try:
+        if run.learner.team.size == 1:
+            save(run)
+    finally:
+        run.log.close()

@@ -83,13 +83,12 @@ class Stop:
 
     def __init__(self):
         self.asked = 0
-        for name in "INT TERM HUP QUIT USR1".split():
+        for name in "INT TERM HUP QUIT".split():
             number = signal.Signals[f"SIG{name}"]
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, self)
 
     def __call__(self, number, frame):
-        number = signal.SIGHUP if number == signal.SIGUSR1 else number  # a stream has no reader
         if number == signal.SIGHUP and self.asked:
             return
         with suppress(OSError):  # nobody may be there to read it

@@ -106,7 +106,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
         facts = {"version": learner.version, "groups": [group.group_id for group in batch]}
         with run.log.timed("learner", "train", **facts) as event:
             metrics = learner_step(learner, batch, config)
-            event |= {"of": config.steps, "in_flight": len(buffer.outstanding)}
+            event |= {"of": config.steps, "learners": 1}
             event |= {name: metrics[name] for name in ("loss", "grad_norm")}
         settle(run)
 
