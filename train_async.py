@@ -20,11 +20,9 @@ import time
 from learner import learner_step, new_groups
 from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped
-from runtime.ledger import table
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
 from runtime.replay import replay
-from runtime.report import asynchronous_facts
 from runtime.run import (
     Run,
     end_run,
@@ -64,8 +62,7 @@ def train(config: Config) -> None:
         settle(run)
         log.close()
         save(run)
-        end_run(run, asynchronous_facts(run))  # before anything is torn down
-    print(table(run.ledger.totals()))
+        end_run(run)  # before anything is torn down
     exit_code(run)
 
 

@@ -15,7 +15,6 @@ from runtime.advice import judge
 from runtime.books import close_step, keep
 from runtime.config import Config, require
 from runtime.messages import apply_judgement
-from runtime.report import synchronous_facts
 from runtime.run import end_run, exit_code, open_sync, save
 from runtime.terminal import run_main
 
@@ -49,7 +48,7 @@ def train(config: Config) -> None:
                 save(run)
         log.close()
         save(run)
-        end_run(run, synchronous_facts(run))
+        end_run(run)
     exit_code(run)
 
 

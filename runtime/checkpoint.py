@@ -22,7 +22,7 @@ from runtime.config import Config, UserError, blame, require
 from runtime.folder import check_log, open_plain, refuse_links, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, pack, unpack
-from runtime.runlog import LOGS, RunLog
+from runtime.runlog import LOGS
 from runtime.team import gather_moments
 from runtime.terminal import printable
 
@@ -112,26 +112,21 @@ def drop_what_follows(folder: Path, state: dict) -> None:
     (folder / "summary.json").unlink(missing_ok=True)
 
 
-def checkpoint(learner: Learner, run: Path, log: RunLog, in_flight=(), completed=()) -> None:
-    """Save a checkpoint: ids of all groups in flight, and those of them that are complete."""
-    state = state_of(learner, whole_moments(learner), in_flight, completed)
-    log.event("learner", "checkpoint", version=learner.version, groups=state["in_flight"])
-    state |= {"marks": log.sync(), "seconds": log.now()}
-    save_checkpoint(run, learner.version, state)
+def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
+    """What a checkpoint holds of the training: tensors and plain data.
 
-
-def state_of(learner: Learner, moments: dict, in_flight=(), completed=()) -> dict:
-    """What a checkpoint holds of the training: tensors and plain data."""
+    in_flight: ids of groups that were admitted and not trained; completed: those of them that wait.
+    """
     reference = learner.reference
     return {
         "base": sha256_of(learner.model.frozen[::4099].float()),  # enough to know it by
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
-        "optimizer": moments,
+        "optimizer": whole_moments(learner),
         "damping": learner.damping,
         "reference": reference and reference.flat.cpu(),
         "method": learner.method.state(),
-        "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
+        "in_flight": list(in_flight),
         "completed": [*map(to_tensors, completed)],
         **{name: getattr(learner, name) for name in COUNTERS},
     }

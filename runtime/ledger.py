@@ -6,12 +6,12 @@
 belongs to it (`group`, `version`, `worker`, `reason`, ...). `Ledger` reads the events one after the
 other, and follows every group through its life:
 
-    admitted -> started -> finished -> scored -> trained, or discarded for a reason
-    any of the first four -> lost (its worker died, or the run was interrupted) -> admitted
+    with a worker -> in the buffer -> trained, or discarded for a reason
+    from the first two also -> lost (its worker died, or the run was interrupted) -> with a worker
 
 Conservation: admitted = trained + discarded + in flight, after every event.
-The log says where each group must be, the trainer's own data says where it is: `balance` compares
-the two. Left out: who writes the events (train_async.py).
+The log says where each group must be, the trainer's data say where it is: `balance` compares them.
+ Left out: who writes the events (train_async.py).
 """
 
 import json
@@ -25,22 +25,16 @@ from runtime.config import UserError, require
 from runtime.folder import read_json, refuse_links, scan
 from runtime.terminal import fail, printable
 
+WORKER, BUFFER, LOST = "with a worker", "in the buffer", "lost"
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
-ALIVE = ("admitted", "started", "finished", "scored")
 MOVES = {
-    "admit": (("unknown",), "admitted"),
-    "start": (("admitted",), "started"),
-    "finish": (("started",), "finished"),
-    "score": (("finished",), "scored"),
-    "train": (("scored",), "trained"),
-    "discard": (ALIVE, "discarded"),
-    "lost": (ALIVE, "lost"),
-    "requeue": (("lost",), "admitted"),
+    "admit": (("unknown",), WORKER),
+    "score": ((WORKER,), BUFFER),
+    "train": ((BUFFER,), "trained"),
+    "discard": ((WORKER, BUFFER), "discarded"),
+    "lost": ((WORKER, BUFFER), LOST),
+    "requeue": ((LOST,), WORKER),
 }
-
-# state of a group in flight -> where the trainer must have it
-WORKER, BUFFER, TO_REISSUE = "with a worker", "in the buffer", "to be issued again"
-PLACES = dict.fromkeys(ALIVE, WORKER) | {"scored": BUFFER, "lost": TO_REISSUE}
 
 
 class Ledger:
@@ -67,8 +61,9 @@ class Ledger:
                 raise ValueError(f"group {group}: {kind} finds it {before}, not {allowed[-1]}")
             self.states[group] = after
             self.counts[kind] += 1
-            self.flying.add(group)
-            if after not in PLACES:
+            if after in (WORKER, BUFFER, LOST):
+                self.flying.add(group)
+            else:
                 self.flying.remove(group)
         if kind == "discard":
             self.reasons[event["reason"]] += 1
@@ -78,13 +73,13 @@ class Ledger:
             self.steps += 1
 
     def balance(self, places: dict[int, str]) -> None:
-        """Compare with the trainer's own data, group id -> place; ValueError names a group."""
+        """Compare with the trainer's data (group id -> WORKER or BUFFER); ValueError names one."""
         for group in sorted(self.flying | places.keys()):
             state, place = self.states.get(group, "unknown"), places.get(group, "nowhere")
-            must = PLACES.get(state, "nowhere")
-            if place != must:
-                found = f"{state} in the event log, so {must}; the trainer has it {place}"
-                raise ValueError(f"group {group}: {found}")
+            if place != state:
+                raise ValueError(
+                    f"group {group}: {state} by the event log; the trainer has it {place}"
+                )
 
     def totals(self) -> dict:
         """Counts of groups, for summary.json."""

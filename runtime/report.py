@@ -10,28 +10,18 @@ from pathlib import Path
 
 from reward import own_files
 from runtime.folder import read_json, read_lines, write_json
+from runtime.ledger import table
 from runtime.pictures import draw_run
 
 
-def synchronous_facts(run) -> dict:
-    """What only a synchronous run can say about itself, for its summary."""
-    wall, seconds = run.log.now(), run.log.seconds
-    busy = {"rollout": seconds["generate"] / wall, "learner": seconds["train"] / wall}
-    return {"staleness_bound": 0, "utilization": busy}
-
-
-def asynchronous_facts(run) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
+def busy_shares(run) -> dict:
+    """The share of the time in which the learner, and a rollout worker, had something to do."""
     seconds = time.time() - (run.began or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    busy = [run.log.seconds["generate"] / seconds]  # of a synchronous run
+    if run.pool:
+        busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
     learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "published_bytes": run.mailbox.nbytes,
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }
+    return {"rollout": sum(busy) / max(1, len(busy)), "learner": learner}
 
 
 def summarise(run: Path, facts: dict) -> str:
@@ -79,8 +69,8 @@ def verdict(run: Path, summary: dict) -> list[str]:
         lines.append(
             f"  {name}: solved {before['tasks'][name]['solved']:.0%} -> {task['solved']:.0%}"
         )
-    if summary["discarded"]:
-        lines.append(f"groups discarded and replaced: {summary['discarded']}")
+    if "ledger" in summary:
+        lines.append(table(summary["ledger"]))
     return lines
 
 

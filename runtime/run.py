@@ -24,25 +24,26 @@ from reward import Task, own_files, problem_of, task_of
 from runtime import workers
 from runtime.advice import Advice, advice_of
 from runtime.checkpoint import (
-    checkpoint,
     checkpoint_path,
     completed_groups,
     drop_what_follows,
     load_checkpoint,
     restore,
+    save_checkpoint,
     sha256_of,
+    state_of,
 )
 from runtime.config import SIZES, AttemptLost, Config, check, require, written
 from runtime.devices import own_gpus, pick_devices, set_threads
 from runtime.exam import evaluate
 from runtime.folder import own_folder
-from runtime.ledger import BUFFER, WORKER, Ledger, read_books
+from runtime.ledger import BUFFER, LOST, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw, pack
 from runtime.models import fitting_slots, make_model
 from runtime.pipes import Worker, start_here
 from runtime.pool import Pool
-from runtime.report import summarise
+from runtime.report import busy_shares, summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
@@ -191,16 +192,13 @@ def evaluate_now(run: Run) -> dict:
     return result
 
 
-def end_run(run: Run, facts: dict) -> None:
-    """The evaluations that were put off (eval_when), then summary, pictures, verdict, exit code.
+def end_run(run: Run) -> None:
+    """The evaluations that were put off (eval_when), then summary, pictures, verdict.
 
-    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
-    was killed has lost these evaluations.
+    Kept weights are in memory only: a run that was killed has lost these evaluations.
     """
     config, learner, log = run.config, run.learner, run.log
     facts = {
-        "published_bytes": learner.model.flat.nbytes,
-        **facts,
         "task": config.task,
         "seed": config.seed,
         "steps": learner.version,
@@ -209,7 +207,13 @@ def end_run(run: Run, facts: dict) -> None:
         "weights_sha256": sha256_of(learner.weights),
         # two moments of AdamW, in each learner
         "optimizer_bytes": 2 * sum(part.nbytes for part, _ in learner.slices),
+        "published_bytes": (run.mailbox or learner.model.flat).nbytes,
+        "utilization": busy_shares(run),
+        "staleness_bound": 0,
     }
+    if run.pool:
+        facts |= {"ledger": run.ledger.totals(), "workers_lost": run.lost}
+        facts["staleness_bound"] = config.max_staleness
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
@@ -302,11 +306,15 @@ def send_batch(run: Run, batch: list[Group]) -> None:
 
 def save(run: Run) -> None:
     """A checkpoint; not of a step whose metrics could not be written: it is done again."""
-    learner = run.learner
-    if run.log.written == learner.version:
-        for worker in run.pool.of("learner") if learner.team.apart and learner.version else ():
-            run.pool.tell(worker, GatherMoments())
-        checkpoint(learner, run.folder, run.log, run.in_flight, run.buffer.completed.values())
+    learner, log, version = run.learner, run.log, run.learner.version
+    if log.written != version:
+        return
+    for worker in run.pool.of("learner") if learner.team.apart and version else ():
+        run.pool.tell(worker, GatherMoments())
+    state = state_of(learner, run.in_flight, run.buffer.completed.values())
+    log.event("learner", "checkpoint", version=version, groups=run.in_flight)
+    state |= {"marks": log.sync(), "seconds": log.now()}
+    save_checkpoint(run.folder, version, state)
 
 
 def take_up(run: Run, state: dict) -> None:
@@ -314,7 +322,7 @@ def take_up(run: Run, state: dict) -> None:
     for group in completed_groups(state):
         run.buffer.restore(group)
     for group_id in sorted(set(state["in_flight"]) - run.buffer.completed.keys()):
-        if run.ledger.states[group_id] != "lost":
+        if run.ledger.states[group_id] != LOST:
             run.log.event("learner", "lost", group=group_id, reason="interrupted")
         run.buffer.admit(group_id, run.learner.version)
         problem = problem_of(run.task, group_id, "train")

@@ -39,9 +39,7 @@ def new_folder(config: Config, mode: str):
     nothing had been tried, unless a log has something to say.
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
-    run, number = Path(config.out or f"runs/{name}"), 1
-    while not config.out and run.exists():  # two in one second
-        run, number = Path(f"runs/{name}-{number + 1}"), number + 1
+    run = Path(config.out or f"runs/{name}")
     with blame(f"--out {run}: must be writable", OSError):
         run.mkdir(parents=True, exist_ok=True)
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")

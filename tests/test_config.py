@@ -206,14 +206,6 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path, there):
     assert not run.exists()
 
 
-def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda form: "1126-120000")
-    assert [made().name for _ in range(3)] == [
-        f"guess-sync-1126-120000{x}" for x in ("", "-2", "-3")
-    ]
-
-
 def test_a_run_that_nobody_reads_any_more_ends_with_a_checkpoint(tmp_path):
     """As when it is piped into `head`."""
     command = [sys.executable, "train_sync.py", "--steps=100000", f"--out={tmp_path / 'run'}"]
