@@ -17,17 +17,14 @@ generated: quicker where there are two cores and the verifier is quick.
 
 import time
 
-from buffer import staleness
 from learner import learner_step, new_groups
 from runtime.books import close_step, keep
 from runtime.config import Config, TrainingStopped
-from runtime.ledger import table
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
 from runtime.replay import replay
-from runtime.report import asynchronous_facts
 from runtime.run import (
-    AsyncRun,
+    Run,
     end_run,
     exit_code,
     log_discards,
@@ -65,12 +62,11 @@ def train(config: Config) -> None:
         settle(run)
         log.close()
         save(run)
-        end_run(run, asynchronous_facts(run))  # before anything is torn down
-    print(table(run.ledger.totals()))
+        end_run(run)  # before anything is torn down
     exit_code(run)
 
 
-def learn(run: AsyncRun, batch: list) -> dict:
+def learn(run: Run, batch: list) -> dict:
     """A step of all learners on a batch; what the log says of it is enough to replay it."""
     learner, config = run.learner, run.config
     version, run.training = learner.version, [group.group_id for group in batch]
@@ -79,12 +75,11 @@ def learn(run: AsyncRun, batch: list) -> dict:
         metrics = learner_step(learner, batch, config)
         run.training = []
         event |= {name: metrics[name] for name in ("loss", "grad_norm")}
-        event |= {"in_flight": len(run.in_flight), "of": config.steps}
-        event["learners"] = learner.team.size
+        event |= {"of": config.steps, "learners": learner.team.size}
     return metrics
 
 
-def check_progress(run: AsyncRun) -> None:
+def check_progress(run: Run) -> None:
     """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
     out, now = run.pool.out(), time.monotonic()
     tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
@@ -98,7 +93,7 @@ def check_progress(run: AsyncRun) -> None:
         )
 
 
-def admit(run: AsyncRun) -> None:
+def admit(run: Run) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
     config, version, groups = run.config, run.learner.version, []
     wanted = (config.steps - version) * config.groups_per_step
@@ -108,14 +103,14 @@ def admit(run: AsyncRun) -> None:
     issue(run, "admit", groups)
 
 
-def issue(run: AsyncRun, event: str, groups: list) -> None:
+def issue(run: Run, event: str, groups: list) -> None:
     """Send groups to the rollout workers, and log who has which."""
     names = run.pool.issue(groups)
     for group, name in zip(groups, names, strict=True):
         run.log.event("learner", event, group=group.group_id, version=group.start, worker=name)
 
 
-def collect(run: AsyncRun, seconds: float) -> None:
+def collect(run: Run, seconds: float) -> None:
     """Handle everything that has happened, waiting at most `seconds` for the first."""
     run.log.alive()
     arrived = run.pool.receive(seconds)
@@ -127,7 +122,7 @@ def collect(run: AsyncRun, seconds: float) -> None:
         settle(run)  # not before all are handled: each has groups that are nowhere else
 
 
-def handle(run: AsyncRun, worker: Worker, message) -> None:
+def handle(run: Run, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
     match message:
         case Answer(_, group, judgement, events):
@@ -145,21 +140,21 @@ def handle(run: AsyncRun, worker: Worker, message) -> None:
             generate_again(run, worker, reason, groups)
 
 
-def land(run: AsyncRun, group: Group, judgement: Judgement, judged_by: str) -> None:
+def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
     """A group is generated and verified: it may be trained."""
     apply_judgement(group, judgement)
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.began = run.began or time.time()
     facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
-    facts |= {"age": staleness(group, run.learner.version), "reward_model": judgement.reward_model}
+    facts["reward_model"] = judgement.reward_model
     run.log.event(judged_by, "score", judgement.began, **facts)
     if not keep(run, [group]):
         run.buffer.discard(group.group_id, run.discarded[-1][1])
         log_discards(run)
 
 
-def generate_again(run: AsyncRun, worker: Worker, reason: str, groups: list) -> None:
+def generate_again(run: Run, worker: Worker, reason: str, groups: list) -> None:
     """Groups that a rollout worker had not finished begin anew, with today's weights."""
     for group in groups:
         run.log.event(worker.name, "lost", group=group.group_id, reason=reason)

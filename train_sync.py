@@ -13,11 +13,9 @@ from learner import learner_step, new_groups
 from rollout import COUNTED, generate, make_generator
 from runtime.advice import judge
 from runtime.books import close_step, keep
-from runtime.checkpoint import checkpoint
 from runtime.config import Config, require
 from runtime.messages import apply_judgement
-from runtime.report import synchronous_facts
-from runtime.run import end_run, exit_code, open_sync
+from runtime.run import end_run, exit_code, open_sync, save
 from runtime.terminal import run_main
 
 
@@ -47,10 +45,10 @@ def train(config: Config) -> None:
                 metrics = learner_step(learner, batch, config)
             close_step(run, batch, metrics)
             if learner.version % config.checkpoint_every == 0:
-                checkpoint(learner, run.folder, log)
+                save(run)
         log.close()
-        checkpoint(learner, run.folder, log)
-        end_run(run, synchronous_facts(run))
+        save(run)
+        end_run(run)
     exit_code(run)
 
 

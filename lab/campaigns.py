@@ -19,7 +19,7 @@ from methods.reward_model import PairConfig, train
 from runtime.config import SWAPS
 from runtime.pictures import draw_timeline
 
-SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "tasks", "utilization", "command_s")
+SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "utilization", "command_s")
 
 
 def campaign(

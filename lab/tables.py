@@ -78,7 +78,7 @@ TASK = {"steps": "steps", "solved before": "eval.before.solved .0%"}
 TASK |= {"solved": "eval.after.solved .1%", "seconds": "command_s .0f"}
 AGENT = {"episodes to the goal": "~goal_samples ,.0f", "seconds to it": "~goal_s .0f"}
 AGENT |= {"solved": "eval.after.solved .0%", "seconds in all": "command_s .0f"}
-MIXTURE = {f"`{task}`": f"tasks.{task}.eval.after.solved .1%" for task in PARTS}
+MIXTURE = {f"`{task}`": f"eval.after.tasks.{task}.solved .1%" for task in PARTS}
 STAGE = {
     f"{what} {when}": f"~eval.{when}.{what} .2f"
     for what in ("reward", "solved")

@@ -34,9 +34,8 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
         else:
             kept.append(group)
     run.verified += groups
-    if len(run.verified) >= 4 * config.groups_per_step:  # there may never be another step
-        check_failures(run, run.verified)
-        run.verified.clear()
+    if len(run.verified) >= config.groups_per_step:
+        check_failures(run)
     return kept
 
 
@@ -58,40 +57,26 @@ def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
         log.say("\n".join(texts))
         log.logs["samples"].append([{"version": version, "text": text} for text in texts])
     log.step({"step": version, **metrics}, **shown)
-    check_step(run, groups, metrics)
+    check_step(run, metrics)
     run.discarded.clear()
-    run.verified.clear()
 
 
 def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
-    """What can be said of a batch that has trained `version` without a look at the policy, of each
-    task where there are several; and of the groups that were discarded since the last one."""
+    """What can be said of a batch that has trained `version` without a look at the policy, and of
+    the groups that were discarded since the last one."""
     trajectories = [t for group in groups for t in group.trajectories]
+    rewards = [t.reward for t in trajectories if not t.failed]
     ages = [staleness(t, version) for t in trajectories]
     discarded = [t for group, _ in run.discarded for t in group.trajectories]
-    metrics = {
-        **episode_metrics(trajectories),
-        "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
-        "discarded": dict(Counter(reason for _, reason in run.discarded)),
-        "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
-    }
-    by_task = {}
-    for group in groups:
-        by_task.setdefault(group.problem.get("task"), []).extend(group.trajectories)
-    if None not in by_task:  # several tasks
-        metrics["tasks"] = {name: episode_metrics(ts) for name, ts in sorted(by_task.items())}
-    return metrics
-
-
-def episode_metrics(trajectories: list) -> dict:
-    """Mean reward, and sizes, of some episodes."""
-    rewards = [t.reward for t in trajectories if not t.failed]
     return {
         "reward": float(np.mean(rewards or [0.0])),
         "samples": len(trajectories),
         "failed": len(trajectories) - len(rewards),
         "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
+        "discarded": dict(Counter(reason for _, reason in run.discarded)),
+        "staleness_max": max(ages),
+        "staleness_mean": float(np.mean(ages)),
     }
 
 
@@ -106,20 +91,18 @@ def show_group(group: Group, task: Task) -> str:
     return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
 
 
-def check_step(run: Run, groups: list[Group], metrics: dict) -> None:
-    """Say what is wrong with a step; stop when three in a row were not finite, or too many episodes
-    failed."""
+def check_step(run: Run, metrics: dict) -> None:
+    """Say when a step was not finite; stop when three in a row were not."""
     if in_row := run.learner.skipped_in_row:
         text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
         run.log.say(f"step {run.learner.version} changed no weights: {text}")
         if in_row >= 3:
             raise TrainingStopped(f"loss or gradient not finite {in_row} times in a row ({text})")
-    check_failures(run, groups + [group for group, _ in run.discarded])
 
 
-def check_failures(run: Run, groups: list[Group]) -> None:
-    """Say what the first failed episode of a run died of; stop when too many did."""
-    samples = [t for g in groups for t in g.trajectories]
+def check_failures(run: Run) -> None:
+    """Say what the first failed episode of a run died of; stop when too many of a step's did."""
+    samples = [t for group in run.verified for t in group.trajectories]
     failed = [t for t in samples if t.failed]
     if failed and not run.log.failure:  # once a run: the first is the one to mend
         first = next((t for t in failed if t.failure), failed[0])
@@ -130,3 +113,4 @@ def check_failures(run: Run, groups: list[Group]) -> None:
         text = f"{len(failed)} of {len(samples)} episodes failed ({reasons})"
         allowed = f"more than {run.config.max_failures} of them (--set max_failures)"
         raise TrainingStopped(f"{text}, {allowed}; the first: {run.log.failure}")
+    run.verified.clear()

@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,8 +21,8 @@ from learner import Learner, round_weights
 from runtime.config import Config, UserError, blame, require
 from runtime.folder import check_log, open_plain, refuse_links, write_file
 from runtime.ledger import Ledger
-from runtime.messages import Group, group_flaw, pack, unpack
-from runtime.runlog import LOGS, RunLog
+from runtime.messages import Group, pack, unpack
+from runtime.runlog import LOGS
 from runtime.team import gather_moments
 from runtime.terminal import printable
 
@@ -112,40 +112,21 @@ def drop_what_follows(folder: Path, state: dict) -> None:
     (folder / "summary.json").unlink(missing_ok=True)
 
 
-def checkpoint(
-    learner: Learner,
-    run: Path,
-    log: RunLog,
-    in_flight=(),
-    completed=(),
-    call: Callable = lambda: None,
-) -> None:
-    """Save a checkpoint: ids of all groups in flight, and those of them that are complete. call:
-    brings other learners to `whole_moments`.
+def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
+    """What a checkpoint holds of the training: tensors and plain data.
 
-    Not of a step whose metrics could not be written: it is done again.
+    in_flight: ids of groups that were admitted and not trained; completed: those of them that wait.
     """
-    if log.written != learner.version:
-        return
-    call()
-    state = state_of(learner, whole_moments(learner), in_flight, completed)
-    log.event("learner", "checkpoint", version=learner.version, groups=state["in_flight"])
-    state |= {"marks": log.sync(), "seconds": log.now()}
-    save_checkpoint(run, learner.version, state)
-
-
-def state_of(learner: Learner, moments: dict, in_flight=(), completed=()) -> dict:
-    """What a checkpoint holds of the training: tensors and plain data."""
     reference = learner.reference
     return {
         "base": sha256_of(learner.model.frozen[::4099].float()),  # enough to know it by
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
-        "optimizer": moments,
+        "optimizer": whole_moments(learner),
         "damping": learner.damping,
         "reference": reference and reference.flat.cpu(),
         "method": learner.method.state(),
-        "in_flight": list(in_flight),  # group ids that were admitted and not trained yet
+        "in_flight": list(in_flight),
         "completed": [*map(to_tensors, completed)],
         **{name: getattr(learner, name) for name in COUNTERS},
     }
@@ -204,24 +185,11 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> No
         base = sha256_of(learner.model.frozen[::4099].float())
         require(state["base"] == base, f"its base is {state['base']}, and this run's is {base}")
         load_state(learner, state)
-        finite = bool(learner.weights.isfinite().all())
-        require(
-            finite and learner.model.flat.shape == state["weights"].shape, "its weights are odd"
-        )
-        counts = {name: state[name] for name in COUNTERS}
-        fits = all(type(n) is int and n >= 0 for n in counts.values())
-        require(fits, f"its counters must be whole numbers, are {counts}")
-        flying, done = set(state["in_flight"]), []
+        require(bool(learner.weights.isfinite().all()), "its weights are not finite")
+        flying = set(state["in_flight"])
         require(ledger.flying == flying, "events.jsonl has other groups in flight")
-        for *plain, arrays in state["completed"]:
-            packed, words = (*plain, [x.numpy() for x in arrays]), learner.model.config.vocab_size
-            same = Group(packed[0], packed[1], {})
-            wrong = group_flaw(packed, same, config.group_size, state["version"], words)
-            require(not wrong, f"completed group {packed[0]} has {wrong}")
-            done.append(packed[0])
-        scored = {group for group in flying if ledger.states[group] == "scored"}
-        known = len(scored.intersection(done)) == len(done)  # each once
-        require(known, f"events.jsonl has other groups scored than {done}")
+        strange = {group.group_id for group in completed_groups(state)} - flying
+        require(not strange, f"its groups {strange} are not in flight")
     # a run that has all its steps, but no summary, has still to be ended
     least = learner.version + Path(config.resume, "summary.json").exists()
     needed = f"must be more than the {learner.version} steps that the run has"

@@ -13,7 +13,6 @@ import math
 import os
 import platform
 import stat
-import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,11 +34,9 @@ def own_folder(folder: Path) -> TextIO:
         file = (folder / "lock").open("a+", errors="replace")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
+    except OSError as error:
         file.seek(0)
         raise UserError(f"{folder}: must not be in use, but {file.read(200)} has it") from error
-    except OSError as error:  # a file system without locks
-        sys.stderr.write(f"{folder} cannot be locked ({error.strerror}): use it once at a time\n")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}")
     file.flush()

@@ -1,17 +1,17 @@
 """runtime/ledger.py: the books of a run, which show that no group of answers was lost or doubled.
 
-    python -m runtime.ledger runs/NAME     # a table; or the first event that cannot be, and exit 1
+    python -m runtime.ledger runs/NAME     # the sums; or the first event that cannot be, exit 1
 
 `events.jsonl` has one line an event: `t` (seconds since the run began), `process`, `kind`, and what
 belongs to it (`group`, `version`, `worker`, `reason`, ...). `Ledger` reads the events one after the
 other, and follows every group through its life:
 
-    admitted -> started -> finished -> scored -> trained, or discarded for a reason
-    any of the first four -> lost (its worker died, or the run was interrupted) -> admitted
+    with a worker -> in the buffer -> trained, or discarded for a reason
+    from the first two also -> lost (its worker died, or the run was interrupted) -> with a worker
 
 Conservation: admitted = trained + discarded + in flight, after every event.
-The log says where each group must be, the trainer's own data says where it is: `balance` compares
-the two. Left out: who writes the events (train_async.py).
+The log says where each group must be, the trainer's data say where it is: `balance` compares them.
+ Left out: who writes the events (train_async.py).
 """
 
 import json
@@ -25,22 +25,16 @@ from runtime.config import UserError, require
 from runtime.folder import read_json, refuse_links, scan
 from runtime.terminal import fail, printable
 
+WORKER, BUFFER, LOST = "with a worker", "in the buffer", "lost"
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
-ALIVE = ("admitted", "started", "finished", "scored")
 MOVES = {
-    "admit": (("unknown",), "admitted"),
-    "start": (("admitted",), "started"),
-    "finish": (("started",), "finished"),
-    "score": (("finished",), "scored"),
-    "train": (("scored",), "trained"),
-    "discard": (ALIVE, "discarded"),
-    "lost": (ALIVE, "lost"),
-    "requeue": (("lost",), "admitted"),
+    "admit": (("unknown",), WORKER),
+    "score": ((WORKER,), BUFFER),
+    "train": ((BUFFER,), "trained"),
+    "discard": ((WORKER, BUFFER), "discarded"),
+    "lost": ((WORKER, BUFFER), LOST),
+    "requeue": ((LOST,), WORKER),
 }
-
-# state of a group in flight -> where the trainer must have it
-WORKER, BUFFER, TO_REISSUE = "with a worker", "in the buffer", "to be issued again"
-PLACES = dict.fromkeys(ALIVE, WORKER) | {"scored": BUFFER, "lost": TO_REISSUE}
 
 
 class Ledger:
@@ -53,7 +47,6 @@ class Ledger:
         self.counts = Counter()  # kind of event -> groups it happened to
         self.reasons = Counter()  # reason -> groups discarded for it
         self.steps = 0
-        self.oldest_verified = 0  # versions that the oldest answer was behind when it was judged
 
     def note(self, event: dict) -> None:
         """Take one event; ValueError, naming the group, when it cannot follow the others."""
@@ -68,11 +61,10 @@ class Ledger:
                 raise ValueError(f"group {group}: {kind} finds it {before}, not {allowed[-1]}")
             self.states[group] = after
             self.counts[kind] += 1
-            self.flying.add(group)
-            if after not in PLACES:
+            if after in (WORKER, BUFFER, LOST):
+                self.flying.add(group)
+            else:
                 self.flying.remove(group)
-        if kind == "score":
-            self.oldest_verified = max(self.oldest_verified, event.get("age", 0))
         if kind == "discard":
             self.reasons[event["reason"]] += 1
         if kind == "train":
@@ -81,13 +73,13 @@ class Ledger:
             self.steps += 1
 
     def balance(self, places: dict[int, str]) -> None:
-        """Compare with the trainer's own data, group id -> place; ValueError names a group."""
+        """Compare with the trainer's data (group id -> WORKER or BUFFER); ValueError names one."""
         for group in sorted(self.flying | places.keys()):
             state, place = self.states.get(group, "unknown"), places.get(group, "nowhere")
-            must = PLACES.get(state, "nowhere")
-            if place != must:
-                found = f"{state} in the event log, so {must}; the trainer has it {place}"
-                raise ValueError(f"group {group}: {found}")
+            if place != state:
+                raise ValueError(
+                    f"group {group}: {state} by the event log; the trainer has it {place}"
+                )
 
     def totals(self) -> dict:
         """Counts of groups, for summary.json."""
@@ -98,19 +90,15 @@ class Ledger:
             "requeued": self.counts["requeue"],
             "discarded": dict(self.reasons),
             "in_flight": len(self.flying),
-            "oldest_verified": self.oldest_verified,
         }
 
 
 def table(totals: dict) -> str:
-    """Two lines: what became of every group that was admitted; and how old the oldest was when it
-    was judged (articles about GLM-5 say at most 2 versions; here --max-staleness bounds it)."""
-    cells = {"groups admitted": totals["admitted"], "= trained": totals["trained"]}
-    cells |= {f"+ {reason}": count for reason, count in totals["discarded"].items()}
-    cells |= {"+ in flight": totals["in_flight"], "lost and issued again": totals["requeued"]}
-    cells["oldest when judged"] = totals["oldest_verified"]
-    numbers = [f"{count:{len(name)},}" for name, count in cells.items()]
-    return "   ".join(cells) + "\n" + "   ".join(numbers)
+    """One line: what became of every group that was admitted."""
+    ends = {"trained": totals["trained"], **totals["discarded"], "in flight": totals["in_flight"]}
+    numbers = " + ".join(f"{count:,} {name}" for name, count in ends.items())
+    again = f"{totals['requeued']:,} of them lost and issued again"
+    return f"{totals['admitted']:,} groups admitted = {numbers}; {again}"
 
 
 def read_books(path: Path, size: float = math.inf) -> Ledger:
@@ -120,13 +108,9 @@ def read_books(path: Path, size: float = math.inf) -> Ledger:
     for event, _ in scan(path, size):
         try:
             ledger.note(event)
-            here = len(ledger.flying)
-            there = event.get("in_flight", here)  # with every step: what the trainer counted
-            if here != there:
-                raise ValueError(f"{here} groups are in flight by the log, {there} by the trainer")
         except (KeyError, TypeError, ValueError) as error:
-            place = f"{path}, line {ledger.events}"
-            raise UserError(f"{place}: {error}\n  {json.dumps(event)}") from error
+            line = f"{path}, line {ledger.events}"
+            raise UserError(f"{line}: {error}\n  {json.dumps(event)}") from error
     return ledger
 
 

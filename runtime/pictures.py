@@ -13,8 +13,8 @@ from runtime.terminal import printable
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999"
 # of curves: a colour, and dashes
 STYLES = [c + dashes for dashes in ("-", "--", ":") for c in (BLUE, ORANGE, GREEN, PURPLE, GREY)]
-# of eight policy versions, dark to light (the map cividis of matplotlib)
-SHADES = "#00224e #213b6e #4c556c #6c6e72 #8e8978 #b1a570 #d9c55c #fee838".split()
+# of policy versions, in turn; all are bright enough for black ink
+SHADES = "#8fb8de #f4c98a #8fd3bd #e3b5cf #cccccc #b7d7f2 #f0e68c #c6b7e2".split()
 
 
 def draw_run(run: Path) -> None:
@@ -47,21 +47,17 @@ def draw_reward(run: Path) -> None:
     for axis in (above, below):
         axis.grid(alpha=0.3)
         axis.legend(fontsize=10)
-    judge = ", by the reward model" * bool(read_json(run / "config.json").get("reward_model"))
-    figure.suptitle(name_of(run) + judge, parse_math=False)
+    figure.suptitle(name_of(run), parse_math=False)
     save_figure(figure, run / "reward.png")
 
 
 def score_curves(rows: list[dict]) -> dict[str, tuple]:
-    """{label: (rows of metrics.jsonl, values)}: training reward and held-out score of each task."""
-    exams = [row for row in rows if "eval" in row]
-    curves = {}
+    """{label: (rows of metrics.jsonl, values)}: training reward, held-out score of each task."""
+    exams, steps = ([row for row in rows if name in row] for name in ("eval", "reward"))
+    curves = {"training reward": (steps, [row["reward"] for row in steps])}
     for task in exams[0]["eval"].get("tasks", [""]):
-        steps = [row for row in rows if "reward" in row and (not task or task in row["tasks"])]
-        rewards = [(row["tasks"][task] if task else row)["reward"] for row in steps]
-        solved = [(row["eval"]["tasks"][task] if task else row["eval"])["solved"] for row in exams]
-        curves[f"{task} training reward".strip()] = (steps, rewards)
-        curves[f"{task} held-out, solved".strip()] = (exams, solved)
+        results = [row["eval"]["tasks"][task] if task else row["eval"] for row in exams]
+        curves[f"{task} held-out, solved".strip()] = exams, [one["solved"] for one in results]
     return curves
 
 
@@ -89,11 +85,10 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     for row, begin, seconds, version in bars:
         left, right = max(0.0, begin), min(width, begin + seconds)
         if left < right:
-            colour = PURPLE if version is None else SHADES[version % 8]
+            colour = PURPLE if version is None else SHADES[version % len(SHADES)]
             axis.barh(row, right - left, left=left, color=colour, height=0.7)
         if right - left > 0.03 * width and version is not None:  # there is room for its number
-            ink = "white" if version % 8 < 4 else "black"
-            axis.text((left + right) / 2, row, version, ha="center", va="center", color=ink)
+            axis.text((left + right) / 2, row, version, ha="center", va="center")
     axis.set(xlim=(0, width), ylim=(len(names) - 0.5, -0.5))
     axis.set_xlabel("time (s); number and colour: policy version; pink: verifying; blank: idle")
     axis.set_yticks(range(len(names)), names, parse_math=False)

@@ -28,13 +28,13 @@ from tqdm import tqdm
 from learner import Learner, learner_step, make_learner
 from reward import Task, problem_of, task_of
 from rollout import Generator, make_generator
-from runtime.advice import Advice, advice_of, judge
-from runtime.checkpoint import load_state, sha256_of, state_of, whole_moments
+from runtime.advice import advice_of, judge
+from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
-from runtime.messages import ARRAYS, Group, Judgement, Result, Trajectory, apply_judgement
+from runtime.messages import ARRAYS, Group, Result, Trajectory, apply_judgement
 from runtime.models import make_model
 from runtime.pool import Pool
 from runtime.run import resumed
@@ -72,11 +72,12 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
             finished += play(generator, scores, learner, pool)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             event = scores[group.group_id]
-            apply_judgement(group, judged_again(group, event, task, config, advice))
+            apply_judgement(group, judge(group, task, config, advice))
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
-        learner = resized(learner, task, config, step.get("learners", learner.team.size))
+        must = f"--replay {config.replay}: must have had {config.team_size} learners in every step"
+        require(step["learners"] == config.team_size, must)
         batch = take_batch(step, done)
         yield learner, step, batch
         train(learner, step, batch, config)
@@ -95,6 +96,7 @@ def recorded(config: Config) -> tuple[Config, dict]:
     run, name = Path(config.replay), f"--replay {config.replay}"
     config, record = resumed(config, "replay")
     require(record["mode"] == "async", f"{name}: must be a run of train_async.py")
+    require(not config.reward_model, f"{name}: must be judged by its task, not by a reward model")
     with blame(f"{name}: must be finished and have a whole log"):
         summary = read_json(run / "summary.json")
         audit(run)
@@ -140,18 +142,6 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
     return generators, begin
 
 
-def judged_again(
-    group: Group, event: dict, task: Task, config: Config, advice: Advice
-) -> Judgement:
-    """As the group was judged: by the task, or by the same version of the reward model."""
-    if version := event.get("reward_model"):
-        from methods.reward_model import read_reward_model, verdicts_by
-
-        served = read_reward_model(config, task, version)
-        return Judgement(verdicts_by(served, group), 0.0, 0.0, reward_model=version)
-    return judge(group, task, config, advice)
-
-
 def play(generator: Generator, scores: dict, learner: Learner, pool: Pool | None) -> list[Group]:
     """Play everything as far as the learner's version fed it; returns the finished groups."""
     version, until = learner.version, {}  # until: where newer weights came
@@ -191,17 +181,6 @@ def train(learner: Learner, step: dict, batch: list[Group], config: Config) -> N
         if repr(metrics[key]) != repr(step[key]):  # as text, NaN is itself
             name = f"step {step['version']}"
             raise differs(step, f"{name}: {key} is {metrics[key]}, was {step[key]}")
-
-
-def resized(learner: Learner, task: Task, config: Config, size: int) -> Learner:
-    """The learner as so many: a run may have gone on with another number of them."""
-    if size == learner.team.size:
-        return learner
-    state = state_of(learner, whole_moments(learner))
-    config, ranks = dataclasses.replace(config, learners=size), tuple(range(size))
-    other = make_learner(config, task, learner.model, ranks)
-    load_state(other, state)
-    return other
 
 
 def differs(event: dict, what: str) -> TrainingStopped:

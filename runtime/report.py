@@ -10,28 +10,18 @@ from pathlib import Path
 
 from reward import own_files
 from runtime.folder import read_json, read_lines, write_json
+from runtime.ledger import table
 from runtime.pictures import draw_run
 
 
-def synchronous_facts(run) -> dict:
-    """What only a synchronous run can say about itself, for its summary."""
-    wall, seconds = run.log.now(), run.log.seconds
-    busy = {"rollout": seconds["generate"] / wall, "learner": seconds["train"] / wall}
-    return {"staleness_bound": 0, "utilization": busy}
-
-
-def asynchronous_facts(run) -> dict:
-    """What only an asynchronous run can say about itself, for its summary."""
+def busy_shares(run) -> dict:
+    """The share of the time in which the learner, and a rollout worker, had something to do."""
     seconds = time.time() - (run.began or run.log.start)
-    busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
+    busy = [run.log.seconds["generate"] / seconds]  # of a synchronous run
+    if run.pool:
+        busy = [w.status["busy"] / w.status["alive"] for w in run.pool.of("rollout") if w.status]
     learner = run.log.seconds["train"] / seconds
-    return {
-        "staleness_bound": run.config.max_staleness,
-        "utilization": {"rollout": sum(busy) / max(1, len(busy)), "learner": learner},
-        "published_bytes": run.mailbox.nbytes,
-        "ledger": run.ledger.totals(),
-        "workers_lost": run.lost,
-    }
+    return {"rollout": sum(busy) / max(1, len(busy)), "learner": learner}
 
 
 def summarise(run: Path, facts: dict) -> str:
@@ -59,7 +49,6 @@ def summarise(run: Path, facts: dict) -> str:
         "mismatch": steps[0].get("mismatch") if steps else None,
         "failures": counted(steps, "failures"),
         "discarded": counted(steps, "discarded"),
-        "tasks": by_name(steps, before, after),
     }
     write_json(run / "summary.json", summary)
     draw_run(run)
@@ -76,25 +65,13 @@ def verdict(run: Path, summary: dict) -> list[str]:
         f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})",
         f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl",
     ]
-    for name, task in summary["tasks"].items():
-        gain = " -> ".join(f"{evaluated['solved']:.0%}" for evaluated in task["eval"].values())
-        lines.append(f"  {name}: solved {gain}, {task['samples']:,} episodes")
-    if summary["discarded"]:
-        lines.append(f"groups discarded and replaced: {summary['discarded']}")
+    for name, task in after.get("tasks", {}).items():  # where there are several
+        lines.append(
+            f"  {name}: solved {before['tasks'][name]['solved']:.0%} -> {task['solved']:.0%}"
+        )
+    if "ledger" in summary:
+        lines.append(table(summary["ledger"]))
     return lines
-
-
-def by_name(steps: list[dict], before: dict, after: dict) -> dict:
-    """Of several tasks: what was trained of each, and its evaluations."""
-    tasks = {}
-    for name in after.get("tasks", ()):
-        rows = [row["tasks"][name] for row in steps if name in row["tasks"]]
-        tasks[name] = {
-            "samples": total(rows, "samples"),
-            "failed": total(rows, "failed"),
-            "eval": {"before": before["tasks"][name], "after": after["tasks"][name]},
-        }
-    return tasks
 
 
 def total(steps: list[dict], name: str) -> float:

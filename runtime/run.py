@@ -8,7 +8,6 @@ Left out: what a step does (learner.py), what follows it (books.py), the flags (
 import contextlib
 import gc
 import os
-import shutil
 import time
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,25 +24,26 @@ from reward import Task, own_files, problem_of, task_of
 from runtime import workers
 from runtime.advice import Advice, advice_of
 from runtime.checkpoint import (
-    checkpoint,
     checkpoint_path,
     completed_groups,
     drop_what_follows,
     load_checkpoint,
     restore,
+    save_checkpoint,
     sha256_of,
+    state_of,
 )
-from runtime.config import SIZES, AttemptLost, Config, UserError, check, require, written
+from runtime.config import SIZES, AttemptLost, Config, check, require, written
 from runtime.devices import own_gpus, pick_devices, set_threads
 from runtime.exam import evaluate
 from runtime.folder import own_folder
-from runtime.ledger import BUFFER, WORKER, Ledger, read_books
+from runtime.ledger import BUFFER, LOST, WORKER, Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw, pack
 from runtime.models import fitting_slots, make_model
 from runtime.pipes import Worker, start_here
 from runtime.pool import Pool
-from runtime.report import summarise
+from runtime.report import busy_shares, summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
@@ -68,9 +68,23 @@ class Run:
     advice: Advice
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
+    buffer: Buffer
     verified: list[Group] = field(default_factory=list)  # since failures were counted last
     # those that were not to be trained, and why
     discarded: list[tuple[Group, str]] = field(default_factory=list)
+    # the rest is of asynchronous runs
+    mailbox: Mailbox = None
+    pool: Pool = None
+    interrupted: list[Group] = field(default_factory=list)  # to be issued again, after a resume
+    training: list[int] = field(default_factory=list)  # groups of the step that is computed now
+    lost: list[str] = field(default_factory=list)  # workers, and of what they died
+    began: float = 0.0  # when the first group landed
+    progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Ids of all groups that are admitted and not trained: a checkpoint must not lose them."""
+        return self.training + list(self.buffer.outstanding)
 
 
 def open_run(config: Config, mode: str) -> Run:
@@ -114,13 +128,16 @@ def open_run(config: Config, mode: str) -> Run:
             write_config(folder, record | {name: getattr(config, name) for name in MAY_CHANGE})
         exam = exam_pool(config, task, folder / "logs")
         log = RunLog(folder, config, state)
-        run = Run(config, task, folder, lock, learner, log, stop, exam, advice, ledger, state)
+        buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
+        run = Run(
+            config, task, folder, lock, learner, log, stop, exam, advice, ledger, state, buffer
+        )
         if state:
             log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
             return run
         try:
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
-            checkpoint(learner, folder, log)  # so that a run can always be resumed
+            save(run)  # so that a run can always be resumed
         except BaseException:
             log.close()  # the error is the last line on the screen
             exam.close()
@@ -175,16 +192,13 @@ def evaluate_now(run: Run) -> dict:
     return result
 
 
-def end_run(run: Run, facts: dict) -> None:
-    """The evaluations that were put off (eval_when), then summary, pictures, verdict, exit code.
+def end_run(run: Run) -> None:
+    """The evaluations that were put off (eval_when), then summary, pictures, verdict.
 
-    facts: what a summary needs to know of the trainer. Kept weights are in memory only: a run that
-    was killed has lost these evaluations.
+    Kept weights are in memory only: a run that was killed has lost these evaluations.
     """
     config, learner, log = run.config, run.learner, run.log
     facts = {
-        "published_bytes": learner.model.flat.nbytes,
-        **facts,
         "task": config.task,
         "seed": config.seed,
         "steps": learner.version,
@@ -193,7 +207,13 @@ def end_run(run: Run, facts: dict) -> None:
         "weights_sha256": sha256_of(learner.weights),
         # two moments of AdamW, in each learner
         "optimizer_bytes": 2 * sum(part.nbytes for part, _ in learner.slices),
+        "published_bytes": (run.mailbox or learner.model.flat).nbytes,
+        "utilization": busy_shares(run),
+        "staleness_bound": 0,
     }
+    if run.pool:
+        facts |= {"ledger": run.ledger.totals(), "workers_lost": run.lost}
+        facts["staleness_bound"] = config.max_staleness
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
@@ -216,9 +236,8 @@ def open_sync(config: Config):
     try:
         yield run
     except BaseException:
-        run.log.close()
         run.learner.cursor = run.learner.begun
-        checkpoint(run.learner, run.folder, run.log)
+        save_what_is(run)
         raise
     finally:
         run.exam.close()
@@ -227,43 +246,17 @@ def open_sync(config: Config):
 # ---------------------------------------------------------------------------- an asynchronous run
 
 
-@dataclass
-class AsyncRun(Run):
-    """What an asynchronous run has besides."""
-
-    mailbox: Mailbox = None
-    buffer: Buffer = None
-    pool: Pool = None
-    interrupted: list[Group] = field(default_factory=list)  # to be issued again, after a resume
-    training: list[int] = field(default_factory=list)  # groups of the step that is computed now
-    lost: list[str] = field(default_factory=list)  # workers, and of what they died
-    began: float = 0.0  # when the first group landed
-    progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
-
-    @property
-    def in_flight(self) -> list[int]:
-        """Ids of all groups that are admitted and not trained: a checkpoint must not lose them."""
-        return self.training + list(self.buffer.outstanding)
-
-
 @contextlib.contextmanager
 def open_async(config: Config):
-    """An AsyncRun; what was in flight when a run was interrupted is to be issued again.
+    """An asynchronous run; what was in flight when it was interrupted is to be issued again.
 
     Whatever goes wrong inside, every process is ended, and a checkpoint is written if it can be.
     """
-    start = open_run(config, "async")
-    config, learner, log = start.config, start.learner, start.log
-    try:
-        run = AsyncRun(**vars(start), mailbox=mailbox_of(config, learner.model))
-        run.buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-        run.mailbox.publish(learner.version, learner.model.flat)
-        run.pool = start_workers(run)
-    except OSError as error:  # too little shared memory, too many processes
-        if not start.state:
-            shutil.rmtree(start.folder)
-        where = f"--cluster {config.cluster}" if config.cluster else f"--model {config.model}"
-        raise UserError(f"{where}: {error.strerror}") from error
+    run = open_run(config, "async")
+    config, learner, log = run.config, run.learner, run.log
+    run.mailbox = mailbox_of(config, learner.model)
+    run.mailbox.publish(learner.version, learner.model.flat)
+    run.pool = start_workers(run)
     if run.state:
         take_up(run, run.state)
     for worker in run.pool.workers.values():
@@ -287,7 +280,7 @@ def open_async(config: Config):
         log.flush()
 
 
-def open_team(run: AsyncRun) -> None:
+def open_team(run: Run) -> None:
     """Wait until all learners are there; they begin with the newest checkpoint."""
     workers, config, learner = run.pool.of("learner"), run.config, run.learner
     while any(worker.last_word == "spawn" and not worker.lost for worker in workers):
@@ -303,7 +296,7 @@ def open_team(run: AsyncRun) -> None:
     join_team(learner.team, begin)
 
 
-def send_batch(run: AsyncRun, batch: list[Group]) -> None:
+def send_batch(run: Run, batch: list[Group]) -> None:
     """The other learners get the batch that this one is about to train."""
     if learners := run.pool.of("learner"):
         packed = [*map(pack, batch)]
@@ -311,23 +304,25 @@ def send_batch(run: AsyncRun, batch: list[Group]) -> None:
             run.pool.tell(worker, packed)
 
 
-def save(run: AsyncRun) -> None:
-    """A checkpoint of all that an asynchronous run has."""
+def save(run: Run) -> None:
+    """A checkpoint; not of a step whose metrics could not be written: it is done again."""
+    learner, log, version = run.learner, run.log, run.learner.version
+    if log.written != version:
+        return
+    for worker in run.pool.of("learner") if learner.team.apart and version else ():
+        run.pool.tell(worker, GatherMoments())
+    state = state_of(learner, run.in_flight, run.buffer.completed.values())
+    log.event("learner", "checkpoint", version=version, groups=run.in_flight)
+    state |= {"marks": log.sync(), "seconds": log.now()}
+    save_checkpoint(run.folder, version, state)
 
-    def call() -> None:
-        for worker in run.pool.of("learner") if run.learner.version else ():
-            run.pool.tell(worker, GatherMoments())
 
-    waiting = run.buffer.completed.values()
-    checkpoint(run.learner, run.folder, run.log, run.in_flight, waiting, call)
-
-
-def take_up(run: AsyncRun, state: dict) -> None:
+def take_up(run: Run, state: dict) -> None:
     """The groups of a checkpoint: complete ones wait to be trained, others begin again."""
     for group in completed_groups(state):
         run.buffer.restore(group)
     for group_id in sorted(set(state["in_flight"]) - run.buffer.completed.keys()):
-        if run.ledger.states[group_id] != "lost":
+        if run.ledger.states[group_id] != LOST:
             run.log.event("learner", "lost", group=group_id, reason="interrupted")
         run.buffer.admit(group_id, run.learner.version)
         problem = problem_of(run.task, group_id, "train")
@@ -344,7 +339,7 @@ def mailbox_of(config: Config, model: GPT):
     return ClusterMailbox(form, config)
 
 
-def start_workers(run: AsyncRun) -> Pool:
+def start_workers(run: Run) -> Pool:
     """Spawn every process of the run."""
     config, shape = run.config, run.learner.model.config
     _, rollouts = pick_devices(config)
@@ -368,12 +363,12 @@ def start_workers(run: AsyncRun) -> Pool:
     )
 
 
-def log_spawn(run: AsyncRun, worker: Worker) -> None:
+def log_spawn(run: Run, worker: Worker) -> None:
     """A worker was started; its end is an `exit`."""
     run.log.event(worker.name, "spawn", pid=worker.process.pid)
 
 
-def settle(run: AsyncRun) -> None:
+def settle(run: Run) -> None:
     """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
     an error names the first group that is not where it must be."""
     for event in run.log.events:
@@ -383,7 +378,7 @@ def settle(run: AsyncRun) -> None:
     run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
 
 
-def log_discards(run: AsyncRun) -> None:
+def log_discards(run: Run) -> None:
     """Groups that were taken out untrained, and why."""
     version = run.learner.version
     for group, reason in run.buffer.dropped:
@@ -391,8 +386,10 @@ def log_discards(run: AsyncRun) -> None:
     run.buffer.dropped.clear()
 
 
-def save_what_is(run: AsyncRun) -> None:
+def save_what_is(run: Run) -> None:
     """A checkpoint of a run that cannot go on; several learners may not answer each other."""
-    run.log.close()
-    if run.learner.team.size == 1:
-        save(run)
+    try:
+        if run.learner.team.size == 1:
+            save(run)
+    finally:
+        run.log.close()

@@ -39,9 +39,7 @@ def new_folder(config: Config, mode: str):
     nothing had been tried, unless a log has something to say.
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
-    run, number = Path(config.out or f"runs/{name}"), 1
-    while not config.out and run.exists():  # two in one second
-        run, number = Path(f"runs/{name}-{number + 1}"), number + 1
+    run = Path(config.out or f"runs/{name}")
     with blame(f"--out {run}: must be writable", OSError):
         run.mkdir(parents=True, exist_ok=True)
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
@@ -83,13 +81,12 @@ class Stop:
 
     def __init__(self):
         self.asked = 0
-        for name in "INT TERM HUP QUIT USR1".split():
+        for name in "INT TERM HUP QUIT".split():
             number = signal.Signals[f"SIG{name}"]
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup wants no SIGHUP
                 signal.signal(number, self)
 
     def __call__(self, number, frame):
-        number = signal.SIGHUP if number == signal.SIGUSR1 else number  # a stream has no reader
         if number == signal.SIGHUP and self.asked:
             return
         with suppress(OSError):  # nobody may be there to read it

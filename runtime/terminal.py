@@ -1,16 +1,12 @@
-"""runtime/terminal.py: a program and its terminal: one line for a mistake, exit codes, streams.
+"""runtime/terminal.py: a program and its terminal: one line for a mistake, exit codes.
 
 Exit codes: 0, 1 (training cannot go on), 2 (a mistake of the user's), 128 + the number of a signal.
 """
 
-import errno
 import os
-import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from runtime.config import (
     AttemptLost,
@@ -69,34 +65,6 @@ def printable(text: str) -> str:
     return "".join([c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text])
 
 
-class Stream:
-    """stdout or stderr. When nobody reads it any more, the run ends as with its terminal, by
-    SIGUSR1 (runlog.py): nohup ignores SIGHUP."""
-
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> None:
-        self._do(self.stream.write, text)
-
-    def flush(self) -> None:
-        self._do(self.stream.flush)
-
-    def _do(self, method: Callable, *arguments) -> None:
-        try:
-            method(*arguments)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            with suppress(OSError):  # the other stream may have a reader
-                os.write(2, f"\nnobody reads {self.stream.name} any more".encode())
-            signal.raise_signal(signal.SIGUSR1)
-
-
 def open_streams() -> None:
     """A closed stdout or stderr swallows what is written; one that cannot print a character prints
     its number."""
@@ -105,4 +73,4 @@ def open_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")
         stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, Stream(stream))
+        setattr(sys, name, stream)

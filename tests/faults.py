@@ -270,7 +270,7 @@ def break_parent(place: str) -> None:
 
     plan.before(learner, "gather_gradient", "train", train)  # in the middle of a step
     plan.before(mailbox.Mailbox, "publish", "publish", hurt)
-    plan.before(checkpoint, "save_checkpoint", "checkpoint", save)
+    plan.before(run_room, "save_checkpoint", "checkpoint", save)
     plan.before(folder.Log, "append", "log", append)
     train_async.handle = handle
 

@@ -18,7 +18,6 @@ import pytest
 import reward
 import train_async
 import train_sync
-from buffer import Buffer
 from learner import learner_step
 from reward import verify_group
 from rollout import make_generator
@@ -27,7 +26,7 @@ from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
 from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, pack, unpack
 from runtime.models import make_model
-from runtime.run import AsyncRun, log_discards, open_run, settle
+from runtime.run import log_discards, open_run, settle
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}
@@ -76,10 +75,8 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
     run = open_run(config, "async")
-    buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    pool = Workers(config, run.task, workers)
-    run = AsyncRun(**vars(run), mailbox=None, buffer=buffer, pool=pool)
-    config, learner, lives = run.config, run.learner, 2
+    run.pool = pool = Workers(config, run.task, workers)
+    config, learner, buffer, lives = run.config, run.learner, run.buffer, 2
 
     def decode(generator) -> None:
         """A few token boundaries; perhaps newer weights before one of them."""
@@ -109,7 +106,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
         facts = {"version": learner.version, "groups": [group.group_id for group in batch]}
         with run.log.timed("learner", "train", **facts) as event:
             metrics = learner_step(learner, batch, config)
-            event |= {"of": config.steps, "in_flight": len(buffer.outstanding)}
+            event |= {"of": config.steps, "learners": 1}
             event |= {name: metrics[name] for name in ("loss", "grad_norm")}
         settle(run)
 

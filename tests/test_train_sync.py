@@ -462,7 +462,7 @@ def test_the_first_failing_call_is_shown_with_its_place(
 def test_too_many_failures_stop_the_run_and_say_why(tmp_path, monkeypatch):
     monkeypatch.setattr(run_room, "task_of", lambda config: failing(1))
     stopped = (
-        "64 of 64 episodes failed.*verifier_error.*--set max_failures.*the first: verifier_error"
+        "16 of 16 episodes failed.*verifier_error.*--set max_failures.*the first: verifier_error"
     )
     with pytest.raises(TrainingStopped, match=stopped + ": RuntimeError: verifier is broken"):
         train_sync.train(config_of(tmp_path / "run"))
