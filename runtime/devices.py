@@ -13,6 +13,8 @@ import torch
 
 from runtime.config import SIZES, Config, require
 
+CPUINFO = Path("/proc/cpuinfo")
+
 
 def pick_devices(config: Config) -> tuple[list[str], list[str]]:
     """Devices of the learners and of the rollout workers, one entry a process.
@@ -64,7 +66,7 @@ def quick_dtype(device: str) -> str:
     """bfloat16 where a device has instructions for it, else float32."""
     if device != "cpu":
         return "bfloat16"
-    flags = Path("/proc/cpuinfo").read_text()
+    flags = CPUINFO.read_text()
     return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
 
 
@@ -78,7 +80,7 @@ def free_memory(device: str) -> int:
 
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
-    named = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    named = re.search("model name.*: (.*)", CPUINFO.read_text())
     cpu = named[1] if named else platform.machine()
     return {
         "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",

@@ -34,7 +34,7 @@ from runtime.checkpoint import (
     state_of,
 )
 from runtime.config import SIZES, AttemptLost, Config, check, require, written
-from runtime.devices import own_gpus, pick_devices, set_threads
+from runtime.devices import own_gpus, pick_devices, quick_dtype, set_threads
 from runtime.exam import evaluate
 from runtime.folder import own_folder
 from runtime.ledger import BUFFER, LOST, WORKER, Ledger, read_books
@@ -104,6 +104,9 @@ def open_run(config: Config, mode: str) -> Run:
             ledger = read_books(folder / "events.jsonl", state["marks"]["events"][0])
     config = resolved(config, mode, goes_on=bool(state))
     learners, rollouts = pick_devices(config)
+    if config.dtype == "auto":
+        config = replace(config, dtype=quick_dtype(learners[0]))
+        print(f"--dtype auto: {config.dtype}, the quickest on {learners[0]}")
     set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
     task = task_of(config)
     served = config.reward_workers or mode == "sync"

@@ -25,8 +25,8 @@ from logprobs import token_logprobs
 from model import GPT, PRESETS, ModelConfig
 from reward import task_of
 from rollout import generate
+from runtime import devices, runlog
 from runtime import run as run_room
-from runtime import runlog
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, TrainingStopped, UserError, words
@@ -593,3 +593,18 @@ def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):
     train_sync.train(dataclasses.replace(Config(), resume=str(run)))
     ends = [load_checkpoint(tmp_path / name)["weights"] for name in ("run", "whole")]
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(
+    "flags, dtype", [("sse2 avx512_bf16 amx_tile", "bfloat16"), ("avx2", "float32")]
+)
+def test_dtype_auto_is_what_the_processor_has_instructions_for(
+    tmp_path, monkeypatch, capsys, flags, dtype
+):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: x\nflags\t: {flags} sse\n")
+    monkeypatch.setattr(devices, "CPUINFO", cpuinfo)
+    config = config_of(tmp_path / "run", dtype="auto", steps=1)
+    train_sync.train(config)
+    assert f"--dtype auto: {dtype}" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/config.json").read_text())["dtype"] == dtype
