@@ -196,7 +196,9 @@ class Config:
     context: int = constant(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     recompute: str = constant("no", "activations in the backward pass", choices=("no", "yes"))
     threads: int = constant(
-        -1, "CPU threads of each process (0: share the cores out; -1: 1, with a folder 0)", -1
+        -1,
+        "CPU threads of each process (0: share the cores out; -1: 1, with a folder for --model 0)",
+        -1,
     )
     on_stale: str = constant("wait", "drop: discard what is too old", choices=("wait", "drop"))
     reference_every: int = constant(5, "steps between looks at the reference (0: it has none)")

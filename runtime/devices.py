@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import SIZES, Config, require
+from runtime.config import Config, require
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -56,8 +56,7 @@ def cores() -> int:
 
 def set_threads(config: Config, processes: int, device: str) -> None:
     """Give this process its share of the cores, and its GPU."""
-    threads = int(config.model in SIZES) if config.threads < 0 else config.threads
-    torch.set_num_threads(threads or max(1, cores() // processes))
+    torch.set_num_threads(abs(config.threads) or max(1, cores() // processes))
     if device != "cpu":
         torch.cuda.set_device(device)
 

@@ -154,6 +154,8 @@ def resolved(config: Config, mode: str, goes_on: bool) -> Config:
     paths = {name: getattr(config, name) for name in names}
     absolute = {name: os.path.abspath(path) for name, path in paths.items() if path}
     config = replace(config, **absolute)  # a run may go on from another folder
+    if config.threads < 0:
+        config = replace(config, threads=int(config.model in SIZES))
     if config.teacher and not goes_on:
         from methods.distillation import pinned  # the newest checkpoint that there is now
 

@@ -28,7 +28,7 @@ def reward_worker(line: Line, config: Config):
     if config.teacher or config.reward_model or own_files(config.task):  # it may need torch
         import torch
 
-        torch.set_num_threads(config.threads or 1)
+        torch.set_num_threads(abs(config.threads) or 1)
     os.setpgid(0, 0)
     here = os.getpid()
     folder = tempfile.mkdtemp(prefix="nanoglm-")  # of the task's files; the parent removes it
