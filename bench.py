@@ -34,7 +34,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
-    "folder": ("campaigns", 5, "folder.json", "a folder of Qwen3's form learns, and is given back"),
+    "smollm2": ("campaigns", 60, "smollm2.json .png", "published weights learn sums"),
     "gpu": ("gpu", 9, "*.json, tables.md", "on one GPU: all that it can be asked, in 9 minutes"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
             folder = f"{name if arguments else 'bench'}-{time.strftime('%m%d-%H%M%S')}"
             measure(name, rest, Path("runs") / folder)
         elif name == "episode":
-            for spec in rest or list(TASKS)[:-1]:  # jsonl needs a file
+            for spec in rest or list(TASKS)[:-2]:  # jsonl and gym need a name
                 show_episode(make_task(spec))
         elif name == "compare":
             from lab.plots import compare

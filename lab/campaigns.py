@@ -1,22 +1,25 @@
 """campaigns.py: what the project promises of whole runs: plans as data, and one runner.
 
-`python bench.py tasks`, `staleness`, `agents`, `distil`, `judge`, `replay`, `faults`, `disk` run
-these. A plan is {label: flags}; what a run's summary says becomes a row of NAME.json.
+`python bench.py tasks`, `staleness`, `agents`, `distil`, `judge`, `replay`, `smollm2`, `faults`,
+`disk` run these. A plan is {label: flags}; what a run's summary says becomes a row of NAME.json.
 Left out: synchronous against asynchronous (races.py).
 """
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from lab.plots import column, save_result, steps_of
+from lab.plots import column, draw_panels, save_result, steps_of
 from lab.races import ROOT, crossing, exams_of, run_each
 from methods.reward_model import PairConfig, train
-from runtime.config import SWAPS
+from runtime.config import SWAPS, flag
+from runtime.huggingface import export, stored_model
 from runtime.pictures import draw_timeline
 
 SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "utilization", "command_s")
@@ -178,8 +181,43 @@ def bench_faults(folder: Path) -> None:
         save_result(folder, "faults", result | so_far)
 
 
-def bench_folder(folder: Path) -> None:
-    """A random folder that transformers has written learns, and is given back."""
-    from folder_run import learning
+SMOLLM2 = {"chat": "yes", "dtype": "auto", "lr": 2e-5, "entropy": 0.0, "steps": 30}
+SMOLLM2 |= {"groups_per_step": 16, "group_size": 8, "token_budget": 16384, "eval_every": 10}
+SUMS = "gym:chain_sum:min_terms=2,max_terms=2,min_digits=2,max_digits=2,tokens=12"
+ARMS_SMOLLM2 = {  # the last: few answers are so long, and generating dominates
+    "sync": {"trainer": "train_sync.py"},
+    "async, η = 2": {"max_staleness": 2},
+    "sync, LoRA 8": {"trainer": "train_sync.py", "lora": 8, "lr": 3e-4},
+}
 
-    learning(folder)
+
+@dataclass(frozen=True)
+class Smollm2Config:
+    """Which folder learns, and how often."""
+
+    folder: str = flag(
+        "smollm2", "as `python -m runtime.huggingface smollm2 FOLDER` has written it"
+    )
+    seeds: int = flag(3, "runs of each way", 1)
+
+
+def bench_smollm2(folder: Path, config: Smollm2Config) -> None:
+    """Published weights learn sums of two numbers; what was trained is given to transformers."""
+    from folder_run import same_answers
+
+    plan, curves = {}, {}
+    for seed, (arm, flags) in product(range(config.seeds), ARMS_SMOLLM2.items()):
+        plan[f"{arm}, {seed}"] = flags | {"seed": seed}
+    alike = SMOLLM2 | {"model": str(Path(config.folder).resolve()), "task": SUMS}
+    for label, row, run in campaign(folder, "smollm2", plan, keep=True, **alike):
+        arm, _, seed = label.rpartition(", ")
+        seconds, _, solved = zip(*exams_of(run, "solved"), strict=True)
+        row |= {"arm": arm, "solved": solved[-1], "before": solved[0], "minutes": seconds[-1] / 60}
+        if seed == "0":
+            curves[arm] = seconds, solved
+        export(*stored_model(run), folder / f"{run.name}-out")
+        row["same_answers"] = same_answers(folder / f"{run.name}-out", SUMS)
+        shutil.rmtree(run / "checkpoints")
+        shutil.rmtree(folder / f"{run.name}-out")
+    axis = {"xlabel": "seconds", "ylabel": "held out, solved"}
+    draw_panels(folder / "smollm2.png", "SmolLM2-135M learns sums", [(curves, axis)], columns=1)

@@ -1,5 +1,5 @@
-"""What `python bench.py folder` and `qwen` are made of: folders with random models, and whether one
-of them learns, is written out again, and means the same to transformers.
+"""What `python bench.py smollm2` and `qwen` ask of folders: whether one means the same to
+transformers, and one with a random model of any size.
 """
 
 import json
@@ -8,85 +8,33 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from model_folders import write_folder
-from tqdm import tqdm
 
-from lab.plots import save_result
-from lab.races import run_command
 from model import GPT, ModelConfig
-from reward import make_task
+from reward import task_of
 from rollout import Generator, generate, make_environment
 from runtime.config import Config
-from runtime.devices import describe_machine
-from runtime.folder import read_lines
 from runtime.huggingface import export, load_weights, read_shape
 from runtime.messages import Group
-from runtime.tokenizer import tokenizer_of
-
-# With RoPE and from random weights, `reverse` needs a large entropy bonus: else it settles early.
-LEARN = {"task": "reverse:4", "entropy": 0.15}
-WAYS = {
-    "sync": {"trainer": "train_sync.py", "lr": 7e-4, "steps": 500},
-    "async": {"trainer": "train_async.py", "lr": 7e-4, "steps": 500},
-    "sync, LoRA 8": {"trainer": "train_sync.py", "lr": 2e-3, "steps": 300, "lora": 8},
-}
 
 
-def learning(folder: Path) -> None:
-    """A random model of 1M parameters and 2,000 tokens, written by transformers, learns
-    `reverse:4`, in both trainers and by adapters; transformers reads what comes out."""
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    shape = {"head_dim": 32, "initializer_range": 0.02, "rope_parameters": rope}
-    model = write_folder(folder / "model", norms=False, **shape)
-    result = {"machine": describe_machine(), "runs": {}}
-    for name, way in tqdm(WAYS.items(), unit="run"):
-        place = name.replace(", ", "-").replace(" ", "-")
-        run, out = folder / place, folder / f"{place}-out"
-        flags = way | LEARN | {"model": model.resolve(), "export": out.resolve()}
-        summary = run_command(flags.pop("trainer"), run, **flags)
-        rows = read_lines(run / "metrics.jsonl")
-        reached = [row["t"] for row in rows if row.get("eval", {}).get("solved", 0) >= 0.95]
-        result["runs"][name] = {
-            "solved": summary["eval"]["after"]["solved"],
-            "seconds_to_95": min(reached, default=None),
-            "command_s": summary["command_s"],
-            "mismatch": summary["mismatch"],
-            "published_bytes": summary["published_bytes"],
-            "optimizer_bytes": summary["optimizer_bytes"],
-            "same_answers": same_answers(out),
-        }
-        tqdm.write(f"{name}: {result['runs'][name]}")
-        save_result(folder, "folder", result)
-
-
-def same_answers(folder: Path, count: int = 64) -> str:
-    """Of held-out prompts, how many transformers answers as this project does: greedily, with the
-    task's tokens only."""
+def same_answers(folder: Path, spec: str, count: int = 32) -> str:
+    """Of held-out problems in chats, how many transformers answers as this project does: greedily,
+    both in float32."""
     import transformers
 
-    config = Config(model=str(folder))
-    task = make_task(LEARN["task"], 0, tokenizer_of(config))
-    shape = read_shape(folder, task.context)
-    model = GPT(ModelConfig(**shape), None)
+    config = Config(model=str(folder), chat="yes", task=spec)
+    task = task_of(config)
+    model = GPT(ModelConfig(**read_shape(folder, task.context)), None)
     load_weights(model, folder)
-    environment = make_environment(config, task)
     sizes = {"slots": 32, "capacity": task.context, "group_size": 1, "temperature": 0.0}
     problems = [Group(i, 0, task.reset(i, "eval")) for i in range(count)]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    allowed, same = environment.alphabet.tolist(), 0
-    for group in generate(Generator(model, environment, **sizes), problems):
+    theirs, same = transformers.AutoModelForCausalLM.from_pretrained(folder), 0
+    for group in generate(Generator(model, make_environment(config, task), **sizes), problems):
         (t,) = group.trajectories
-        prompt = tokenizer(group.problem["prompt"], return_tensors="pt").input_ids
-        found = theirs.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=task.turn_tokens,
-            prefix_allowed_tokens_fn=lambda *_: allowed,
-            pad_token_id=allowed[-1],
-        )
-        same += np.array_equal(found[0].numpy(), t.tokens)
+        prompt = torch.tensor([task.tokenizer.encode_prompt(group.problem["prompt"])])
+        how = {"do_sample": False, "max_new_tokens": task.turn_tokens, "pad_token_id": 0}
+        how["attention_mask"] = torch.ones_like(prompt)
+        same += np.array_equal(theirs.generate(prompt, **how)[0].numpy(), t.tokens)
     return f"{same} of {count}"
 
 
