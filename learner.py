@@ -245,7 +245,8 @@ def micro_batch_loss(
     advantages, lesson = learner.method.advantages(batch, tokens, hidden)
     tokens = tokens._replace(advantages=advantages)
     loss, touched = losses.policy_loss(config.objective, tokens, count)
-    loss = loss - config.entropy * losses.token_mean(entropy, count)
+    if config.entropy:  # of a large vocabulary a gradient by zero takes a seventh of the step
+        loss = loss - config.entropy * losses.token_mean(entropy, count)
     if measured:
         # weighted with pi / mu: the samples may be stale
         kl = losses.unbiased_k3(logprobs, reference, tokens.behaviour)  # [M]

@@ -115,7 +115,12 @@ class Config:
 
     model: str = flag("tiny", "tiny, small, medium, or a Hugging Face folder", group="model")
     lora: int = flag(0, "rank of the adapters that alone are trained (0: train all)", 0, 1024)
-    dtype: str = one_of("what models compute in (weights: float32)", "float32", "bfloat16")
+    dtype: str = one_of(
+        "what models compute in; auto: bfloat16 where the processor has instructions for it",
+        "float32",
+        "bfloat16",
+        "auto",
+    )
     positions: str = one_of("encoding", "learned", "rope", only_with={"model": SIZES})
     chat: str = one_of("prompts by the folder's chat template", "no", "yes")
     system: str = flag("", "what a chat begins with", only_with={"chat": ("yes",)})
@@ -190,7 +195,9 @@ class Config:
     kernels: str = constant("auto", "of attention", choices=("auto", "spec", "triton"))
     context: int = constant(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     recompute: str = constant("no", "activations in the backward pass", choices=("no", "yes"))
-    threads: int = constant(1, "CPU threads of each process (0: share the cores out)")
+    threads: int = constant(
+        -1, "CPU threads of each process (0: share the cores out; -1: 1, with a folder 0)", -1
+    )
     on_stale: str = constant("wait", "drop: discard what is too old", choices=("wait", "drop"))
     reference_every: int = constant(5, "steps between looks at the reference (0: it has none)")
     eval_when: str = constant("live", "late: on kept weights, at the end", choices=("live", "late"))

@@ -1,6 +1,6 @@
 """runtime/devices.py: which process computes where, and what machine this is.
 
-Left out: starting the processes (processes.py).
+Left out: starting the processes (pipes.py).
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import Config, require
+from runtime.config import SIZES, Config, require
 
 
 def pick_devices(config: Config) -> tuple[list[str], list[str]]:
@@ -54,9 +54,18 @@ def cores() -> int:
 
 def set_threads(config: Config, processes: int, device: str) -> None:
     """Give this process its share of the cores, and its GPU."""
-    torch.set_num_threads(config.threads or max(1, cores() // processes))
+    threads = int(config.model in SIZES) if config.threads < 0 else config.threads
+    torch.set_num_threads(threads or max(1, cores() // processes))
     if device != "cpu":
         torch.cuda.set_device(device)
+
+
+def quick_dtype(device: str) -> str:
+    """bfloat16 where a device has instructions for it, else float32."""
+    if device != "cpu":
+        return "bfloat16"
+    flags = Path("/proc/cpuinfo").read_text()
+    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
 
 
 def free_memory(device: str) -> int:
