@@ -45,7 +45,6 @@ def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
     version = learner.version
     metrics |= batch_metrics(run, groups, version - 1)
     shown = {"reward": f"{metrics['reward']:.2f}", "age": f"{metrics['staleness_mean']:.1f}"}
-    shown["learn"] = f"{metrics['tokens'] / metrics['seconds']:.0f}/s"
     due = version % config.eval_every == 0 or version == config.steps
     if due and config.eval_when == "late":
         log.kept.append((log.now(), version, learner.model.flat.clone()))

@@ -35,6 +35,11 @@ def sha256_of(flat: Tensor) -> str:
     return hashlib.sha256(flat.detach().cpu().contiguous().numpy()).hexdigest()
 
 
+def base_of(learner: Learner) -> str:
+    """Fingerprint of the weights that are not trained (LoRA): some of them are enough."""
+    return sha256_of(learner.model.frozen[::4099].float())
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Its file: names are in the order of steps."""
     return folder / "checkpoints" / f"step{step:07d}.pt"
@@ -119,7 +124,7 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """
     reference = learner.reference
     return {
-        "base": sha256_of(learner.model.frozen[::4099].float()),  # enough to know it by
+        "base": base_of(learner),
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
         "optimizer": whole_moments(learner),
@@ -182,7 +187,7 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> No
         for name, value in vars(learner.model.config).items():
             stored = state["shape"].get(name)
             require(stored == value, f"its shape {name} is {stored!r}, and this run's is {value!r}")
-        base = sha256_of(learner.model.frozen[::4099].float())
+        base = base_of(learner)
         require(state["base"] == base, f"its base is {state['base']}, and this run's is {base}")
         load_state(learner, state)
         require(bool(learner.weights.isfinite().all()), "its weights are not finite")

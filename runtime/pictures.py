@@ -32,21 +32,17 @@ def draw_reward(run: Path) -> None:
         return
     figure = new_figure((7, 5))
     above, below = figure.subplots(2, sharex=True)
-    for style, (label, (points, values)) in zip(STYLES * len(curves), curves.items(), strict=False):
+    for style, (label, (points, values)) in zip(STYLES, curves.items(), strict=False):
         times = [row["t"] for row in points]
         above.plot(times, values, style[7:], color=style[:7], label=label)
-    for colour, name, label in (
-        (GREEN, "staleness_mean", "mean"),
-        (PURPLE, "staleness_max", "oldest token"),
-    ):
-        ages = [row[name] for row in steps]
-        below.plot([row["t"] for row in steps], ages, color=colour, label=label)
+    times = [row["t"] for row in steps]
+    below.plot(times, [row["staleness_mean"] for row in steps], color=GREEN, label="mean")
+    below.plot(times, [row["staleness_max"] for row in steps], color=PURPLE, label="oldest token")
     above.set(ylabel="score (1 = best)", ylim=(-0.02, 1.05))
     below.set(xlabel="wall-clock time (s)", ylabel="staleness (versions)")
-    below.set(xlim=(0, 1.02 * rows[-1]["t"]), ylim=(-0.1, 1.5 * max(1, *ages)))
     for axis in (above, below):
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=10)
+        axis.legend()
     figure.suptitle(name_of(run), parse_math=False)
     save_figure(figure, run / "reward.png")
 

@@ -12,12 +12,12 @@ Why it is exact: an episode depends on its prompt, its noise key and the weights
 not on its neighbours (rollout.py). Why it never gets stuck: a worker begins samples in the order of
 issue, and it had a slot for each of those that outlive a version.
 Left out: failures, which may hang on the clock. They teach nothing; the log names them, and they
-are not played again. Environments that were outside are outside here, too.
+are not played again. Refused are runs that a reward model has judged, that went on with another
+number of learners, or whose environments are outside.
 """
 
 import copy
 import dataclasses
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +34,9 @@ from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
 from runtime.ledger import audit
-from runtime.messages import ARRAYS, Group, Result, Trajectory, apply_judgement
+from runtime.messages import ARRAYS, Group, Trajectory, apply_judgement
 from runtime.models import make_model
-from runtime.pool import Pool
 from runtime.run import resumed
-from runtime.verifier import exam_pool
 
 
 def replay(config: Config) -> None:
@@ -58,31 +56,30 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
     Who looks must change nothing. Raises TrainingStopped where something differs.
     """
     task, device = task_of(config), take_place(config, 0)
+    sizes = {step["learners"] for step in steps}
     if device != "cpu":
         print("on a GPU only the episodes before the first step are promised to be the same")
     model = make_model(config, task).on(device)
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
     advice, done = advice_of(config, task), {}  # done: group id -> group
-    pool = exam_pool(config, task, Path(tempfile.mkdtemp())) if task.outside else None
+    simple = not (task.outside or config.reward_model) and sizes == {config.team_size}
+    must = "with one number of learners, and a task that answers and judges here"
+    require(simple, f"--replay {config.replay}: must be a run {must}")
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
         for worker, generator in generators.items():
             generator.waiting.extend(begin[worker, learner.version])
-            finished += play(generator, scores, learner, pool)
+            finished += play(generator, scores, learner)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             event = scores[group.group_id]
             apply_judgement(group, judge(group, task, config, advice))
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group
-        must = f"--replay {config.replay}: must have had {config.team_size} learners in every step"
-        require(step["learners"] == config.team_size, must)
         batch = take_batch(step, done)
         yield learner, step, batch
         train(learner, step, batch, config)
-    if pool:
-        pool.close()
     sha256 = sha256_of(learner.weights)
     if sha256 != summary["weights_sha256"]:
         raise TrainingStopped(f"every event is the same, but weights_sha256 is {sha256}")
@@ -96,7 +93,6 @@ def recorded(config: Config) -> tuple[Config, dict]:
     run, name = Path(config.replay), f"--replay {config.replay}"
     config, record = resumed(config, "replay")
     require(record["mode"] == "async", f"{name}: must be a run of train_async.py")
-    require(not config.reward_model, f"{name}: must be judged by its task, not by a reward model")
     with blame(f"{name}: must be finished and have a whole log"):
         summary = read_json(run / "summary.json")
         audit(run)
@@ -142,7 +138,7 @@ def make_generators(config: Config, task: Task, learner: Learner, scores: dict) 
     return generators, begin
 
 
-def play(generator: Generator, scores: dict, learner: Learner, pool: Pool | None) -> list[Group]:
+def play(generator: Generator, scores: dict, learner: Learner) -> list[Group]:
     """Play everything as far as the learner's version fed it; returns the finished groups."""
     version, until = learner.version, {}  # until: where newer weights came
     for group_id in generator.groups:
@@ -151,15 +147,8 @@ def play(generator: Generator, scores: dict, learner: Learner, pool: Pool | None
             newer = [position for position, other in pairs if other > version]
             until[group_id, sample_index] = min(newer, default=generator.capacity)
     generator.set_weights(version, learner.model.flat)
-    moved = True
-    while moved:
-        decoded = generator.step(until)
-        moved = decoded or bool(generator.asked)
-        if pool:
-            pool.ask(generator.take_calls())
-            for _, message in pool.receive(0.0 if decoded else 0.5):
-                if isinstance(message, Result):
-                    generator.hear(message.key, message)
+    while generator.step(until):
+        pass
     left = len(generator.waiting)
     assert not left, f"version {version}: no slot for {left} samples"
     return generator.take_finished()

@@ -15,16 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 
-import reward
 import train_async
 import train_sync
 from learner import learner_step
-from reward import verify_group
+from reward import task_of, verify_group
 from rollout import make_generator
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
-from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, pack, unpack
+from runtime.messages import Answer, Group, Judgement, Lost, pack, unpack
 from runtime.models import make_model
 from runtime.run import log_discards, open_run, settle
 
@@ -85,15 +84,6 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
             if newer and (generator.version < 0 or choose.random() < 0.3):
                 generator.set_weights(learner.version, learner.model.flat.clone())
             generator.step()
-            run.exam.ask(generator.take_calls())
-            deliver(0.002)
-
-    def deliver(seconds: float) -> None:
-        """What environments outside have answered goes to the generators that wait for it."""
-        for _, message in run.exam.receive(seconds) if run.task.outside else ():
-            for generator in pool.generators.values():
-                if isinstance(message, Result):
-                    generator.hear(message.key, message)
 
     def judgement_of(group: Group) -> Judgement:
         verdicts = [
@@ -124,9 +114,6 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
                 train_async.handle(run, worker, message)
             if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:
                 lives -= 1
-                while run.exam.workers["exam-reward-0"].work:
-                    deliver(0.1)  # else its successor, in the same process, would hear that
-                run.exam.ask([Call((g,), {}, None) for g in worker.work])
                 pool.spawn(worker.number)
                 lost = Lost("died", list(worker.work.values()))
                 train_async.handle(run, worker, lost)
@@ -198,11 +185,8 @@ def test_other_tasks_and_models_end_at_the_same_weights_again(tmp_path, swap, fl
 
 
 @pytest.mark.parametrize("swap", ["keep", "recompute"])
-def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, monkeypatch, swap):
-    """Environments outside that answered when they were ready; verdicts out of time."""
-    task = reward.make_task("guess", 7)
-    slow = dataclasses.replace(task, outside=True)
-    monkeypatch.setattr(reward, "make_task", lambda *_: slow)
+def test_what_the_clock_decided_is_taken_from_the_log(tmp_path, swap):
+    """Verdicts out of time."""
     wander(tmp_path / "run", 7, 2, swap=swap, out_of_time=0.2, max_failures=1.0)
     scores = scores_of(tmp_path / "run")
     assert 5 < sum(len(event.get("failed", {})) for event in scores) < 60
@@ -274,7 +258,7 @@ def test_other_weights_at_the_end_are_no_success(tmp_path):
     differs(tmp_path / "run", "every event is the same, but weights_sha256 is")
 
 
-def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path):
+def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path, monkeypatch):
     wander(tmp_path / "run", 4, 1, steps=2)
 
     def refused(message, folder=tmp_path / "run", **flags):
@@ -289,6 +273,12 @@ def test_what_cannot_be_replayed_is_said_in_one_line(tmp_path):
     events, config, summary = (
         tmp_path / "run" / name for name in ("events.jsonl", "config.json", "summary.json")
     )
+    with monkeypatch.context() as patch:
+        outside = dataclasses.replace(task_of(Config()), outside=True)
+        patch.setattr("runtime.replay.task_of", lambda config: outside)
+        refused(
+            "must be a run with one number of learners, and a task that answers and judges here"
+        )
     text = config.read_text()
     config.write_text(text.replace('"mode": "async"', '"mode": "sync"'))
     refused("must be a run of train_async.py")

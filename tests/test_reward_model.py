@@ -100,7 +100,7 @@ def test_a_newer_file_is_served_in_the_middle(judges, tmp_path, monkeypatch, rew
     events = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "score"]
     assert published == [3] and {event["reward_model"] for event in events} == {1, 2}
     assert audit(run).totals()["in_flight"] == 0
-    with pytest.raises(UserError, match="must be judged by its task"):
+    with pytest.raises(UserError, match="a task that answers and judges here"):
         train_async.train(Config(replay=str(run)))
     rows = read_lines(run / "metrics.jsonl")
     assert all(0 < row["reward"] < 1 for row in rows if "reward" in row)
