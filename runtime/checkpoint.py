@@ -21,7 +21,7 @@ from learner import Learner, round_weights
 from runtime.config import Config, UserError, blame, require
 from runtime.folder import check_log, open_plain, refuse_links, write_file
 from runtime.ledger import Ledger
-from runtime.messages import Group, group_flaw, pack, unpack
+from runtime.messages import Answer, Group, flaw, pack, unpack
 from runtime.runlog import LOGS, RunLog
 from runtime.team import gather_moments
 from runtime.terminal import printable
@@ -216,7 +216,8 @@ def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> No
         for *plain, arrays in state["completed"]:
             packed, words = (*plain, [x.numpy() for x in arrays]), learner.model.config.vocab_size
             same = Group(packed[0], packed[1], {})
-            wrong = group_flaw(packed, same, config.group_size, state["version"], words)
+            answer = Answer(packed[0], packed)
+            wrong = flaw(answer, same, config.group_size, state["version"], words)
             require(not wrong, f"completed group {packed[0]} has {wrong}")
             done.append(packed[0])
         scored = {group for group in flying if ledger.states[group] == "scored"}
