@@ -234,7 +234,7 @@ def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) 
         group_id, start, _, rows, lengths, arrays = answer.group
         if (group_id, start) != (asked.group_id, asked.start):
             return f"group {group_id}, start {start}: must be {asked.group_id}, {asked.start}"
-        if [row[:2] for row in rows] != [(group_id, i) for i in range(size)]:
+        if [sample_index for _, sample_index, *_ in rows] != [*range(size)]:
             return f"{len(rows)} samples, must be 0 to {size - 1} in order"
         types = [array.dtype for array in arrays]
         if types != [*ARRAYS.values()] or lengths[1:4] != lengths[:1] * 3:
