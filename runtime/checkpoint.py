@@ -145,7 +145,7 @@ def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
     if team.apart and learner.version == 0:
         whole = whole.new_zeros(len(MOMENTS), len(learner.weights))
     elif team.apart:
-        whole = gather_moments(team, whole, len(learner.weights))
+        whole = gather_moments(team, whole)
     if whole is not None:
         return {"step": slices[0]["step"], **dict(zip(MOMENTS, whole.cpu(), strict=True))}
 

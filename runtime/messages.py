@@ -182,21 +182,14 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """An environment's answer to the call with this key and `turn` answers."""
+    """An environment's answer to the call with this key."""
 
     key: tuple
-    turn: int
     observation: str | None = None
     reward: float = 0.0
     done: bool = False
     failure: str = ""
     asker: int = -1
-
-
-class ToVerify(NamedTuple):
-    """A packed group, for a reward worker."""
-
-    packed: tuple
 
 
 class Lost(NamedTuple):
@@ -231,73 +224,35 @@ def apply_judgement(group: Group, judgement: Judgement) -> None:
 
 def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) -> str | None:
     """What is wrong with a worker's answer, in words; None if it is sound: a worker that has gone
-    wrong must not poison what is trained. May raise AttributeError, KeyError, TypeError or
-    ValueError where a field is missing or of another kind.
+    wrong must not poison what is trained. Any exception means the same: a field is missing or odd.
 
     asked: what it was to do; newest: the newest version that was published; vocabulary: ids are
-    below it.
+    below it. Arrays of all episodes are looked at at once, in half the time.
     """
-    if bool(answer.group) == bool(asked.trajectories):
-        return "a verdict that brings its own group, or none on what was not generated"
-    judged = len(asked.trajectories or answer.group[3])
-    if answer.group and (wrong := group_flaw(answer.group, asked, size, newest, vocabulary)):
-        return wrong
-    if answer.judgement is None:
-        return None
-    verdicts, teacher = answer.judgement.verdicts, answer.judgement.teacher
-    if len(verdicts) != judged or any(not isinstance(e, str | None) for *_, e in verdicts):
-        return f"{len(verdicts)} verdicts on {judged} samples, or an error that is no text"
-    if teacher:
-        episodes = asked.trajectories or unpack(answer.group).trajectories
-        if [len(x) for x in teacher] != [t.generated for t in episodes]:
-            return "a teacher's log-probs of other tokens"
-    rewards = [reward for value, turns, _ in verdicts for reward in (value, *turns)]
-    logprobs = np.concatenate([NO_FLOATS, *teacher])
-    return outside("reward", np.array(rewards), -LARGEST_REWARD, LARGEST_REWARD) or outside(
-        "log-prob of the teacher", logprobs, *LOGPROBS
-    )
-
-
-def result_flaw(result: Result, asked: Call) -> str | None:
-    """What is wrong with an environment's answer; None if it is sound."""
-    if result.turn != len(asked.answers):
-        return f"an answer to turn {result.turn}, must be {len(asked.answers)}"
-    return outside("reward", np.array([result.reward]), -LARGEST_REWARD, LARGEST_REWARD)
-
-
-def group_flaw(packed: tuple, asked: Group, size: int, newest: int, vocabulary: int) -> str | None:
-    """What is wrong with a generated group; None if it is sound. It looks at all episodes at once:
-    that takes half the time."""
-    group_id, start, _, rows, lengths, arrays = packed
-    plain = [dict(zip(PLAIN, row, strict=True)) for row in rows]
-    if (group_id, start) != (asked.group_id, asked.start):
-        return f"group {group_id}, start {start}: must be {asked.group_id}, {asked.start}"
-    if [row["sample_index"] for row in plain] != list(range(size)):
-        return f"{len(plain)} samples, must be 0 to {size - 1} in order"
-    kinds, right = [a.dtype for a in arrays], [np.dtype(kind) for kind in ARRAYS.values()]
-    if kinds != right or lengths[1:4] != lengths[:1] * 3:
-        return f"arrays of {kinds} and lengths {lengths}"
-    tokens, mask, logprobs, versions, *_ = arrays
-    turns, first = np.zeros_like(mask), 0  # where the policy's turns are
-    for row, length in zip(plain, lengths[0], strict=True):
-        for begin, end in row["turns"]:
-            if not 0 < begin <= end <= length:  # something must predict the first token
-                return f"a turn from {begin} to {end} in an episode of {length} tokens"
-            turns[first + begin : first + end] = True
-        first += length
-    if not np.array_equal(turns, mask):
-        return "a loss mask that is not the policy's turns"
-    return (
-        outside("token id", tokens, 0, vocabulary - 1)
-        or outside("log-prob", logprobs, *LOGPROBS)
-        or outside("version", versions[mask], start, newest)
-        or outside("version where nothing was generated", versions[~mask], -1, -1)
-    )
-
-
-def outside(name: str, values: np.ndarray, low: float, high: float) -> str | None:
-    """The first of some values that is not in a range, in words; NaN is in none."""
-    if not len(values) or low <= values.min() and values.max() <= high:
-        return None
-    wrong = values[~((low <= values) & (values <= high))]
-    return f"{name} {wrong[0]}, must be {low} to {high}"
+    ranges = []  # name, values, the least and the largest that may be
+    if answer.group:
+        group_id, start, _, rows, lengths, arrays = answer.group
+        if (group_id, start) != (asked.group_id, asked.start):
+            return f"group {group_id}, start {start}: must be {asked.group_id}, {asked.start}"
+        if [sample_index for _, sample_index, *_ in rows] != [*range(size)]:
+            return f"{len(rows)} samples, must be 0 to {size - 1} in order"
+        types = [array.dtype for array in arrays]
+        if types != [*ARRAYS.values()] or lengths[1:4] != lengths[:1] * 3:
+            return f"arrays of {types} and lengths {lengths}"
+        tokens, mask, logprobs, versions, *_ = arrays
+        ranges.append(("token id", tokens, 0, vocabulary - 1))
+        ranges.append(("log-prob", logprobs, *LOGPROBS))
+        ranges.append(("version", versions[mask], start, newest))
+    if answer.judgement:
+        verdicts, judged = answer.judgement.verdicts, len(asked.trajectories) or size
+        if len(verdicts) != judged:
+            return f"{len(verdicts)} verdicts on {judged} samples"
+        rewards = [reward for value, turns, _ in verdicts for reward in (value, *turns)]
+        ranges.append(("reward", np.array(rewards), -LARGEST_REWARD, LARGEST_REWARD))
+        teacher = np.concatenate([NO_FLOATS, *answer.judgement.teacher])
+        ranges.append(("log-prob of the teacher", teacher, *LOGPROBS))
+    for name, values, low, high in ranges:
+        wrong = values[~((low <= values) & (values <= high))]  # NaN is in no range
+        if len(wrong):
+            return f"{name} {wrong[0]}, must be {low} to {high}"
+    return None

@@ -104,6 +104,7 @@ class Worker:
     status: dict = field(default_factory=dict)  # as it told last
     # what it was sent and has not answered, in order: by group id, or by asker and key of a call
     work: dict = field(default_factory=dict)
+    outbox: list = field(default_factory=list)  # messages that are not sent yet
     noticed: float = 0.0  # `heard` when its silence was reported
     lock: threading.Lock = field(default_factory=threading.Lock)  # one thread sends at a time
     answered: bool = False

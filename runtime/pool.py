@@ -35,9 +35,7 @@ from runtime.messages import (
     Lost,
     Result,
     Silent,
-    ToVerify,
     pack,
-    result_flaw,
     unpack,
 )
 from runtime.pipes import Worker, last_words, start_here
@@ -76,7 +74,6 @@ class Pool:
         self.books = threading.Condition(threading.RLock())
         self.workers = {}  # name -> Worker
         self.waiting = deque()  # (group, packed) that no reward worker has yet
-        self.outbox = {}  # worker -> messages, sent when the books are free
         self.news = []  # (worker, message): what `receive` will give out
         self.deaths, self.times = Counter(), {}  # by group: reward workers; by name: when
         self.serials = itertools.count()
@@ -105,7 +102,7 @@ class Pool:
             for group in groups:
                 worker = min(self.of("rollout"), key=lambda worker: len(worker.work))
                 worker.work[group.group_id] = group
-                self._post(worker, group)
+                worker.outbox.append(group)
                 names.append(worker.name)
         self._send()
         return names
@@ -126,7 +123,7 @@ class Pool:
     def tell(self, worker: Worker, message) -> None:
         """Send a message that nobody answers."""
         with self.books:
-            self._post(worker, message)
+            worker.outbox.append(message)
         self._send()
 
     def out(self) -> dict[int, str]:
@@ -176,9 +173,6 @@ class Pool:
 
     # ------------------------------------------------------------------------ inside: what is sent
 
-    def _post(self, worker: Worker, message) -> None:
-        self.outbox.setdefault(worker, []).append(message)
-
     def _send(self) -> None:
         """Give waiting groups to reward workers, and send all that was posted: without the books,
         so that a worker that does not read holds up its sender alone."""
@@ -187,11 +181,13 @@ class Pool:
                 while self.waiting and sum(type(key) is int for key in worker.work) < AT_ONCE:
                     group, packed = self.waiting.popleft()
                     worker.work[group.group_id] = group
-                    self._post(worker, ToVerify(packed))
-            outbox = {w: messages for w, messages in self.outbox.items() if w.connection}
-            self.outbox = {w: x for w, x in self.outbox.items() if not (w.connection or w.lost)}
+                    worker.outbox.append(packed)
+            ready = [w for w in self.workers.values() if w.outbox and w.connection]
+            outbox = [(worker, worker.outbox) for worker in ready]
+            for worker in ready:
+                worker.outbox = []
         thread = threading.get_ident()
-        for worker, messages in outbox.items():
+        for worker, messages in outbox:
             self.talking[thread] = worker
             with suppress(OSError), worker.lock:  # it is gone: the reader notices
                 worker.connection.send_bytes(pickle.dumps(messages, 5))
@@ -206,7 +202,7 @@ class Pool:
         for worker in workers:
             if call.answers is not None:
                 worker.work[call.asker, *call.key] = call
-            self._post(worker, call)
+            worker.outbox.append(call)
 
     # -------------------------------------------------------------------- inside: what is received
 
@@ -229,8 +225,7 @@ class Pool:
             with self.books:
                 workers = [w for w in self.workers.values() if w.connection and not w.lost]
                 pipes = {worker.connection: worker for worker in workers}
-            if self.outbox:  # a worker that had not begun
-                self._send()
+            self._send()  # to a worker that had not begun, too
             for connection in wait([*pipes], 0.1):
                 worker, reason = pipes[connection], None
                 self.talking[threading.get_ident()] = worker
@@ -251,23 +246,21 @@ class Pool:
 
     def _take(self, worker: Worker, answer: Answer | Call | Result) -> None:
         """What is answered is not out with this worker any more; ValueError for nonsense."""
-        if isinstance(answer, Call):
-            with self.books:
-                return self._ask(answer._replace(asker=worker.serial))
-        result = isinstance(answer, Result)
-        key = (answer.asker, *answer.key) if result else answer.group_id
-        asked = worker.work.get(key)
-        if asked is None:
-            raise ValueError(f"an answer to {key}, which it does not have")
-        if wrong := (result_flaw if result else self.flaw)(answer, asked):
-            raise ValueError(wrong)
         with self.books:
-            if worker.work.pop(key, None) is None:
-                return  # it was lost meanwhile
+            if isinstance(answer, Call):
+                return self._ask(answer._replace(asker=worker.serial))
+            result = isinstance(answer, Result)
+            key = (answer.asker, *answer.key) if result else answer.group_id
+            asked = worker.work.get(key)
+            if asked is None:
+                raise ValueError(f"an answer to {key}, which it does not have")
+            if not result and (wrong := self.flaw(answer, asked)):
+                raise ValueError(wrong)
+            group = unpack(answer.group) if not result and answer.group else asked
+            del worker.work[key]
             worker.answered, worker.last_word = True, f"answer to {key}"
             if result:
                 return self._tell(answer)
-            group = unpack(answer.group) if answer.group else asked
             if answer.judgement is None:
                 self.waiting.append((group, answer.group))
             self._put(worker, answer._replace(group=group))
@@ -278,7 +271,7 @@ class Pool:
             self._put(None, result)
         for worker in self.of("rollout"):
             if worker.serial == result.asker:
-                self._post(worker, result)
+                worker.outbox.append(result)
 
     # ---------------------------------------------------------------------- inside: who is replaced
 
@@ -331,32 +324,21 @@ class Pool:
             self._spawn(worker.role, worker.number)
             if worker.role == "rollout":
                 self._put(worker, Lost(reason, work))
-                if self.of("reward"):
-                    self._ask(Call((), {}, None, worker.serial))
-                return
+                return self._ask(Call((), {}, None, worker.serial))  # its episodes are over
             self._put(worker, Lost(reason, []))
-            for item in work[:1]:  # it was at this
-                self._blame(worker, item, reason)
-            for item in work[1:]:
-                self._again(item)
+            for item in work:
+                self._again(worker, item, reason, guilty=item is work[0])  # it was at the first
 
-    def _again(self, item: Group | Call) -> None:
-        """Ask another reward worker what one has not answered."""
+    def _again(self, worker: Worker, item: Group | Call, reason: str, guilty: bool) -> None:
+        """Ask another reward worker what a lost one has not answered. A call that was guilty of it
+        has failed, so has a group that has cost two workers."""
         if isinstance(item, Call):
-            return self._ask(item)
-        self.waiting.append((item, pack(item)))
-
-    def _blame(self, worker: Worker, item: Group | Call, reason: str) -> None:
-        """What a reward worker was at when it was lost: a call has failed, so has a group that has
-        cost two workers."""
-        if isinstance(item, Call):
-            text = f"env_error: it ended its process ({reason})"
-            if reason.startswith("was silent"):
-                text = "env_timeout: it hung in a call that no alarm interrupts"
-            return self._tell(Result(item.key, len(item.answers), failure=text, asker=item.asker))
-        self.deaths[item.group_id] += 1
+            if not guilty:
+                return self._ask(item)
+            return self._tell(Result(item.key, failure=f"env_error: {reason}", asker=item.asker))
+        self.deaths[item.group_id] += guilty
         if self.deaths[item.group_id] < 2:
-            return self._again(item)
+            return self.waiting.append((item, pack(item)))
         verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(item.trajectories)
         self._put(worker, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
 

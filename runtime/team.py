@@ -17,7 +17,6 @@ bitwise.
 
 import atexit
 import os
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,7 +50,6 @@ class Team:
     ranks: tuple = (0,)
     size: int = 1
     wire: str | None = "cpu"  # the device from which tensors travel; None: their own
-    seconds: float = 0.0  # spent together so far, waiting included
 
     @property
     def apart(self) -> bool:
@@ -62,13 +60,11 @@ class Team:
 @contextmanager
 def together(team: Team, name: str):
     """What goes wrong inside ends the attempt: AttemptLost, with rank and name."""
-    begin = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise AttemptLost(f"learner {team.ranks[0]}, {name}: not all came ({reason})") from error
-    team.seconds += time.monotonic() - begin
 
 
 def join_team(team: Team, begin: Begin) -> None:
@@ -141,15 +137,9 @@ def share_weights(team: Team, flat: Tensor) -> None:
             part.copy_(sent)
 
 
-def gather_moments(team: Team, own: Tensor, total: int) -> Tensor | None:
-    """The moments of all slices, [k, total], at rank 0; `own` are those of one, [k, n]."""
-    sent = own.to(team.wire)
-    parts = [
-        part.contiguous() for part in sent.new_empty(len(own), total).tensor_split(team.size, 1)
-    ]
+def gather_moments(team: Team, own: Tensor) -> Tensor | None:
+    """The moments of all slices, [k, P], at rank 0; `own` are those of one, [k, n]."""
+    parts = [None] * team.size if team.ranks == (0,) else None
     with together(team, "moments"):
-        if team.ranks != (0,):
-            return dist.send(sent, 0)
-        for rank, part in enumerate(parts[1:], start=1):
-            dist.recv(part, rank)
-    return torch.cat([sent, *parts[1:]], dim=1)
+        dist.gather_object(own.cpu(), parts)
+    return parts and torch.cat(parts, dim=1)

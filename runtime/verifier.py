@@ -41,7 +41,7 @@ def reward_worker(line: Line, config: Config):
         while True:
             for work in line.receive(0.5):
                 if not isinstance(work, Call):
-                    group = unpack(work.packed)
+                    group = unpack(work)
                     judgement = judge(group, task, config, advice, line.beat)
                     answer = Answer(group.group_id, judgement=judgement)
                 elif work.answers is not None:
@@ -74,7 +74,7 @@ def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
     observation, reward, done = step or (None, 0.0, True)
     if done:
         close_states([key], task, config, states)
-    return Result(call.key, turn, observation, reward, done, failure or "", call.asker)
+    return Result(call.key, observation, reward, done, failure or "", call.asker)
 
 
 def close_states(keys: list, task: Task, config: Config, states: dict) -> None:

@@ -78,7 +78,7 @@ def respond(task: Task, config: Config, states: dict, requests: list) -> list:
         step = advance(task, states, key, problem, split_answers(task, tokens, turns))
         if step.done:
             forget(task, states, key)
-        return reply_of(task, Result(key, len(turns), *step))
+        return reply_of(task, Result(key, *step))
 
     found = ask("env", talk, requests, config, patience=3)
     return [reply or Reply(None, None, reason) for reply, reason in found]

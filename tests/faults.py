@@ -43,7 +43,7 @@ from runtime import checkpoint, folder, mailbox, team, workers  # noqa: E402
 from runtime import run as run_room  # noqa: E402
 from runtime.config import Config, TrainingStopped, words  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import Answer, Group, Lost, Silent, ToVerify, pack, unpack  # noqa: E402
+from runtime.messages import Answer, Group, Lost, Silent, pack, unpack  # noqa: E402
 from runtime.pipes import Line  # noqa: E402
 from runtime.terminal import run_main  # noqa: E402
 from runtime.verifier import reward_worker  # noqa: E402
@@ -158,8 +158,8 @@ class Breaking(Line):
     def receive(self, seconds=0.0):
         messages = super().receive(seconds)
         for message in messages:
-            if isinstance(message, Group | ToVerify):
-                number = message.group_id if isinstance(message, Group) else message.packed[0]
+            if isinstance(message, Group) or type(message) is tuple:  # packed
+                number = message.group_id if isinstance(message, Group) else message[0]
                 hurt(self.plan.due("receive", number))
         return messages
 

@@ -94,7 +94,7 @@ class Outside:
         self.kept = [call for call in self.kept if call[0]["prompt"] == self.late]
         replies = [self.env.respond([call])[0] for call in ready]
         both = zip(ready, replies, strict=True)
-        return [(None, Result(call[3], 1, observation=reply)) for call, reply in both]
+        return [(None, Result(call[3], observation=reply)) for call, reply in both]
 
 
 def outside(respond=None, **more) -> Environment:
