@@ -104,13 +104,14 @@ TASKS = {  # the name in a spec -> its file in tasks/
     "recall": "recall",
     "hops": "hops",
     "debug": "debug",
+    "add": "add",
     "jsonl": "jsonl",
     "gym": "gym",
 }
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \
-hops[:1..8[:0..0.5]], debug, \
+hops[:1..8[:0..0.5]], debug, add[:1..9], \
 jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384], \
 gym:NAME[:key=value,...], path/to/file.py[:ARGUMENT]"""
 

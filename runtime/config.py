@@ -102,6 +102,7 @@ class Config:
     task: str = flag(
         "guess",
         "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], hops[:N[:RATE]], debug, "
+        "add[:N], "
         "jsonl:PATH, gym:NAME or your own file.py[:ARGUMENT]; several with commas",
         group="what is learned",
     )

@@ -28,17 +28,13 @@ if not os.access(Path.home(), os.W_OK):  # where Triton keeps what it has compil
 
 IMPL = os.environ.get("IMPL")
 LONG = (  # the longest tests: they begin first, two of them in each process
-    "test_a_team_that_is_hurt_ends_as_if_nothing_had_been",
     "test_interpreter",
     "test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end",
     "test_a_run_survives_what_befalls_it",
-    "test_a_run_goes_on_with_another_number_of_learners",
-    "test_two_and_four_learners_end_at_the_weights_of_one",
     "test_staleness_is_bounded_and_nothing_is_lost",
     "test_every_child_may_be_killed",
     "test_a_disk_that_is_full_at_the_start_is_the_last_thing_said",
     "test_staleness_zero_is_bitwise_the_synchronous_algorithm",
-    "test_a_run_with_faults_ends_and_replays",
     "test_late_evaluations_say_the_same_about_the_same_moments",
 )
 if IMPL and not torch.cuda.is_available():  # a learner's kernels, seen directly and not in a child

@@ -11,7 +11,7 @@ import pytest
 from conftest import children
 
 import bench
-from lab import campaigns, gpu, plots, races, speed, stale, tables
+from lab import gpu, plots, races, speed, tables
 from lab.plots import RESULTS, load_result, save_result
 from model import GPT, PRESETS, ModelConfig
 from runtime.config import Config, UserError
@@ -61,14 +61,6 @@ def test_faults_and_replays_kept_their_promises():
     dead, stopped = (faults["noticed_after_s"][kind] for kind in ("dead", "stopped"))
     assert dead["median"] <= 1 and stopped["median"] <= 10
     assert len(replays) == 27 and all(run["same"] for run in replays)
-
-
-def test_the_recipe_kept_its_promises():
-    recipe = load_result("recipe")
-    strict, shown = recipe["shown"]["random < warm-up only < full"], recipe["shown"]
-    assert strict == "in 11 of 12 (seed, length)"
-    assert shown["never the other way round"] and shown["full within 1 point of dense at 8x"]
-    assert len(recipe["runs"]) == 3 and recipe["wall_s"] <= 1800  # two of them at a time
 
 
 # ----------------------------------------------------------------------------------------- the door
@@ -190,16 +182,6 @@ def test_a_run_that_never_trained_draws_nothing(tmp_path):
 # --------------------------------------------------------------------------------------- the race
 
 
-def test_who_races_and_how_often():
-    plan = races.race_plan(1)
-    assert len(plan) == 6 and list(plan)[:2] == [
-        "guess, sync, two threads, seed 1",
-        "guess, async, η = 2, seed 1",
-    ]
-    modes = {name.partition(", ")[2].rpartition(", seed")[0] for name in plan}
-    assert modes == set(races.MODES)
-
-
 @pytest.mark.parametrize("seconds, runs", [(11.0, 18), (25.0, 12), (31.0, 6)])
 def test_the_race_without_flags_ends_in_time(seconds, runs, monkeypatch, tmp_path, capsys):
     clock = [0.0]
@@ -290,94 +272,12 @@ def test_the_speed_of_a_decoded_token(how):
     assert kv.numel() == 2 * c.layers * 4 * 32 * c.kv_heads * c.head_width
 
 
-def test_ways_are_timed_in_turn_and_the_first_round_warms_up(monkeypatch):
-    said = []
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: len(said) ** 2)
-    ways = {name: lambda name=name: said.append(name) for name in "ab"}
-    times = {name: each.tolist() for name, each in speed.in_turn(ways, 2).items()}
-    assert times == {"a": [5, 9], "b": [7, 11]}
-    assert said == list("ababab")
-
-
 def test_what_a_part_needs_is_said_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr(speed, "CUDA", False)
     assert "with a CUDA device" in refused(["dsa"], capsys)
 
 
 # -------------------------------------------------------------------------------------- the tables
-
-
-def test_claims_quote_the_results():
-    """results/claims.md is written by hand: every figure in it is one of the results."""
-    page = (RESULTS / "claims.md").read_text()
-    runs = plots.grouped(load_result("race")["runs"], "task")
-    for task, mode in races.JUDGED.items():
-        assert f"`{task}` {races.gain(runs[task], mode)}" in page
-    bounded = load_result("staleness")["runs"]
-    assert all(run["staleness"]["max"] <= run["staleness"]["bound"] for run in bounded)
-    assert f"in {len(bounded)} runs the oldest token was 0 versions beyond the bound" in page
-    faults, same = load_result("faults"), plots.column(load_result("replay")["runs"], "same")
-    assert f"{faults['faults']} faults on purpose: {faults['lost']} groups lost" in page
-    assert f"{sum(same)} of {len(same)} runs without faults replayed" in page
-    arms = plots.grouped(load_result("agents")["runs"], "arm")
-    for task in campaigns.AGENTS:
-        assert f"`{task}` {tables.told(arms[task], 'eval.after.solved .0%')}" in page
-    slowest = max(run["command_s"] for task in campaigns.AGENTS for run in arms[task])
-    assert f"in at most {slowest:.0f} s" in page
-    for row in load_result("dsa-cuda")["rows"]:
-        if row["way"] == "forward+backward, query block 1" and row["length"] in (8192, 131072):
-            text = f"{row['over CUDNN_ATTENTION']:.1f}× at {row['length'] // 1024}k"
-            assert text.replace("× at 131k", "× at 128k") in page
-    staged = load_result("recipe")["shown"]["random < warm-up only < full"]
-    assert f"random < warm-up only < full {staged}" in page
-
-
-def test_claims_on_stale_data_quote_the_results():
-    page, result = (RESULTS / "claims.md").read_text(), load_result("methods")
-    alone, beside = stale.split_arms(result["runs"])
-    tasks = list(plots.grouped(result["runs"], "task").values())
-    best = [f"`{a}`" for a in alone if all(stale.compared(runs, a)[0] == "helps" for runs in tasks)]
-    words = [stale.compared(runs, arm)[0] for runs in tasks for arm in beside]
-    told = f"in {words.count('helps')} and hurts in {words.count('hurts')} of {len(words)} cases"
-    assert (
-        f"{', '.join(best)} help on both tasks; what goes beside an objective helps {told}" in page
-    )
-
-
-def test_what_is_told_of_runs():
-    runs = [{"a": {"b": x}, "of": "x", "n": None, "l": [1, 2]} for x in (0.25, 0.5, 1.0)]
-    told = [tables.told(runs, what) for what in ("a.b .0%", "~a.b .1f", "n .0f", "l", "a.c .1f")]
-    assert told == ["25% to 100%", "0.5 (0.2 to 1.0)", "inf", "2", "nan"]
-    lines = tables.run_lines("of", {"b": "a.b .2f"}, "text", {"runs": runs + [{"of": "y"}]})
-    assert lines[0] == "text\n" and len(lines) == 4 and "| 0.25 to 1.00 |" in lines[3]
-    rows = {"note": "old", "rows": [{"way": "dense", "ms": {"median": 1234.5, "min": 1.0}}]}
-    *_, last = tables.row_lines("text", rows)
-    assert [cell.strip() for cell in last.split("|")[1:-1]] == ["1", "dense", "1,234"]
-
-
-def test_a_campaign_keeps_the_flags_and_the_summary_of_each_run(monkeypatch, tmp_path):
-    summary = {key: key for key in campaigns.SUMMARY}
-    seen = []
-
-    def run_each(plan, folder, keep, **alike):
-        for name, flags in plan.items():
-            seen.append(flags | alike)
-            yield name, folder, summary | {"more": 1}
-
-    monkeypatch.setattr(campaigns, "run_each", run_each)
-    campaigns.bench_staleness(tmp_path)
-    rows = load_result("staleness", tmp_path)["runs"]
-    assert len(rows) == len(seen) == 15
-    assert rows[4] == {"max_staleness": 1, "swap": "recompute"} | summary
-    assert seen[4]["task"] == load_result("staleness", tmp_path)["task"] == "sum"
-
-
-def test_columns_of_a_table_are_aligned():
-    assert plots.markdown(["a", "long"], [["xyz", "1"]]) == [
-        "| a   | long |",
-        "| --- | ---- |",
-        "| xyz | 1    |",
-    ]
 
 
 # ------------------------------------------------------------------------------------- one GPU

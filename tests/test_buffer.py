@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -311,182 +310,7 @@ def test_random_schedules_drop():
     assert sum(d.discarded.get("stale", 0) for d in drivers) > 100
 
 
-def test_the_same_seed_gives_the_same_schedule():
-    first, second = drive(7), drive(7)
-    assert first.version == second.version > 0 and first.ages == second.ages
-    assert first.buffer.dropped == second.buffer.dropped and first.requeued == second.requeued
-
-
 # -------------------------------------------------------- the property has teeth: broken buffers
-
-
-class Bare(Buffer):
-    """The buffer without its own assertions, so that only the driver can notice a broken rule."""
-
-    def admit(self, group_id, version):
-        self.outstanding[group_id] = version
-
-    def take(self, chosen, version):
-        for group_id in chosen:
-            del self.outstanding[group_id]
-        return [self.completed.pop(group_id) for group_id in sorted(chosen)]
-
-
-class CountsFromNewest(Bare):
-    """Deadlines count from the newest token of a group instead of its start."""
-
-    def complete(self, group):
-        taken = super().complete(group)
-        if taken:
-            newest = max(int(t.versions.max()) for t in group.trajectories)
-            self.outstanding[group.group_id] = newest
-        return taken
-
-
-class AdmitsOneMore(Bare):
-    """The admission bound is off by one."""
-
-    def may_admit(self, version, start=None):
-        return len(self.outstanding) <= (self.eta + 1) * self.groups_per_step
-
-
-class TrainsWhatIsReady(Bare):
-    """Batches are taken without looking at what stays behind."""
-
-    def next_batch(self, version):
-        with mock.patch.object(buffer_room, "may_leave_behind", lambda *_: True):
-            return super().next_batch(version)
-
-
-class LooksOneStepLess(Bare):
-    """What stays behind may be as much as before the step."""
-
-    def next_batch(self, version):
-        def later(starts, version, *rest):
-            return may_leave_behind(starts, version - 1, *rest)
-
-        with mock.patch.object(buffer_room, "may_leave_behind", later):
-            return super().next_batch(version)
-
-
-class NeverOldestFirst(Bare):
-    """Waits when the earliest completed groups are the wrong ones, instead of choosing others."""
-
-    def next_batch(self, version):
-        ready = list(self.completed)[: self.groups_per_step]
-        left = self.starts(without=ready)
-        if len(ready) < self.groups_per_step or not may_leave_behind(
-            left, version, self.eta, self.groups_per_step
-        ):
-            return None
-        return self.take(ready, version)
-
-
-class Forgets(Bare):
-    """Nobody is told of a discarded group."""
-
-    def discard(self, group_id, reason):
-        del self.outstanding[group_id]
-        self.completed.pop(group_id, None)
-
-
-class TakesDuplicates(Bare):
-    """A group that arrives twice is taken twice."""
-
-    def complete(self, group):
-        self.completed.pop(group.group_id, None)
-        return super().complete(group)
-
-
-class LosesRequeued(Bare):
-    """A lost group keeps its first start, although nothing is left of what started then."""
-
-    def requeue(self, group_id, version):
-        pass
-
-
-BROKEN = [
-    CountsFromNewest,
-    AdmitsOneMore,
-    TrainsWhatIsReady,
-    LooksOneStepLess,
-    NeverOldestFirst,
-    Forgets,
-    TakesDuplicates,
-    LosesRequeued,
-]
-
-
-def test_bare_buffer_keeps_the_rules():
-    """The mutants below differ from this one by their broken rule only."""
-    for seed in range(100):
-        drive(seed, Bare)
-
-
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda c: c.__name__)
-def test_broken_rule_is_caught(broken):
-    with pytest.raises(Violation):
-        for seed in range(300):
-            drive(seed, broken)
-
-
-class Outcomes(Driver):
-    """Judges what happens to the tokens only: too old, or stuck; no formula, no expected batch."""
-
-    def expected(self):
-        return None
-
-    def check(self):
-        pass
-
-    def step(self):
-        batch = self.buffer.next_batch(self.version)
-        ids = {g.group_id for g in batch or []}
-        for f in self.flights:
-            if f.group_id in ids:
-                must(f.staleness(self.version) <= self.eta, "staleness")
-        self.flights = [f for f in self.flights if f.group_id not in ids]
-        self.version += bool(ids)
-        return bool(ids)
-
-
-@pytest.mark.parametrize(
-    "broken, harm",
-    [
-        (CountsFromNewest, "staleness"),
-        (AdmitsOneMore, "deadlock"),
-        (TrainsWhatIsReady, "staleness"),
-        (NeverOldestFirst, "deadlock"),
-        (Bare, None),
-    ],
-    ids=lambda v: getattr(v, "__name__", str(v)),
-)
-def test_broken_rule_does_harm(broken, harm):
-    """The rules are needed: without one, tokens get too old or training stops; the bound is tight.
-
-    Off by one in admission: the oldest can no longer be trained in time, so nothing is.
-    """
-
-    def search():
-        for seed in range(300):
-            chance = random.Random(seed)
-            eta, size = chance.choice([0, 1, 2, 4]), chance.randint(1, 4)
-            Outcomes(broken(size, eta), chance, formula=False).run(30)
-
-    if harm is None:
-        return search()
-    with pytest.raises(Violation, match=harm):
-        search()
-
-
-def test_staleness_from_the_newest_token_is_caught_in_drop_mode(monkeypatch):
-    def newest(group, version):
-        return max(0, version - min(t.versions[t.loss_mask].max() for t in group.trajectories))
-
-    monkeypatch.setattr(buffer_room, "staleness", newest)
-    with pytest.raises(Violation):
-        for seed in range(300):
-            drive(seed, Bare, "drop")
 
 
 def test_the_buffer_asserts_the_theorem_itself(monkeypatch):
@@ -514,13 +338,6 @@ def test_staleness_counts_from_the_oldest_generated_token():
     assert other.oldest == 5 and staleness(other, 9) == 4
     nothing = dataclasses.replace(t, loss_mask=np.zeros_like(mask))
     assert staleness(nothing, 9) == 0  # nothing generated: nothing to be stale
-
-
-def test_failed_trajectories():
-    t = trajectory(0, [1])
-    for finish, failed in (("stop", False), ("length", False), ("env_error", True)):
-        t.finish = finish
-        assert t.failed is failed
 
 
 def test_synchronous_when_eta_is_zero():
@@ -566,36 +383,6 @@ def test_groups_that_are_not_taken():
     buffer.discard(1, "verifier_error")
     assert buffer.complete(Group(1, 2, {}, [trajectory(1, [2])])) is False
     assert buffer.outstanding == {} and buffer.dropped == [(1, "verifier_error")]
-
-
-def test_wrong_use_is_refused():
-    buffer = Buffer(1, 1)
-    buffer.admit(0, 3)
-    with pytest.raises(AssertionError, match="admitted already"):
-        buffer.admit(0, 3)
-    buffer.admit(1, 3)
-    with pytest.raises(AssertionError, match="breaks a deadline"):
-        buffer.admit(2, 3)
-    with pytest.raises(AssertionError, match="token of version 2 < start 3"):
-        buffer.complete(Group(0, 3, {}, [trajectory(0, [2, 3])]))
-    with pytest.raises(AssertionError, match="past"):
-        buffer.requeue(0, 2)
-    with pytest.raises(AssertionError, match="not outstanding"):
-        buffer.requeue(9, 3)
-    buffer.complete(Group(0, 3, {}, [trajectory(0, [3])]))
-    with pytest.raises(AssertionError, match="nothing was lost"):
-        buffer.requeue(0, 3)
-    for size, eta, on_stale in ((0, 1, "wait"), (1, -1, "wait"), (1, 1, "Drop")):
-        with pytest.raises(AssertionError):
-            Buffer(size, eta, on_stale)
-
-
-@pytest.mark.parametrize("on_stale", ["wait", "drop"])
-def test_empty_group_is_no_accident(on_stale):
-    buffer = Buffer(1, 0, on_stale)
-    buffer.admit(0, 0)
-    buffer.complete(Group(0, 0, {}))
-    assert len(buffer.next_batch(0)) == 1
 
 
 # ---------------------------------------------------------------------------------------- packing

@@ -180,19 +180,6 @@ def test_scores_are_the_naive_scores_of_past_chunks(cu, chunk_size):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16])
-def test_chunk_means_are_the_means_of_complete_chunks(chunk_size):
-    cu, k = [0, 37, 100], torch.randn(100, 2, 8, dtype=torch.float64)
-    tables = dsa.packed_tables(edges(*cu), chunk_size)
-    chunks = [rows for _, rows in naive_chunks(cu, chunk_size)]
-    got, want = dsa.chunk_means(k, tables), torch.stack([k[rows].mean(0) for rows in chunks])
-    complete = [len(rows) == chunk_size for rows in chunks]
-    assert got.shape == want.shape and sum(complete) >= 5
-    torch.testing.assert_close(got[complete], want[complete])
-    torch.testing.assert_close(dsa.chunk_means(k, tables, edges(1, 0)), want[[1, 0]])
-    assert dsa.chunk_means(k.bfloat16(), tables).dtype == torch.float32
-
-
 # Selection ----------------------------------------------------------------------------------------
 
 
@@ -516,22 +503,13 @@ SIX = torch.zeros(6, 1, 1).long()  # a selection for six queries
 BAD = {
     "chunk_size 0": (lambda: dsa.packed_tables(edges(0, 4), 0), "chunk_size.*1 to 512.*got 0"),
     "chunk_size 24": (lambda: dsa.cache_tables(edges(1), 8, 24), "chunk_size.*power.*got 24"),
-    "chunk_size 1024": (lambda: dsa.packed_tables(edges(0, 4), 1024), "chunk_size.*512"),
-    "cu start": (lambda: dsa.packed_tables(edges(1, 4), 2), "cu_seqlens.*start at 0"),
     "cu falls": (lambda: dsa.packed_tables(edges(0, 5, 4), 2), r"cu_seqlens.*\[0, 5, 4\]"),
-    "cu empty": (lambda: dsa.cache_tables(edges(0), 0, 2), r"cu_seqlens.*end > 0.*\[0, 0\]"),
     "capacity": (lambda: dsa.packed_tables(edges(0, 4, 9), 2, 3), "capacity.*>= 5, got 3"),
     "q rows": (lambda: attend(q=torch.randn(5, 4, 8)), r"q .*\[5, 4, 8\].* for 6 queries, 6 keys"),
-    "k rows": (lambda: attend(k=torch.randn(7, 2, 8)), r"k .*\[7, 2, 8\].*6 keys"),
     "k heads": (lambda: attend(k=torch.randn(6, 3, 8)), r"q .*4, 8\]\), k .*\[6, 3, 8\]"),
-    "k width": (lambda: attend(k=torch.randn(6, 2, 4)), r"k .*\[6, 2, 4\]"),
-    "v shape": (lambda: attend(v=torch.randn(6, 2, 4)), "v must be"),
     "dtypes": (lambda: attend(v=torch.randn(6, 2, 8).double()), "one floating dtype.*float64"),
-    "integers": (lambda: attend(*(torch.ones(6, 2, 8).long() for _ in "qkv")), "dtype.*int64"),
     "device": (lambda: attend(v=torch.randn(6, 2, 8, device="meta")), "on cpu, got.*meta"),
-    "sel dtype": (lambda: attend(sel=SIX.int()), "sel must be int64"),
     "sel heads": (lambda: attend(sel=SIX.expand(6, 3, 1)), r"sel must be int64 \[6, 2 or 1"),
-    "sel empty": (lambda: attend(sel=SIX[..., :0]), "sel must be int64"),
     "sel twice": (
         lambda: attend(sel=torch.tensor([[[0, -1, -1]]] * 5 + [[[1, 0, 1]]])),
         r"sel must hold unique.*\[\[1, 0, 1\]\]",
@@ -541,11 +519,7 @@ BAD = {
         lambda: attend(sel=SIX, tables=dsa.packed_tables(edges(0, 3, 6), 4)),
         r"sel.*\[\[0\],",
     ),
-    "sel below -1": (lambda: attend(sel=SIX - 2), "sel"),
     "top_k 0": (lambda: select(0), "top_k must be an integer >= 1"),
-    "top_k 2.0": (lambda: select(2.0), "top_k must be an integer >= 1"),
-    "top_k True": (lambda: select(True), "top_k must be an integer >= 1"),
-    "weights": (lambda: select(weights=slice(1)), r"weights must be .*\[6, 3\]"),
     "means": (lambda: select(means=torch.zeros(4, 1, 8).double()), "4 means of 3 chunks"),
 }
 

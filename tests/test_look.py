@@ -244,45 +244,6 @@ def test_a_mistake_costs_one_line(run, tmp_path, capsys):
     assert "must be finished and have a whole log" in refused(str(folder))
 
 
-def test_a_page_is_bounded(run, tmp_path, monkeypatch):
-    _, page = run
-    folder = tmp_path / "run"
-    shutil.copytree(run[0], folder)
-    text = (folder / "look.html").read_text()
-    tokens = [len(one["tokens"]) for group in page["groups"] for one in group["episodes"]]
-    size = len(look.to_json({"groups": page["groups"]})) / sum(tokens)
-    assert size * look.MOST < 3.5e6, f"{size:.0f} bytes a token"
-    assert len(text) - len(look.to_json(page)) < 60_000  # the page itself
-    steps, scores = read_script(folder)
-    every = [group for step in steps for group in step["groups"]]
-    long = {group: {"lengths": [9000] * 16} for group in every}
-    assert len(look.choose(steps, long, 1000)) == 1  # at least one
-    chosen = look.choose(steps, {group: {"lengths": [2000, 3000]} for group in every}, 0)
-    assert len(chosen) == 5  # a usual page, spread over the run:
-    places = sorted(map(every.index, chosen))
-    assert places == [2, 7, 12, 16, 21]
-    monkeypatch.setattr(look, "MOST", 60)
-    few = look_at(folder, "--groups", "1000")["groups"]
-    shown = [one for group in few for one in group["episodes"] if "tokens" in one]
-    assert sum(one["length"] for one in shown) <= 60 and len(few) >= 1
-
-
-def test_close_spans_become_one():
-    def event(t, seconds, **more):
-        return {"t": t, "process": "learner", "kind": "train", "seconds": seconds, **more}
-
-    events = [event(i * 1e-4, 1e-5, version=i) for i in range(100_000)]
-    spans = look.spans_of(events)["learner"]
-    assert len(spans) <= look.SPANS and sum(span[4] for span in spans) == 100_000
-    apart = look.spans_of([event(0.0, 0.5, version=0), event(0.6, 0.5, version=1)])
-    assert [span[3] for span in apart["learner"]] == [0, 1]
-
-
-def test_numbers_that_json_has_not_are_left_out():
-    values = [look.short(x) for x in (1 / 3, -12345.678, 0.0, float("nan"), float("inf"), None)]
-    assert values == [0.3333, -12350.0, 0.0, None, None, None]
-
-
 def test_nothing_leaves_the_facts_and_nothing_is_loaded():
     text = look.to_json({"texts": {1: EVIL, 2: "\u2028"}})
     assert "<" not in text and json.loads(text)["texts"]["1"] == EVIL

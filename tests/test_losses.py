@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import losses
-from losses import OBJECTIVES, Constants, Tokens, group_advantages, k3, policy_loss, unbiased_k3
+from losses import OBJECTIVES, Constants, Tokens, k3, policy_loss, unbiased_k3
 
 NAN = float("nan")
 # Tighter caps, and wider clips for GSPO, so that random batches fall on both sides of each.
@@ -245,23 +245,7 @@ def test_gspo_uses_one_ratio_per_sequence():
     assert touched["clipped"].tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("column", Tokens._fields)
-def test_tensors_that_would_broadcast_are_refused(name, column):
-    batch = make_batch()
-    setattr(batch, column, getattr(batch, column)[-1:])
-    with pytest.raises(AssertionError, match="shape"):
-        run(name, batch)
-
-
 # ---- advantages ----
-
-
-def test_advantages_refuse_unknown_names_and_nan():
-    with pytest.raises(AssertionError, match="'gae'.*grpo, mean, rloo"):
-        group_advantages(torch.zeros(1, 2), "gae")
-    with pytest.raises(AssertionError, match="finite"):
-        group_advantages(torch.tensor([[NAN, 1.0]]), "grpo")  # all are valid
 
 
 # ---- KL estimators: exact expectations over a distribution of five outcomes ----

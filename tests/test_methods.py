@@ -18,7 +18,6 @@ from logprobs import token_logprobs
 from losses import group_advantages
 from methods import critic, preferences
 from methods.baseline import importance_weights, optimal_baseline
-from methods.critic import skip_observation_gae
 from methods.turns import turn_advantages
 from reward import task_of, verify_group
 from rollout import generate, make_generator
@@ -137,17 +136,6 @@ def test_each_turn_is_paired_with_its_credit():
 
 
 # ---- the critic ----
-
-
-def test_gae_takes_empty_sequences_and_refuses_other_lengths():
-    rewards, values = torch.randn(2, 7, dtype=torch.float64)
-    estimates = skip_observation_gae(rewards, values, [4, 0, 3], 0.9)
-    pieces = zip(rewards.split([4, 3]), values.split([4, 3]), strict=True)
-    alone = [skip_observation_gae(r, v, [len(r)], 0.9) for r, v in pieces]
-    assert torch.equal(estimates, torch.cat(alone))
-    for wrong in ((rewards[1:], values, [4, 3]), (rewards, values, [3, 3])):
-        with pytest.raises(AssertionError):
-            skip_observation_gae(*wrong, 0.9)
 
 
 @pytest.mark.filterwarnings("ignore:std")  # of a single answer

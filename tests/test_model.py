@@ -10,7 +10,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -179,19 +178,6 @@ def test_the_future_changes_nothing_and_neither_do_neighbours(kind):
         assert not torch.allclose(before[2][t], after[2][t]), f"token {t} does not matter"
 
 
-def test_pack_tokens_lays_sequences_end_to_end():
-    packed = pack_tokens([[5, 6, 7], [8], list(range(17))])
-    assert packed.tokens.tolist() == [5, 6, 7, 8, *range(17)]
-    assert packed.positions.tolist() == [0, 1, 2, 0, *range(17)]
-    assert packed.grid.shape == (3, 32)  # its width is a multiple of PAD_BLOCK
-    assert packed.grid[0].tolist() == [0, 1, 2, *[-1] * 29]
-    assert rows_of(packed) == [[0, 1, 2], [3], list(range(4, 21))]
-    assert packed.cell.tolist() == [0, 1, 2, 32, *range(64, 81)]
-    for bad in ([], [[1], []]):
-        with pytest.raises((AssertionError, RuntimeError)):
-            pack_tokens(bad)
-
-
 def branching(seed=0) -> list[list[int]]:
     """Groups of answers to a few prompts; some are equal, some are the beginning of others."""
     chance = random.Random(seed)
@@ -324,26 +310,6 @@ def test_flat_gradient_is_the_slope_of_the_loss():
             assert slope == pytest.approx(float(model.flat_grad @ direction), rel=1e-5)
 
 
-@kinds
-def test_a_deep_copy_has_flat_tensors_of_its_own(kind):
-    model = make(kind)
-    loss_of(model, sentences((5, 8))).backward()
-    twin = copy.deepcopy(model)
-    assert_flat(twin)
-    assert_flat(model)
-    assert not is_view(twin.flat, model.flat) and torch.equal(twin.flat, model.flat)
-    assert not twin.flat_grad.any() and model.flat_grad.any()
-    sequences = sentences()
-    old = torch.cat(hidden_of(model, sequences))
-    assert torch.equal(torch.cat(hidden_of(twin, sequences)), old)
-    model.flat.mul_(1.1)
-    assert torch.equal(torch.cat(hidden_of(twin, sequences)), old), "the copy follows its model"
-    twin.flat.copy_(model.flat)  # how the learner refreshes its reference
-    new = torch.cat(hidden_of(model, sequences))
-    assert not torch.equal(new, old)
-    assert torch.equal(torch.cat(hidden_of(twin, sequences)), new), "flat does not reach the copy"
-
-
 def test_the_language_model_loss_leaves_the_indexer_alone():
     model = make("dsa indexer")
     loss_of(model, sentences()).backward()
@@ -381,18 +347,6 @@ def test_weights_are_a_function_of_the_seed():
         assert not torch.equal(one.flat, make(kind, seed=6).flat)
 
 
-def test_initialisation_has_the_stated_spread():
-    config = ModelConfig(**PRESETS["tiny"], init_std=0.05)
-    for name, view in named_weights(GPT(config)).items():
-        if view.dim() == 1:
-            assert (view == 1).all(), name
-            continue
-        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        wanted = 0.05 / math.sqrt(2 * config.layers) if residual else 0.05
-        assert float(view.std()) == pytest.approx(wanted, rel=0.06), name
-        assert abs(float(view.mean())) < 0.1 * wanted, name
-
-
 def test_nobody_waits_for_torchs_compiler():
     """Every process of a run builds a model, learners step it; importing the compiler takes longer
     than torch."""
@@ -403,13 +357,6 @@ def test_nobody_waits_for_torchs_compiler():
     code += "; print('torch._dynamo' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert said.stdout == "False\n", said.stderr
-
-
-def test_configurations_can_be_written_down_and_heads_must_fit():
-    config = ModelConfig(**SHAPE)
-    assert ModelConfig(**asdict(config)) == config  # checkpoints hold it as a dict
-    with pytest.raises(AssertionError):
-        make(heads=4, kv_heads=3)
 
 
 @pytest.mark.gpu

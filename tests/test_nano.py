@@ -3,7 +3,6 @@
 import argparse
 import ast
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -154,25 +153,6 @@ def test_ctrl_c_leaves_no_process():
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
-
-
-def test_the_race_leaves_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["nano.py", "--race", "--steps=20"])
-    nano.main()
-    out = capsys.readouterr().out
-    assert out.index("synchronous") < out.index("asynchronous") and "look at nano.png" in out
-    assert (tmp_path / "nano.png").stat().st_size > 10_000
-
-
-def test_every_part_names_files_that_exist():
-    titles = re.findall(r"^# ---- \d\. (.*?) -+ (.*)$", SOURCE, re.MULTILINE)
-    assert len(titles) == 8
-    last = SOURCE.rpartition("# What this file cannot do")[2]
-    named = [name for _, names in titles for name in names.split(", ")]
-    named += re.findall(r"[\w/]+\.py", last)
-    assert len(named) > 20
-    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_it_imports_nothing_of_the_project():

@@ -163,17 +163,6 @@ def test_in_bfloat16_adapters_stay_apart():
     assert mean["learner"] < mean["without"] / 4, mean
 
 
-def test_weights_are_rounded_only_if_that_is_coarser(monkeypatch):
-    """A bfloat16 model is not copied to float32 and back at every swap."""
-    model = GPT(ModelConfig(**SHAPE, context=CONTEXT), 0).on("cpu", torch.bfloat16)
-    generator = generator_of(model, environment())
-    offered, kinds, plain = model.flat.clone(), [], torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: kinds.append(a) or plain(x, *a, **k))
-    generator.set_weights(1, offered)
-    generator._adopt()
-    assert (torch.float32,) not in kinds and torch.equal(model.flat, offered)
-
-
 # ------------------------------------------------------------------------------------- bfloat16
 
 

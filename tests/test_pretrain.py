@@ -25,7 +25,7 @@ from pretrain import SparseConfig, indexer_loss, losses_of, parts_of, watched_at
 from rollout import Generator, generate, make_environment
 from runtime import config as config_room
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, UserError, parse
+from runtime.config import Config, UserError
 from runtime.messages import Group
 from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer
@@ -200,16 +200,6 @@ def test_target_and_divergence_against_python_loops(chunk_size, top_k, sparse):
     assert math.isclose(ours, total / queries, rel_tol=1e-4)
 
 
-def test_an_indexer_that_scores_the_logarithm_of_the_mass_has_no_loss():
-    scores, mass = torch.full((3, 4), -torch.inf), torch.zeros(3, 4)
-    mass[1, :2], scores[1, 0] = torch.tensor([0.3, 0.7]), 2.0  # one candidate, and the own chunk
-    mass[2] = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    scores[2, :3] = mass[2, :3].log() + 5
-    assert indexer_loss(scores, mass).abs() < 1e-6
-    scores[2, 0] += 1
-    assert indexer_loss(scores, mass) > 0.01
-
-
 def test_learning_lowers_the_divergence():
     model, config = make(), RecipeConfig(chunk_size=2, top_k=4, tokens=256)
     batch = make_batch(64, 0, 0, 256)
@@ -345,19 +335,11 @@ def test_episodes_are_what_rl_sees():
         ({"words": 9, "length": 500}, "--length 500: must be at most"),
         ({"words": 1, "text": "", "task": ""}, "must be one of the two"),
         ({"text": "none.txt"}, "--text none.txt: must be a text file"),
-        ({"text": ""}, "must be one of the two"),
-        ({"text": "/dev/zero"}, "--text /dev/zero: must be a text file"),
         ({"text": __file__.replace(".py", ".bin")}, "must be a text file"),
-        ({"task": "guess"}, "must be one of the two"),
         ({"text": "", "task": "gues"}, "task 'gues': allowed is one of"),
-        ({"out": __file__}, "must be a new file in a folder that exists"),
         ({"out": "no/such/folder/x.pt"}, "must be a new file in a folder that exists"),
-        ({"model": "large"}, "--model large: must be"),
         ({"top_k": 0}, "--top-k 0: must be at least 1"),
-        ({"length": 1}, "--length 1: must be at least 2"),
         ({"length": 200000}, "--length 200000: must be at least 2 and at most 131072"),
-        ({"index_width": 2}, "--index-width 2: must be at least 4"),
-        ({"seed": -1}, "--seed -1: must be at least 0"),
     ],
 )
 def test_a_mistake_costs_one_line(tmp_path, monkeypatch, capsys, flags, said):
@@ -411,17 +393,3 @@ def test_the_whole_recipe_leaves_its_table(tmp_path, capsys):
 def test_too_few_keys_are_refused(tmp_path):
     with pytest.raises(UserError, match="--top-k 4: must attend to at least 8 keys"):
         recipe.bench_recipe(tmp_path, RecipeConfig(top_k=4))
-
-
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--top-k", "0"], "--top-k 0: must be at least 1"),
-        (["--chunk-size", "3"], "--chunk-size 3: must be a power of two"),
-        (["--seeds", "none"], "--seeds"),
-        (["--depth", "9"], "--depth"),
-    ],
-)
-def test_a_wrong_flag_costs_one_line(flags, said):
-    with pytest.raises(UserError, match=said):
-        parse(recipe.__doc__, flags, RecipeConfig)

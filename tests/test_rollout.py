@@ -20,8 +20,8 @@ from fast import prefixes
 from fast.graphs import Captured
 from fast.racks import make_racks
 from logprobs import token_logprobs
-from model import GPT, ModelConfig, pack_tokens
-from reward import Step, alphabet_of, make_task, task_of, verify_group
+from model import GPT, ModelConfig
+from reward import Step, make_task, task_of
 from rollout import (
     Generator,
     generate,
@@ -250,19 +250,6 @@ def test_samples_follow_the_softmax_along_every_counter(what):
     assert ((pairs - n / 100) ** 2 / (n / 100)).sum() < 190  # neighbours along the counter, too
 
 
-def test_temperature_zero_is_greedy():
-    model, groups = make(), [group_of(i) for i in range(3)]
-    found = play(groups, model, size=2, temperature=0.0)
-    for i in range(3):
-        assert found[i, 0].tokens.tolist() == found[i, 1].tokens.tolist()
-        t = found[i, 0]
-        with torch.no_grad():
-            logits = model.logits(model(pack_tokens([t.tokens])), torch.arange(LETTERS))
-        at = t.loss_mask.nonzero()[0]
-        assert t.tokens[at].tolist() == logits.argmax(-1)[at - 1].tolist()
-        np.testing.assert_allclose(t.logprobs[at], recomputed(model, t), atol=1e-5)
-
-
 # ------------------------------------------------- an episode does not know who shares its batch
 
 
@@ -338,36 +325,6 @@ def test_logprobs_are_those_of_the_learner(kind, temperature):
         assert (np.abs(wanted - recomputed(model, t, 2.0)) > 1e-3).any()
 
 
-@pytest.mark.parametrize("task", ["guess", "reverse:4", "sum:24"])
-@pytest.mark.parametrize("attention", ["dense", "dsa"])
-def test_real_tasks(task, attention):
-    """The trainers' own generator: same episodes alone, the learner's log-probs, a fair verdict."""
-    config = Config(task=task, attention=attention, chunk_size=4, top_k=2, slots=16, group_size=4)
-    task, groups = task_of(config), {}
-    model = make_model(config, task)
-    for ids in (range(6), [3]):
-        generator = make_generator(config, task, model)
-        done = generate(generator, [Group(i, 0, task.reset(i, "train")) for i in ids])
-        groups[len(ids)] = {g.group_id: g for g in done}
-    for a, b in zip(groups[1][3].trajectories, groups[6][3].trajectories, strict=True):
-        assert_same(a, b)
-    alphabet = torch.from_numpy(alphabet_of(task))
-    for group in groups[6].values():
-        for t in group.trajectories:
-            cut = task.stop and t.tokens[-1] not in task.stop
-            assert t.finish == ("length" if cut else "stop")
-            assert len(t.tokens) <= task.context
-            assert len(t.turns) <= task.max_turns
-            prompt = encode(group.problem["prompt"])
-            assert t.tokens[: len(prompt)].tolist() == prompt
-            assert set(t.tokens[t.loss_mask].tolist()) <= set(alphabet.tolist())
-        verdicts = verify_group(group, task, Config())
-        assert all(v.error is None for v in verdicts)
-        found = learners(model, group.trajectories, alphabet)
-        wanted = np.concatenate([t.logprobs[t.loss_mask] for t in group.trajectories])
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)
-
-
 # --------------------------------------------------------------------------- weights that change
 
 
@@ -432,20 +389,6 @@ def test_a_swap_equals_decoding_by_hand(kind, swap):
         chosen, logprobs = sample(logits, noise, 1.0)
         if t.loss_mask[at + 1]:
             assert chosen[0] == t.tokens[at + 1] and float(logprobs[0]) == t.logprobs[at + 1]
-
-
-@kinds
-def test_recompute_forgets_the_old_weights_and_keep_does_not(kind):
-    groups = [group_of(i, length=12) for i in range(3)]
-    for swap in ("keep", "recompute"):
-        done, _, _, model = swap_after(8, swap, groups, kind)
-        for t in done.values():
-            fresh = t.versions[t.loss_mask] == 1
-            error = np.abs(recomputed(model, t) - t.logprobs[t.loss_mask])
-            assert fresh.sum() > 10 and error[~fresh].max() > 1e-2
-            assert error[fresh].max() <= 1e-5 if swap == "recompute" else error[fresh].max() > 1e-3
-        for group in groups:
-            group.trajectories.clear()
 
 
 def test_drain_finishes_what_runs_under_the_old_weights():
@@ -787,38 +730,6 @@ def test_a_free_slot_is_filled_at_once():
     assert len(by.take_finished()) == 5 and by.take_finished() == []
 
 
-def test_finished_groups_and_events_come_in_order():
-    by = generator_of(size=2, worker=3)
-    generate(by, [group_of(i) for i in range(6)])
-    starts = [e[2] for e in by.events if e[1] == "start"]
-    sizes = [e[4]["size"] for e in by.events if e[1] == "start"]
-    assert sizes == [len(group_of(i).problem["prompt"]) for i in range(6)]
-    assert all(version == 0 for _, _, _, version, _ in by.events)
-    finishes = {e[2]: e[4] for e in by.events if e[1] == "finish"}
-    assert starts == list(range(6)) and sorted(finishes) == starts
-    times = [e[0] for e in by.events]
-    assert times == sorted(times)
-    again = play([group_of(i) for i in range(6)], size=2, env=environment())
-    for i, details in finishes.items():
-        assert details["size"] == len(again[i, 0].tokens) + len(again[i, 1].tokens)
-
-
-def test_decoding_reads_no_more_keys_than_it_must(monkeypatch):
-    seen = []
-
-    def watched(model, cache, tokens, positions):
-        seen.append((positions.tolist(), [rack.used for rack in cache.racks]))
-        return decode(model, cache, tokens, positions)
-
-    monkeypatch.setattr(rollout, "decode", watched)
-    by = play([group_of(i) for i in range(3)], size=1)["by"]
-    assert [rack.kv.shape[3] for rack in by.cache.racks] == [32, 64]
-    for positions, used in seen:
-        assert positions[3:] == [0] * 5  # idle slots
-        assert used == [8, sum(at >= 32 for at in positions)]
-    assert {used[1] for _, used in seen} == {0, 1}
-
-
 def test_the_cache_costs_what_sequences_use_and_not_slots_times_capacity():
     """Task `sum`, whose longest episodes are many times longer than most."""
     config = Config(task="sum", slots=64)
@@ -893,24 +804,6 @@ def test_on_a_gpu_the_logprobs_are_still_the_learners(kind, graphs):
         for t in group.trajectories:
             wanted = t.logprobs[t.loss_mask]
             np.testing.assert_allclose(recomputed(model, t), wanted, rtol=0, atol=1e-4)
-
-
-def test_a_slot_may_be_held_where_newer_weights_came():
-    """As a replay does it: fed so far and no further, and the others go on; then as if nothing."""
-    wanted, by = play([group_of(i) for i in range(2)], size=2), generator_of(size=2)
-    by.environment = environment(turns=2)
-    for i in range(2):
-        by.submit(group_of(i))
-    until = {(i, s): CONTEXT for i in range(2) for s in range(2)}
-    held = len(group_of(0).problem["prompt"]) + 3
-    until[0, 1] = held
-    while by.step(until):
-        pass
-    (slot,) = [slot for slot in by.batch if slot]
-    assert slot.episode.key == (0, 1) and slot.cached == held
-    for group in generate(by, []):
-        for t in group.trajectories:
-            assert_same(t, wanted[t.key])
 
 
 def test_logits_are_the_same_in_every_row():

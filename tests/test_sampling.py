@@ -71,18 +71,6 @@ def test_what_is_kept_is_that_of_a_plain_loop():
             assert naive_draw(wanted, float(uniform[b])) == int(chosen[b])
 
 
-def test_every_token_is_drawn_as_often_as_it_should_be():
-    """By 100,000 evenly spaced numbers."""
-    n, logits = 100_000, torch.tensor([0.3, 2.0, -1.0, 1.2, 1.1, -3.0, 0.9, 0.2])
-    uniform = ((torch.arange(n).double() + 0.5) / n).float()
-    chosen, *_ = cut_sample(logits.expand(n, 8), uniform, 0.8, 0.7)
-    kept = naive_kept(logits.double().tolist(), 0.8, 0.7)
-    wanted = torch.tensor([kept.get(i, 0.0) for i in range(8)])
-    share = torch.bincount(chosen, minlength=8) / n
-    assert 0 < len(kept) < 8 and float((share - wanted).abs().max()) < 1e-4
-    assert (share[wanted == 0] == 0).all()
-
-
 @pytest.mark.parametrize(
     "logits, top_p, wanted",
     [
@@ -129,15 +117,6 @@ def test_an_episode_keeps_the_same_alone_and_in_a_full_batch():
         assert_same(alone[4, s], full[4, s])
         assert np.array_equal(alone[4, s].kept, full[4, s].kept)
         assert np.array_equal(alone[4, s].kept_sizes, full[4, s].kept_sizes)
-
-
-def test_episodes_that_end_in_trouble_have_their_sets():
-    env = environment(lambda requests: ["env_error: no"] * len(requests), stop=(), max_turns=2)
-    found = play([group_of(1)], make(), env, top_p=0.5)
-    for s in range(4):
-        t = found[1, s]
-        assert t.failed and len(t.kept_sizes) == t.generated > 0
-        assert set(t.tokens[t.loss_mask]) <= set(t.kept)
 
 
 def logprob_gradients(model, episodes, config=None):
@@ -246,14 +225,6 @@ def test_what_was_kept_arrives(tmp_path):
         for t, other in zip(again.trajectories, group.trajectories, strict=True):
             for name in ARRAYS:
                 assert np.array_equal(getattr(t, name), getattr(other, name))
-
-
-def test_the_digest_covers_what_was_kept():
-    for name in ("kept", "kept_sizes"):
-        group = cut_group()
-        before = group.digest
-        getattr(group.trajectories[1], name)[0] += 1
-        assert group.digest != before
 
 
 # --------------------------------------------------------------------------------- whole runs

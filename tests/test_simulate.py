@@ -48,15 +48,6 @@ def test_a_single_group_takes_what_the_costs_say():
     assert steps[1]["generated"] == pytest.approx(2 * (first - 3.0), abs=0.1)
 
 
-def test_a_step_is_shared_by_all_learners():
-    costs = Costs(train=2.0, train_token=0.5, all_reduce=0.25, groups=[[2, 6, 6]])
-    group = simulate.Group(0, 0, {})
-    group.trajectories = [simulate.SimpleNamespace(oldest=0, tokens=6)] * 2
-    for learners, seconds in ((1, 2.0 + 6.0), (4, 2.0 + 1.5 + 0.25)):
-        config = dataclasses.replace(TOY, learners=learners)
-        assert simulate.train([group], 0, config, costs)["seconds"] == seconds
-
-
 def test_staleness_and_speed_grow_with_eta():
     steps = {"steps": 30}
     found = [
@@ -99,11 +90,3 @@ def test_the_best_split_is_the_best_of_all():
     best = simulate.best_split(config, KNOWN, 8)
     assert best["learners"] + best["rollout_workers"] == 8
     assert best["tokens_per_s"] == max(tried)
-
-
-def test_costs_of_a_language_model_grow_with_it():
-    small, large = (simulate.language_model(b) for b in (1.5, 7.0))
-    for name in ("step", "step_running", "train_token", "all_reduce"):
-        assert getattr(large, name) > getattr(small, name)
-    lengths = [n - 512 for _, *lengths in large.groups for n in lengths]
-    assert 5000 < np.mean(lengths) < 7000 and max(lengths) <= 27648

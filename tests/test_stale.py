@@ -40,24 +40,6 @@ def test_data_are_exactly_so_old(lag, monkeypatch):
     assert (np.mean([row["ess"] for row in steps]) > 1 - 1e-6) == (lag == 0)
 
 
-def test_a_run_that_is_given_up_keeps_its_last_score(monkeypatch):
-    versions = []
-
-    def skipped(learner, groups, config):
-        learner.version += 1
-        learner.skipped_in_row += learner.version > 2
-
-    def held_out(learner, *_):
-        versions.append(learner.version)
-        return float(learner.version)
-
-    monkeypatch.setattr(stale, "learner_step", skipped)
-    monkeypatch.setattr(stale, "held_out", held_out)
-    small = {"task": "reverse:2", "groups_per_step": 1, "group_size": 2, "slots": 2, "steps": 12}
-    assert stale.lagged_run(**small) == {"final": 5.0, "area": (2 + 4 + 4 * 5) / 6}
-    assert versions == [2, 4, 5, 5, 5, 5]
-
-
 def test_without_lag_it_is_the_synchronous_trainer(tmp_path, monkeypatch):
     small = FLAGS | {"steps": 4, "damper": "kl", "kl_threshold": 1.0}
     train_sync.train(Config(**small, out=str(tmp_path / "run")))
@@ -71,20 +53,6 @@ def test_without_lag_it_is_the_synchronous_trainer(tmp_path, monkeypatch):
     monkeypatch.setattr(stale, "learner_step", seen)
     stale.lagged_run(**small)
     assert [row["grad_norm"] for row in found] == pytest.approx(norms, rel=1e-12)
-
-
-def test_the_plan_has_every_method_in_every_condition_once():
-    plan = stale.plan_of()
-    keys = [(row["arm"], row["condition"], row["task"], row["seed"]) for row in plan]
-    for name, seeds in stale.SEEDS.items():
-        partners = 10 if name in stale.STALE else 2  # 10 objectives, 5 remedies; DPO takes 4
-        expected = (10 + 5 * partners - (name in stale.STALE)) * seeds
-        expected += 10 * 10 * (name in stale.STALE)  # objectives alone have ten fresh seeds there
-        assert sum(key[1] == name for key in keys) == expected * 2
-    assert len(set(keys)) == len(keys)
-    assert all(
-        check(Config(**{k: v for k, v in row["flags"].items() if k != "lag"})) for row in plan
-    )
 
 
 def made_up(gain: float, noise: float) -> list[dict]:

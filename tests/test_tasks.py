@@ -240,17 +240,11 @@ def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
         ("12", "12", 1.0),
         (" 12\n", "12 ", 1.0),  # white space around it does not count
         ("", "12", 0.0),
-        (" ", "12", 0.0),
-        ("34", "12", 0.0),
         ("1", "12", 0.5),
-        ("2", "12", 0.5),
         ("112", "12", 2 / 3),
-        ("12" + "0" * 98, "12", 0.02),
         ("0123456789" * 100, "12", 0.002),
         ("\ud800", "12", 0.0),
         ("x" * 3000, "x" * 3000, 1.0),
-        ("x" * 1024, "x" * 2048, 0.5),
-        ("x" * 10**6, "12", 0.0),
         ("12" * 10**6, "12", 1e-6),
     ],
 )
@@ -279,19 +273,11 @@ def test_jsonl_takes_its_alphabet_from_the_answers(tmp_path):
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ("1" * 5000, "not valid JSON"),
-        ("\udcff", "not valid JSON"),
         ("[1]", "'prompt' is a string"),
-        ("null", "'prompt' is a string"),
-        ('{"answer": "2"}', "'prompt' is a string"),
         ('{"prompt": "p"}', "'answer' is a string"),
-        ('{"prompt": "p", "answer": 2}', "'answer' is a string"),
         ('{"prompt": "p", "answer": " "}', "'answer' is a string that is not empty"),
-        ('{"prompt": "", "answer": "2"}', "'prompt' is a string that is not empty"),
         ('{"prompt": "p", "answer": "two"}', "needs a number in 'answer'"),
         ('{"question": "p", "answer": "####"}', "needs a number in 'answer'"),
-        ('{"question": 3, "answer": "2"}', "'prompt' is a string"),
-        ('{"prompt": "", "question": "p", "answer": "2"}', "'prompt' is a string"),
     ],
 )
 def test_a_malformed_line_is_named_by_its_number(tmp_path, line, complaint):
@@ -328,32 +314,22 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
         ("#### 1,234,567.50", Fraction(2469135, 2)),
         ("x = -3", -3),
         ("x = \u22123", -3),
-        ("x=+.5!", Fraction(1, 2)),
         ("first 5, then 3/4", Fraction(3, 4)),
         ("3.5/7", Fraction(1, 2)),
         ("5-3", 3),
-        ("$12, 7%", 7),
-        ("(3,4)", 4),
-        ("12kg", 12),
-        ("0" * 60 + "7", 7),
         ("7 " + "x" * 900, 7),
         ("9" * 64, int("9" * 64)),
         # no number at all
         ("", None),
-        ("none", None),
         ("1/0", None),
         ("9" * 65, None),
         ("1e5", None),
-        ("1e999999999", None),
         ("2.5E-999999999", None),
-        ("1,000e9", None),
         ("2026/01/02", None),
-        ("1.2.3", None),
         ("x7", None),
         ("٣", None),
         ("a loss of -$1,250.50", Fraction(-2501, 2)),
         (r"\(-\$5\)", -5),
-        ("US$5", 5),
         (r"\frac{3}{4}", Fraction(3, 4)),
         (r"-\dfrac{3}{0}", None),
         ("44**19**35", 35),
@@ -373,7 +349,6 @@ She sold 48+24 = <<48+24=72>>72 clips altogether.
     "text, stated, meant",
     [
         (GSM8K, 72, 72),
-        (GSM8K + ".\n", 72, 72),
         (GSM8K + " clips (24 in May)", 72, 72),
         (GSM8K + "\n\nQuestion: 5 more?", 72, 72),
         (GSM8K + " is wrong\n#### 73", 73, 73),
@@ -382,19 +357,14 @@ She sold 48+24 = <<48+24=72>>72 clips altogether.
         ("####-$70,000.00", -70000, -70000),
         ("#### \u221218", -18, -18),
         ("#### **$18.50** a day", Fraction(37, 2), Fraction(37, 2)),
-        ("#### 15%", 15, 15),
         ("#### <<3*4=12>>", 3, 3),  # no number is to stand between
         ("#### none\n5", None, 5),
         ("#### 1/0, or 5", None, 5),
-        ("5 ####", None, 5),
-        ("### 4 of 5", None, 5),
         (r"So $x = \boxed{42}$, for all 3.", 42, 42),
         (r"\boxed{1} and 2, no: \boxed{\$1,000 \text{ for } 2}", 1000, 1000),
         (r"\boxed{\frac{1}{2}}", Fraction(1, 2), Fraction(1, 2)),
-        (r"\boxed{} 7" + "\n8", 7, 7),
         (r"#### 4, that is \boxed{5}", 5, 5),
         ("\\boxed{\n9}", None, 9),
-        ("#### 4" + " x" * 500, 4, 4),
         ("#### 4" + " x" * 520, None, None),  # beyond the end that is read
         ("#### " * 10**6, None, None),
         ("\\boxed{" * 10**6 + "3", 3, 3),
@@ -493,17 +463,6 @@ def test_the_path_may_be_relative_and_an_argument_may_follow(tmp_path, monkeypat
         make_task("mine.py:")
 
 
-def test_two_files_of_one_name_are_two_tasks(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    first = make_task(own_task(tmp_path / "a"))
-    changes = ('list("abc")', 'list("xyz")'), ('encode("a")', 'encode("x")')
-    second = make_task(own_task(tmp_path / "b", *changes))
-    for task, characters in ((second, "xyz"), (first, "abc")):
-        assert set("".join(task.reset(i, "train")["answer"] for i in range(20))) == set(characters)
-    assert make_task("guess").reset(0, "train")["prompt"] == "guess"
-
-
 def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
     with pytest.raises(ValueError, match="none of 1000 prompts such as 'cccc >' belongs to split"):
         make_task(own_task(tmp_path, ('list("abc")', 'list("c")')))
@@ -514,31 +473,16 @@ def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
     [
         ("def step", "def step(:", "SyntaxError: invalid syntax (mine.py, line 10)"),
         ("def make", "def mako", "must define make(argument, seed, tokenizer)"),
-        ("import Step", "import Stepp, Step", "ImportError: cannot import name 'Stepp'"),
         ("def propose", "x = 1 / 0\ndef propose", "ZeroDivisionError: division by zero (mine.py"),
-        ("    def reset", "    y = x\n    def reset", "name 'x' is not defined (mine.py, line"),
         ("word[::-1]", "wort[::-1]", "NameError: name 'wort' is not defined (mine.py, line 7)"),
-        ("return Task", "return Step", "TypeError: "),
         ("return Task(reset", "Task(reset", "make must return a reward.Task, not None"),
         (ALPHABET, "(*letters, 600)", "600): allowed are different ids in 0..510"),
-        (ALPHABET, "(*letters, *letters)", "allowed are different ids in 0..510"),
-        (ALPHABET, "()", "alphabet (): allowed are different ids in 0..510"),
         (ALPHABET, "letters", "stop {510}: must be in the alphabet"),
-        (ALPHABET, '("a", "b")', "ValueError: "),
         ("turn_tokens=5", "turn_tokens=0", "turn_tokens 0: allowed is a whole number from 1 up"),
-        ("turn_tokens=5", "turn_tokens=5.0", "turn_tokens 5.0: allowed is a whole number"),
-        ("turn_tokens=5", "turn_tokens=5, eval_size=0", "eval_size 0: allowed is a whole"),
-        ("turn_tokens=5", "turn_tokens=5, max_turns=-1", "max_turns -1: allowed is a whole"),
-        ("turn_tokens=5", "turn_tokens=5, observation_tokens=-1", "observation_tokens -1: "),
-        ("turn_tokens=5", "turn_tokens=5, answer=5", "TypeError: "),
         ("max_prompt_tokens=8", "max_prompt_tokens=2", "max_prompt_tokens must be 6, is 2"),
         ("return draw", "return None and draw", "reset(0, 'train') returned None, must be a dict"),
-        ("return draw", 'return {"prompt": 1} or draw', "must be a dict with a 'prompt', a str"),
-        ("return draw", 'return {"prompt": ""} or draw', "that is not empty"),
-        ("return draw", 'return {"question": "?"} or draw', "must be a dict with a 'prompt'"),
         ("return draw", '{"train": 1}[split]\n        return draw', "'eval' (mine.py, line 17)"),
         ("return draw", 'return {"prompt": "a", "b": {1}} or draw', "not JSON serializable"),
-        ("from reward", "raise SystemExit(3)\nfrom reward", "SystemExit: 3 (mine.py, line 1)"),
     ],
 )  # fmt: skip
 def test_the_mistakes_of_its_author_are_shown_in_one_line(tmp_path, old, new, complaint):
@@ -579,28 +523,15 @@ def test_a_step_that_returns_something_else_is_named(tmp_path):
 @pytest.mark.parametrize(
     "spec, allowed",
     [
-        ("", "allowed is one of guess, reverse[:2..64]"),
         ("gues", "jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384]"),
-        ("gues", "path/to/file.py[:ARGUMENT]"),
         ("guess:3", "guess has no argument"),
-        ("guess:", "allowed is one of guess,"),
-        ("a\nb", "recall[:16..16384]"),
         ("reverse:1", "'1': allowed is a number in 2..64"),
-        ("reverse:65", "2..64"),
-        ("reverse:", "2..64"),
-        ("sort:-4", "2..64"),
-        ("sort:4.0", "2..64"),
         ("sort:٤", "2..64"),
-        ("sum:1e3", "2..1024"),
         ("sum:1025", "2..1024"),
-        ("recall:15", "16..16384"),
         ("recall:99999999999999999999", "16..16384"),
-        ("jsonl", "jsonl:PATH"),
         ("jsonl::numeric", "jsonl:PATH"),
         ("jsonl:x.jsonl:0", "1..16384"),
-        ("jsonl:x.jsonl:numeric:16385", "1..16384"),
         ("jsonl:x.jsonl:similar:parsable", "cannot read 'x.jsonl:similar:parsable'"),
-        ("jsonl:x.jsonl:any:exact", "cannot read 'x.jsonl:any'"),
         ("jsonl:x.jsonl:numerc", "cannot read 'x.jsonl:numerc'"),
         (
             "jsonl:x.jsonl:numerc",
@@ -622,13 +553,6 @@ def test_bad_seed_and_split_are_refused():
     for spec in ("guess", "reverse"):
         with pytest.raises(ValueError):
             make_task(spec).reset(0, "test")
-
-
-def test_the_sample_episodes(capsys):
-    for spec in SPECS:
-        bench.show_episode(make_task(spec))
-        shown = capsys.readouterr().out
-        assert spec in shown and "reward" in shown and max(map(len, shown.splitlines())) < 200
 
 
 def test_the_command_line_refuses_in_one_line():

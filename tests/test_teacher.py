@@ -180,8 +180,6 @@ def folders(taught, tmp_path_factory):
     "teacher, flags, words",
     [
         ("nowhere", {}, "no such folder"),
-        ("FILE", {}, "no such folder"),
-        ("EMPTY", {}, "must be a run folder"),
         ("DAMAGED", {}, "checkpoint that is whole"),
         ("QWEN", {}, "it has another vocabulary"),
         ("RUN", {"task": "reverse:9"}, "positions for task reverse:9"),

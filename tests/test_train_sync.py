@@ -239,19 +239,6 @@ def test_same_weights_give_the_same_logprobs():
                 assert (found - sampled).abs().max() <= 1e-5, attention
 
 
-def test_gradient_does_not_depend_on_the_packing(monkeypatch):
-    monkeypatch.setattr(learner_room, "GRADIENT_NORM", math.inf)
-    config = config_of(task="reverse")
-    learner, groups, _ = batch_of(config)
-    gradients = []
-    for budget in (1, 40, 10_000):
-        one = config_of(task="reverse", token_budget=budget, lr=0.0)
-        learner_step(learner, groups, one)
-        gradients.append(learner.model.flat_grad.clone())
-    for other in gradients[1:]:
-        assert (other - gradients[0]).norm() <= 1e-5 * gradients[0].norm()
-
-
 def test_what_the_policy_did_not_generate_does_not_count():
     """Prompts and replies are read by the model, and nothing that was noted beside them."""
     config = config_of(task="guess", reference_every=1)
@@ -322,27 +309,6 @@ def test_a_batch_that_fits_the_token_budget_is_one_micro_batch(monkeypatch):
     assert sizes == [len(lengths)]
 
 
-def test_a_step_raises_the_probability_of_what_was_good():
-    config = config_of(task="reverse", objective="reinforce", entropy=0.0, reference_every=0)
-    learner, groups, _ = batch_of(config)
-    flat = [t for g in groups for t in g.trajectories]
-    samples, _ = learner.method.samples(learner, groups, config)
-    advantages = [advantage for _, (advantage,) in samples]
-
-    def gain():  # sum of A log pi: the quantity whose gradient was followed
-        with torch.no_grad():
-            parts = [
-                a * token_logprobs(learner.model, [(t, a)], learner, config)[0]
-                for a, t in zip(advantages, flat, strict=True)
-            ]
-        return float(torch.cat(parts).sum())
-
-    before = gain()
-    metrics = learner_step(learner, groups, config)
-    assert gain() > before
-    assert learner.version == 1 and metrics["ratio_max"] == pytest.approx(1.0, abs=1e-5)
-
-
 def test_metrics_speak_of_all_micro_batches():
     config = config_of(task="reverse", token_budget=30)
     learner, groups, _ = batch_of(config)
@@ -366,15 +332,6 @@ def test_reference_follows_the_policy_and_feeds_the_damper(monkeypatch):
     assert torch.equal(embedding, learner.model.embed_tokens.weight)
     assert learner.damping["window"][0] == pytest.approx(0.0, abs=1e-6)
     assert learner.damping["window"][1] > 1e-6
-
-
-def test_damper_lowers_the_learning_rate():
-    config = config_of(task="reverse", reference_every=1, lr=0.01)
-    learner, groups, _ = batch_of(config)
-    learner.damping["window"] = [4.0] * 10
-    metrics = learner_step(learner, groups, config)
-    assert metrics["lr"] == pytest.approx(0.6 * config.lr)
-    assert learner.damping["reference_factor"] == 2.0
 
 
 def test_steps_that_are_not_finite_are_skipped_then_stop_the_run(tmp_path, monkeypatch):
@@ -404,15 +361,6 @@ def failing(bad_share: int):
         return task.step(problem, answers)
 
     return dataclasses.replace(task, step=step)
-
-
-def test_failed_verifications_are_counted_and_training_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_room, "task_of", lambda config: failing(4))
-    train_sync.train(config_of(tmp_path / "run", max_failures=1.0))
-    rows = rows_of(tmp_path / "run")[1:]
-    failures = sum(n for r in rows for n in r["failures"].values())
-    assert len(rows) == 6 and failures > 0
-    assert {name for r in rows for name in r["failures"]} == {"verifier_error"}
 
 
 OWN = """
@@ -504,15 +452,6 @@ def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, parts):
     for word in parts:
         assert word in line
     assert not (tmp_path / "run").exists()
-
-
-def test_malformed_jsonl_is_named_by_its_line(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "2+2=", "answer": "4"}\n{"prompt": "3+3="}\n')
-    monkeypatch.setattr(sys, "argv", ["train_sync.py", "--task", f"jsonl:{path}"])
-    with pytest.raises(SystemExit) as stop:
-        run_main(train_sync.train, "test")
-    assert stop.value.code == 2 and "line 2" in capsys.readouterr().err
 
 
 def test_the_users_own_jsonl_trains(tmp_path):
