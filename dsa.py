@@ -16,8 +16,8 @@ leaks through a mean. A query's own chunk is always selected, and counts as one 
 where chunks and queries lie, so packed training, prefill and cached decode are one code path.
 A query's numbers depend, bitwise, on its own sequence and on the shapes only. What selection saves
 is compute and bytes read, not the memory of a cache.
-Left out: kernels (dsa_triton.py), the indexer's parameters (methods/indexer.py) and its training
-stages (pretrain.py), low-precision keys.
+Left out: neighbours that are scored together (fast/tiles.py), kernels (dsa_triton.py), the
+indexer's parameters (methods/indexer.py) and its training (pretrain.py), low-precision keys.
 
 Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = Hq / Hkv
          B slots     C keys per chunk  K most chunks of one sequence (`widest`)    NC all chunks
@@ -25,14 +25,14 @@ Legend   N queries   M key rows        Hq query heads     Hkv key heads    G = H
          Hs = Hkv or 1: heads that select for themselves  n, c, t: queries, chunks, tiles of a part
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-QUERY_BLOCK = 256  # so many queries are scored at once ...
-TILE = 16  # ... in tiles of neighbours of one sequence, which share the keys they are scored with
+from fast.tiles import at_least_float32, by_tiles, gather, numbers
+
+QUERY_BLOCK = 256  # so many queries are scored at once
 GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
 
 
@@ -125,7 +125,7 @@ def packed_tables(
     capacity = capacity or longest
     assert capacity >= longest, f"capacity must be >= {longest}, got {capacity}"
     sequence = torch.repeat_interleave(lengths)  # [N] sequence of a query
-    q_pos = _range(len(sequence), edges) - edges[sequence]
+    q_pos = numbers(len(sequence), edges) - edges[sequence]
     opens = q_pos % chunk_size == 0  # [N] whether a chunk begins here
     return Tables(
         chunk_size=chunk_size,
@@ -149,7 +149,7 @@ def cache_tables(
     The cache [B, capacity, Hkv, D] is passed to attention as [B * capacity, Hkv, D]. All shapes
     depend on B and capacity alone: nothing in a slot can change the arithmetic of another.
     """
-    edges = _range(len(lengths) + 1, lengths) * capacity
+    edges = numbers(len(lengths) + 1, lengths) * capacity
     full = packed_tables(edges, chunk_size)  # as if all slots were full
     first = full.first[::capacity].clone()  # a view would keep a number for every key
     return full._replace(cached=True, first=first, q_pos=lengths - 1)
@@ -171,8 +171,8 @@ def chunk_means(
     filled is meaningless and harmless: only complete chunks are ever candidates. At C = 1 the keys
     are their own means and need no copy.
     """
-    rows = tables.row[chunks, None] + _range(tables.chunk_size, k)  # [c, C]
-    return _gather(k, rows.clamp(max=len(k) - 1)).mean(1)
+    rows = tables.row[chunks, None] + numbers(tables.chunk_size, k)  # [c, C]
+    return gather(k, rows.clamp(max=len(k) - 1)).mean(1)
 
 
 # ---------------------------------------------------------------------------------- score
@@ -197,7 +197,7 @@ def mean_scores(
         return (group @ keys.mT).transpose(1, 2)  # [t, n, Hkv, K]
 
     group = at_least_float32(q).unflatten(1, (means.shape[1], -1)).sum(2)  # [N, Hkv, D]
-    return _by_tiles(score, means, tables, group)
+    return by_tiles(score, means, tables, group)
 
 
 def index_scores(
@@ -219,51 +219,7 @@ def index_scores(
         hits = torch.einsum("tnje,tke->tnjk", q_index, keys.squeeze(2)).relu()
         return torch.einsum("tnjk,tnj->tnk", hits, weights)[:, :, None]  # [t, n, 1, K]
 
-    return _by_tiles(score, means, tables, q_index, weights)
-
-
-def _by_tiles(
-    score: Callable,  # keys [t, K, H, D], what belongs to queries [t, n, ...] -> [t, n, Hs, K]
-    means,  # [NC, H, D]
-    tables: Tables,
-    *of_queries,  # [N, ...]
-) -> Tensor:
-    """Scores [N, Hs, K], -inf where a chunk is not past.
-
-    A tile is n queries that are scored with the same K keys, those of their sequence's chunks.
-    """
-    assert len(means) == len(tables.row), f"{len(means)} means of {len(tables.row)} chunks"
-    if tables.cached:  # a slot is a tile of one query, and its chunks lie together
-        keys = at_least_float32(means).unflatten(0, (-1, tables.widest))
-        cell = _range(len(keys), means)
-        rows = cell[:, None]
-    else:
-        chunks, rows, cell = _tiles(tables)
-        keys = _gather(means, chunks.clamp(max=len(means) - 1))
-    scores = score(keys, *(_gather(x, rows) for x in of_queries))
-    scores = scores.flatten(0, 1).index_select(0, cell)
-    future = _range(tables.widest, means) >= tables.past[:, None, None]
-    return scores.masked_fill(future, -torch.inf)
-
-
-def _tiles(tables: Tables) -> tuple:
-    """The chunks [t, K] and the queries [t, n] of each tile, and the cell of each query [N].
-
-    Sequences a and b of 6 and 3 queries, in tiles of 4 (here of TILE), cells counted row by row:
-        a0 a1 a2 a3
-        a4 a5 .  .
-        b0 b1 b2 .
-    The position of a query gives its column, so that its score does not depend, bitwise, on what
-    else is packed. Cells without a query compute in vain.
-    """
-    column = tables.q_pos % TILE
-    opens = column == 0
-    opens[0] = True  # a block of queries may begin inside a tile
-    cell = (opens.cumsum(0) - 1) * TILE + column
-    chunks = tables.first[opens, None] + _range(tables.widest, cell)
-    rows = cell.new_zeros(len(chunks), TILE)
-    rows.view(-1)[cell] = _range(len(cell), cell)
-    return chunks, rows, cell
+    return by_tiles(score, means, tables, q_index, weights)
 
 
 def _blocks(tables: Tables, step: int):
@@ -291,7 +247,7 @@ def top_chunks(
     assert type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k}"
     width = tables.widest
     past = tables.past[:, None, None]
-    local = _range(width, scores)
+    local = numbers(width, scores)
     key = sortable(scores, local)
     key = key.masked_fill(local > past, -(1 << 63))
     key = key.masked_fill(local == past, (1 << 63) - 1)  # the own chunk
@@ -361,8 +317,8 @@ def sparse_attention(
     assert v.shape == k.shape, f"v must be {k.shape}, got {v.shape}"
     check_selection(tables, sel, k.shape[1])
     gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # elements of a query's keys
-    heads = _range(k.shape[1], k)
-    offset = _range(tables.chunk_size, k)
+    heads = numbers(k.shape[1], k)
+    offset = numbers(tables.chunk_size, k)
     scale = q.shape[2] ** -0.5
     outs = []
     for part, block in _blocks(tables, max(1, GATHER_ELEMENTS // gathered)):
@@ -376,8 +332,8 @@ def sparse_attention(
         # which all may see. So stale cache rows cannot turn a probability 0 * NaN into NaN.
         rows = torch.where(hidden, own, tables.row[chunk] + offset).flatten(2)
         rows = rows * len(heads) + heads[:, None]  # [n, Hkv, S * C] rows of [M * Hkv, D]
-        keys = _gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
-        values = _gather(v.flatten(0, 1), rows)
+        keys = gather(k.flatten(0, 1), rows)  # [n, Hkv, S * C, D]
+        values = gather(v.flatten(0, 1), rows)
         hidden = hidden.flatten(2)[:, :, None]  # [n, Hs, 1, S * C]
         queries = at_least_float32(q[part]).unflatten(1, (len(heads), -1))  # [n, Hkv, G, D]
         logits = queries * scale @ keys.mT  # [n, Hkv, G, S * C]
@@ -405,20 +361,7 @@ def dsa_attention(
     return sparse_attention(q, k, v, sel, tables)
 
 
-# ---------------------------------------------------------------------- helpers and checks
-
-
-def at_least_float32(x):  # lower precision is stored and gathered, never computed in
-    return x if x.dtype.itemsize >= 4 else x.float()
-
-
-def _gather(x, rows):  # index_select: x[rows] is 2 to 9 times slower
-    x = x.index_select(0, rows.flatten())
-    return at_least_float32(x).unflatten(0, rows.shape)
-
-
-def _range(count: int, like: Tensor):
-    return torch.arange(count, device=like.device)
+# ------------------------------------------------------------------------------- the checks
 
 
 def check_tensors(

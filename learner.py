@@ -5,7 +5,7 @@ is the same for many groups at once, packed without padding, with any objective 
 trainers call it. `Learner` is plain data: policy, AdamW's moments, reference, counters. What a step
 learns from is a method: `GroupMethod` here, advantages inside a group; others are in methods/.
 Left out: set-up (runtime/run.py), what is saved (runtime/checkpoint.py), evaluation
-(runtime/exam.py), processes.
+(runtime/exam.py), processes, micro-batches (fast/batches.py).
 
 Axes: G groups · n answers of a group · M generated tokens of a micro-batch (N in losses.py)
       T tokens · P parameters · V tokens of the task's alphabet (V' in model.py)
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 import losses
-from buffer import deal, pack, repaired
+from buffer import repaired
+from fast.adamw import adamw_slice, adamw_step
+from fast.batches import deal, pack
 from logprobs import token_logprobs
 from methods.dampers import DAMPERS, window_mean
 from model import GPT, pack_tokens
@@ -119,13 +120,8 @@ def method_of(config: Config, model: GPT) -> GroupMethod:
 def pairs_of(trajectories: list, advantages: Tensor) -> list:
     """Each trajectory with the advantages of its turns, from [N, 1] or [N, turns]; without those in
     which nothing was generated."""
-    rows = advantages.expand(-1, max(advantages.shape[1], *map(turns_of, trajectories), 0)).tolist()
-    pairs = zip(trajectories, rows, strict=True)
-    return [(t, row[: turns_of(t)]) for t, row in pairs if t.generated]
-
-
-def turns_of(trajectory) -> int:
-    return len(trajectory.turns)
+    pairs = zip(trajectories, advantages.tolist(), strict=True)
+    return [(t, (row * len(t.turns))[: len(t.turns)]) for t, row in pairs if t.generated]
 
 
 # -------------------------------------------------------------------------------- the learner
@@ -312,22 +308,3 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
         "kl_window": window_mean(learner.damping),
         "skipped": learner.skipped,
     }
-
-
-def adamw_slice(weights: nn.Parameter) -> tuple:
-    """Some weights, and what AdamW remembers of them."""
-    moments = {name: torch.zeros_like(weights) for name in ("exp_avg", "exp_avg_sq")}
-    return weights, {"step": weights.new_zeros(()), **moments}
-
-
-def adamw_step(weights: nn.Parameter, moments: dict, lr: float):
-    """A step of some weights by AdamW (Loshchilov and Hutter, arXiv 1711.05101).
-
-    torch's class calls the same; it would first import torch's compiler, which takes seconds.
-    """
-    # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
-    # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
-    memory = [[moments[name]] for name in ("exp_avg", "exp_avg_sq")]
-    tensors = [weights], [weights.grad], *memory, [], [moments["step"]]
-    switches = {"fused": True, "amsgrad": False, "maximize": False}
-    adamw(*tensors, lr=lr, beta1=0.7, beta2=0.99, weight_decay=0.0, eps=1e-8, **switches)

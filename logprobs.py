@@ -7,10 +7,12 @@ Left out: the network (model.py), sampling (rollout.py).
 Axes: M generated tokens of a micro-batch · d model width · V' tokens of the alphabet · V of all
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
-from buffer import pack
+from fast.batches import pack
 from fast.prefixes import hidden_states
 from methods.sampling import among_kept
 from model import GPT, Packed, pack_tokens, recomputed
@@ -85,11 +87,9 @@ def generated_logprobs(
         return logprobs.gather(1, targets[:, None])[:, 0], entropy
 
     size = PIECE // len(alphabet)
-    if len(rows) <= size:
-        logprobs, entropies = piece(hidden, targets, 0)
-        return logprobs, entropies, hidden
-    pieces, starts = [], range(0, len(rows), size)
-    for part, wanted, start in zip(hidden.split(size), targets.split(size), starts, strict=True):
-        pieces.append(recomputed(piece, part, wanted, start))
-    logprobs, entropies = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    return logprobs, entropies, hidden
+    apart = piece if len(rows) <= size else partial(recomputed, piece)
+    parts = zip(
+        hidden.split(size), targets.split(size), range(0, len(rows) or 1, size), strict=True
+    )
+    logprobs, entropies = zip(*[apart(*part) for part in parts], strict=True)
+    return torch.cat(logprobs), torch.cat(entropies), hidden

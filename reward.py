@@ -78,7 +78,6 @@ class Task:
     open: Callable | None = None  # problem -> a state; then `step` is (state, answer) -> Step
     close: Callable = lambda state: None  # however the episode has ended
     outside: bool = False  # slow or unsafe: each episode gets a process, outside the generator
-    again: bool = False  # verification plays the whole episode once more
     solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
     name: str = ""  # the spec; `make_task` writes it
     tokenizer: Tokenizer | None = None  # of the run; `check_task` writes it
@@ -307,11 +306,11 @@ def verify_group(
     alive: Callable = lambda: None,
 ) -> list:
     """Verdicts on the episodes of a group (runtime/messages.py). A turn that has its reward is not
-    judged again, unless the task asks for it, and a failed episode is not judged at all."""
+    judged again, and a failed episode is not judged at all."""
     episodes = []
     for t in group.trajectories:
         answers = () if t.failed else tuple(split_answers(task, t.tokens, t.turns))
-        episodes.append((answers, () if t.failed or task.again else tuple(t.turn_rewards)))
+        episodes.append((answers, () if t.failed else tuple(t.turn_rewards)))
     return verify(task, group.problem, episodes, config, alive)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import losses
-from buffer import pack
+from fast.batches import pack
 from lab.plots import column, grouped
 from learner import Learner, tokens_of
 from logprobs import token_logprobs

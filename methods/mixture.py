@@ -68,7 +68,6 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
         open=open_episode if stateful else None,
         close=close_episode,
         outside=any(task.outside for task in tasks),
-        again=any(task.again for task in tasks),
         solve=lambda problem: by_name[problem["task"]].solve(problem),
         name=",".join(names),
         tokenizer=tasks[0].tokenizer,

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import buffer as buffer_room
-from buffer import Buffer, may_admit, may_leave_behind, pack, staleness
+from buffer import Buffer, may_admit, may_leave_behind, staleness
+from fast.batches import pack
 from runtime.messages import Group, Trajectory
 
 

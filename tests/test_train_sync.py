@@ -19,7 +19,7 @@ import reward
 import rollout
 import train_async
 import train_sync
-from buffer import pack
+from fast.batches import pack
 from learner import learner_step, make_learner, naive_step
 from logprobs import token_logprobs
 from model import GPT, PRESETS, ModelConfig
