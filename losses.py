@@ -272,15 +272,16 @@ def rloo(rewards, valid):
 
 
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
-# rewards float [G, n], 0 where they are not valid, valid bool [G, n] -> advantages [G, n]
+# rewards float [G, n], 0 where they are not valid, valid bool [G, n] -> advantages [G, n]. These
+# names, too, stand in runtime/config.py, and so do those of DAMPERS (methods/dampers.py).
 ADVANTAGES = {"grpo": grpo, "mean": mean, "rloo": rloo}
 
 
 def group_advantages(rewards, name: str, valid=None) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
-    name: one of ADVANTAGES. Samples that are not `valid` bool [G, n] (their environment failed)
-    count nowhere and get 0. A group with fewer than two valid samples or with equal rewards is
+    name: one of ADVANTAGES. `valid` bool [G, n], by default all: a sample that is not (its
+    environment failed) counts nowhere and gets 0. A group with fewer than two valid samples or with equal rewards is
     dead: exactly 0 everywhere. AssertionError for an unknown name, or a valid reward that is not
     finite.
     """

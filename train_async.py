@@ -1,13 +1,14 @@
 """train_async.py: the same learner, with generation, verification and training all at once.
 
     python train_async.py                        # guess a number, from random weights
-    python train_async.py --max-staleness 0      # the weights of train_sync.py, to the last bit
+    python train_async.py --max-staleness 0      # bit by bit the weights of train_sync.py
     python train_async.py --swap recompute       # --help-all lists all flags
 
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
 adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights
 that are published while episodes run, and groups that are issued again when a worker dies.
-Left out: how processes are kept (runtime/pool.py), set-up, ledger and end (runtime/run.py).
+Left out: how processes are kept (runtime/pool.py), set-up, ledger and end (runtime/run.py), why
+there is nothing but time between this and train_sync.py (docs/design.md, "bit by bit").
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and

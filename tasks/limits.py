@@ -3,7 +3,7 @@
 A verifier or an environment reads what a policy has written, and a policy that learns finds every
 string that makes it slow. Beyond a limit the episode fails, with a reason to count by; nothing
 else does. Left out: code that never returns from one call into C. Its worker falls silent and is
-replaced (pool.py).
+replaced (runtime/pool.py).
 """
 
 import contextlib
