@@ -281,9 +281,9 @@ def group_advantages(rewards, name: str, valid=None) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
     name: one of ADVANTAGES. `valid` bool [G, n], by default all: a sample that is not (its
-    environment failed) counts nowhere and gets 0. A group with fewer than two valid samples or with equal rewards is
-    dead: exactly 0 everywhere. AssertionError for an unknown name, or a valid reward that is not
-    finite.
+    environment failed) counts nowhere and gets 0. A group with fewer than two valid samples or
+    with equal rewards is dead: exactly 0 everywhere. AssertionError for an unknown name, or a
+    valid reward that is not finite.
     """
     assert name in ADVANTAGES, f"advantage {name!r}: must be one of {', '.join(ADVANTAGES)}"
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
