@@ -141,11 +141,11 @@ def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
     """What AdamW remembers of all weights [P]. Of several learners each has a slice: rank 0 gathers
     them, the others return None."""
     team, slices = learner.team, [moments for _, moments in learner.slices]
-    whole = torch.stack([torch.cat([moments[name] for moments in slices]) for name in MOMENTS])
-    if team.apart and learner.version == 0:
-        whole = whole.new_zeros(len(MOMENTS), len(learner.weights))
-    elif team.apart:
-        whole = gather_moments(team, whole)
+    if learner.version == 0:  # zeros, of which one is stored
+        whole = learner.weights.new_zeros(()).expand(len(MOMENTS), len(learner.weights))
+    else:
+        whole = torch.stack([torch.cat([moments[name] for moments in slices]) for name in MOMENTS])
+        whole = gather_moments(team, whole) if team.apart else whole
     if whole is not None:
         return {"step": slices[0]["step"], **dict(zip(MOMENTS, whole.cpu(), strict=True))}
 
