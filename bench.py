@@ -29,8 +29,6 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "agents": ("campaigns", 110, "agents.json", "tasks with turns: credit, critic, several tasks"),
     "staleness": ("campaigns", 3, "staleness.json", "oldest token trained, every bound and swap"),
     "staleness-methods": ("stale", 100, "methods.json", "60 methods to learn from stale data"),
-    "distil": ("campaigns", 8, "distil.json", "a lost skill comes back from a teacher"),
-    "judge": ("campaigns", 8, "judge.json", "a reward model in place of the task"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
     "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
@@ -40,7 +38,6 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "dsa": ("speed", 3, "dsa-cuda.json", "attention kernels, dense and sparse (GPU)"),
     "recipe": ("recipe", 5, "recipe.json", "how a model becomes sparse (--seeds 3: 11)"),
     "lab": ("exact_runs", 1, "lab.json", "exact bias and variance of objectives"),
-    "scale": ("simulate", 1, "scale.json", "the simulator beside published systems"),
 }
 
 

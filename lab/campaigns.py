@@ -1,7 +1,7 @@
 """campaigns.py: what the project promises of whole runs: plans as data, and one runner.
 
-`python bench.py tasks`, `staleness`, `agents`, `distil`, `judge`, `replay`, `smollm2`, `faults`,
-`disk` run these. A plan is {label: flags}; what a run's summary says becomes a row of NAME.json.
+`python bench.py tasks`, `staleness`, `agents`, `replay`, `smollm2`, `faults`, `disk` run these. A
+plan is {label: flags}; what a run's summary says becomes a row of NAME.json.
 Left out: synchronous against asynchronous (races.py).
 """
 
@@ -13,11 +13,8 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-
-from lab.plots import column, draw_panels, save_result, steps_of
+from lab.plots import draw_panels, save_result
 from lab.races import ROOT, crossing, exams_of, run_each
-from methods.reward_model import PairConfig, train
 from runtime.config import SWAPS, flag
 from runtime.huggingface import export, stored_model
 from runtime.pictures import draw_timeline
@@ -89,62 +86,6 @@ def bench_agents(folder: Path) -> None:
         row["arm"] = label.rpartition(", seed ")[0]
         if goal := GOALS.get(row["task"]):
             row["goal_s"], row["goal_samples"] = crossing(exams_of(run, "solved"), goal)
-
-
-# ------------------------------------------------------------------- a teacher, a learned judge
-
-ALIKE = {"lr": 1.2e-3, "groups_per_step": 16, "eval_every": 1000, "reward_workers": 1}
-
-
-def stages(folder: Path, seed: int) -> dict[str, dict]:
-    """A policy learns `reverse`, then `sort`, which costs it the first skill; then it is asked to
-    be its earlier self on prompts of `reverse`, one answer to a prompt and no reward (cross-stage
-    distillation, as in GLM-5); `alone`: as many episodes with rewards and without a teacher.
-
-    {name: flags} of the runs, in order; each begins where another has ended.
-    """
-    run = {x: str((folder / f"{seed}-{x}").resolve()) for x in ("reverse", "sort", "taught")}
-    again = {"task": "reverse", "steps": 120, "init": run["sort"]}
-    one = {"group_size": 1, "groups_per_step": 256}  # as many episodes
-    taught = again | one | {"teacher": run["reverse"]}
-    plan = {
-        "reverse": {"task": "reverse", "steps": 150},
-        "sort": {"task": "sort", "steps": 300, "init": run["reverse"]},
-        "taught": taught,
-        "fresh": taught | {"max_staleness": 0},  # on data that are never old
-        "alone": again,
-        # only its evaluation counts
-        "sort after": {"task": "sort", "steps": 1, "lr": 0.0, "init": run["taught"]},
-    }
-    return {f"{seed}-{name}": flags | {"seed": seed} for name, flags in plan.items()}
-
-
-def bench_distil(folder: Path) -> None:
-    """The stages, three times; distil.json."""
-    plan = stages(folder, 0) | stages(folder, 1) | stages(folder, 2)
-    for label, row, _ in campaign(folder, "distil", plan, keep=True, **ALIKE):
-        row["stage"] = label.partition("-")[2]
-
-
-JUDGES = {"the task itself": "", "a reward model, pairs of nearly the right length": "near"}
-JUDGES |= {"a reward model, pairs of any length": "any"}
-
-
-def bench_judge(folder: Path) -> None:
-    """`reverse` with a reward model in place of the task. Policies learn what their judge believes,
-    also of answers that no pair has shown it; the task says what is true. judge.json."""
-    plan, facts = {}, {}
-    for seed, (judge, lengths) in product(range(3), JUDGES.items()):
-        label, right = f"{seed} {lengths or 'task'}", 1.0
-        plan[label] = {"task": "reverse", "seed": seed, "steps": 150}
-        if lengths:
-            path = (folder / f"judges-{label.replace(' ', '-')}").resolve()
-            right = train(PairConfig("reverse", str(path), seed=seed, lengths=lengths))
-            plan[label]["reward_model"] = str(path)
-        facts[label] = {"judge": judge, "right": right}
-    for label, row, run in campaign(folder, "judge", plan, **ALIKE):
-        row |= facts[label] | {"true": row["eval"]["after"]["reward"]}
-        row["believed"] = float(np.mean(column(steps_of(run)[-10:], "reward")))
 
 
 # --------------------------------------------------------------------- replay, faults and disks

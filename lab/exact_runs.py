@@ -6,7 +6,7 @@ another word, which earns 1 if the answer was good and the word fits. The word 2
 first turn, too; where the first turn `may_end` the episode, the word 1 does. So a first word earns
 now, and decides what can be earned later.
 `swap_part`: a real GPT with a real cache, of which every response is enumerated.
-`drop_part`: the real Buffer in the simulated pipeline, with answers of which a few are very long.
+`drop_part`: the real Buffer in a simulated pipeline, with answers of which a few are very long.
 `bench_lab` (one thread, seconds) measures this and exact.py; docs/lab.md reads the results.
 Left out: samples of an older policy (exact.py), critics, prompts that differ in difficulty.
 
@@ -14,14 +14,17 @@ Axes: R responses · T tokens of a response · D entries of the policy's table �
 """
 
 import copy
+from collections import deque
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from buffer import Buffer
 from cache import decode, make_cache, prefill
 from lab.exact import (
     SEED,
@@ -36,15 +39,16 @@ from lab.exact import (
     true_gradient,
 )
 from lab.plots import save_result
-from lab.simulate import Costs, simulate
 from logprobs import generated_logprobs
 from methods.turns import turn_advantages
 from model import GPT, ModelConfig, pack_tokens
-from runtime.config import SWAPS, Config
+from runtime.config import SWAPS
+from runtime.messages import Group
 
 CASES = {"two turns": False, "may end in turn 1": True}
 CREDITS, ESTIMATORS = ("turn", "episode"), ("grpo", "mean", "rloo")
 PAYS = [i / 4 for i in range(-4, 5)]
+TRAIN = 100  # ticks of a learner step, as long as a median answer
 
 
 # --------------------------------------------------------------------------- credit for turns
@@ -174,23 +178,49 @@ def swap_part(task: EnumeratedTask) -> dict:
 # ------------------------------------------------------------------------- what is too old is lost
 
 
+def simulated(rule: str, answers: list[int], steps: int) -> tuple:
+    """Groups of one answer each through the real Buffer, a token of every slot in a tick: tokens of
+    all that were admitted, and of those that were trained, and the ticks that it took."""
+    buffer, admitted, trained = Buffer(8, 2, rule), [], []
+    waiting, slots, version = deque(), [None] * 64, 0  # of a slot: its group, and when it is done
+    now = busy_until = 0
+    while True:
+        if now >= busy_until:  # publish, admit, learn
+            version = len(trained) // 8
+            if version == steps:
+                return admitted, trained, now
+            while len(buffer.outstanding) < 8 * (steps - version) and buffer.may_admit(version):
+                buffer.admit(len(admitted), version)
+                waiting.append(Group(len(admitted), version, {}))
+                admitted.append(answers[len(admitted)])
+            if batch := buffer.next_batch(version):
+                trained += [admitted[group.group_id] for group in batch]
+                busy_until = now + TRAIN
+        for i, slot in enumerate(slots):
+            if not slot and waiting:
+                group = waiting.popleft()
+                group.trajectories = [SimpleNamespace(oldest=version)]
+                slots[i] = group, now + admitted[group.group_id]
+        now += 1
+        for i, slot in enumerate(slots):
+            if slot and slot[1] <= now:
+                buffer.complete(slot[0])
+                slots[i] = None
+
+
 def drop_part(steps: int = 375) -> dict:
     """Lengths of what is admitted and of what is trained, by rule; time in decode steps.
 
     Eight answers a batch, staleness at most 2; a learner step takes as long as a median answer.
     Log-normal lengths, sigma 1, median 100.
     """
-    answers = np.ceil(100 * np.exp(np.random.default_rng(0).standard_normal(5000)))
-    costs = Costs(step=1.0, train=100.0, groups=[[0, int(n)] for n in answers])
-    sizes = {"steps": steps, "slots": 64, "groups_per_step": 8, "group_size": 1}
+    answers = np.ceil(TRAIN * np.exp(np.random.default_rng(0).standard_normal(5000)))
     curves = {}
     for rule in ("wait", "drop"):
-        rows, lengths = simulate(Config(**sizes, rollout_workers=1, on_stale=rule), costs)
-        trained = [lengths[i][0] for row in rows for i in row["groups"]]
-        facts = curves[rule] = {"time": rows[-1]["begin"] + rows[-1]["seconds"]}
-        admitted = [tokens for (tokens,) in lengths.values()]
-        for name, values in {"admitted": admitted, "trained": trained}.items():
-            total = float(sum(values))
+        *both, time = simulated(rule, answers.tolist(), steps)
+        facts = curves[rule] = {"time": time}
+        for name, values in zip(("admitted", "trained"), both, strict=True):
+            total = sum(values)
             facts[name] = {"answers": len(values), "tokens": total, "mean": total / len(values)}
     return curves
 

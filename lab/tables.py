@@ -79,15 +79,8 @@ TASK |= {"solved": "eval.after.solved .1%", "seconds": "command_s .0f"}
 AGENT = {"episodes to the goal": "~goal_samples ,.0f", "seconds to it": "~goal_s .0f"}
 AGENT |= {"solved": "eval.after.solved .0%", "seconds in all": "command_s .0f"}
 MIXTURE = {f"`{task}`": f"eval.after.tasks.{task}.solved .1%" for task in PARTS}
-STAGE = {
-    f"{what} {when}": f"~eval.{when}.{what} .2f"
-    for what in ("reward", "solved")
-    for when in ("before", "after")
-}
-JUDGE = {"pairs judged rightly": "right .2f", "believed": "believed .2f", "true": "true .2f"}
 SMOLLM2 = {"before": "before .0%", "solved": "solved .0%", "minutes": "minutes .1f"}
 SMOLLM2 |= {"the same by transformers": "same_answers"}
-SYSTEM = {"published": "published", "speed-up": "speed_up .2f", "utilisation": "utilisation"}
 FAULTS = {
     "faults injected": "faults",
     "runs of all roles": "runs",
@@ -115,18 +108,8 @@ Medians over the seeds, and from lowest to highest; inf: a run that ended below 
 fewer than five seeds ran beside other programs: its seconds say nothing."""
 TOGETHER = "Solved, in one run with `--ratio 2,1,1`. Alone: see above; `reverse:6` 99.6% to 100.0%."
 OLDEST = "`sum`, over all three swap modes, in versions; a row a bound."
-TEACHER = """\
-Held-out scores before and after each stage, medians. `reverse` is learned, then `sort`; then
-`reverse` is taught by the first (`fresh`: at staleness 0; `alone`: as many episodes with rewards
-and no teacher); `sort after`: what is left of `sort` when `reverse` was taught."""
-BELIEF = """\
-`reverse`, 150 steps. Believed: the mean reward that the judge gave to sampled answers of the last
-10 steps; true: what the task says of greedy ones to problems that are held out."""
 AGAIN = "Runs of 50 steps, played again from their event logs: are the weights the same?"
 LEARNS = "SmolLM2-135M-Instruct, sums of two numbers of two digits, 30 steps of 128 answers."
-SIMULATED = """\
-What it says of published systems, by arithmetic: speed-up over synchronous training, and
-utilisation of the devices, synchronous -> asynchronous."""
 
 
 DECODING = "Model `{model}`, {slots} slots with full caches."
@@ -168,8 +151,6 @@ SECTIONS = {  # title: (the file that is read, what writes of it)
         ),
     ),
     "What helps on stale data": ("methods", method_lines),
-    "A teacher": ("distil", partial(run_lines, "stage", STAGE, TEACHER)),
-    "A learned judge": ("judge", partial(run_lines, "judge", JUDGE, BELIEF)),
     "Faults": ("faults", partial(fact_lines, FAULTS)),
     "Replay": ("replay", partial(run_lines, "same", {"staleness bound": "max_staleness"}, AGAIN)),
     "Run folders: damaged, killed, hostile": ("disk", partial(fact_lines, DISK)),
@@ -179,7 +160,6 @@ SECTIONS = {  # title: (the file that is read, what writes of it)
     "Sparse attention: decoding on a GPU": ("decode-cuda", partial(row_lines, DECODING)),
     "Sparse attention: kernels on a GPU": ("dsa-cuda", partial(row_lines, ATTENTION)),
     "A model of Qwen3's form": ("qwen", partial(row_lines, QWEN)),
-    "The simulator": ("scale", partial(run_lines, "what", SYSTEM, SIMULATED, of="published")),
 }
 
 
