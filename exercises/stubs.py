@@ -8,8 +8,6 @@ A function is given CPU tensors unless its docstring says otherwise, must not ch
 that it needs to know is said here.
 """
 
-from pathlib import Path
-
 import numpy as np
 import torch  # noqa: F401 (most exercises need it)
 from torch import Tensor
@@ -249,19 +247,6 @@ def swap_weights(
     int64 [n].
     """
     raise NotImplementedError("ex15: a weight swap that leaves no stale keys")
-
-
-def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
-    """Write a checkpoint that is either whole or not there, whenever the process is killed.
-
-    The file is folder / "checkpoints" / "step0000012.pt" for step 12 (that folder exists): the
-    bytes that torch.save(state, ...) writes, followed by their sha256 digest (32 bytes). Other
-    names in that folder may exist while it is written, but nothing that is called step*.pt. What
-    was written is flushed to the disk (`os.fsync`) before it gets its name. An unfinished file
-    that an earlier kill has left behind is no obstacle. Then all step*.pt but the `keep`
-    with the highest numbers are deleted (keep is at least 1). Returns the path.
-    """
-    raise NotImplementedError("ex16: an atomic checkpoint")
 
 
 def row_dots(x: Tensor, y: Tensor) -> Tensor:

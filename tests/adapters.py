@@ -25,7 +25,6 @@ from methods import critic, dampers
 from methods.turns import turn_advantages  # noqa: F401
 from model import dense_packed, pack_tokens
 from rollout import sample, uniforms
-from runtime.checkpoint import save_checkpoint  # noqa: F401
 from runtime.config import Config
 from runtime.messages import Group, Trajectory
 from runtime.tokenizer import own_tokenizer
@@ -46,7 +45,6 @@ NAMES = {
     "ex13": "next_batch",
     "ex14": "resume",
     "ex15": "swap_weights",
-    "ex16": "save_checkpoint",
     "ex17": "row_dots",
     "ex18": "sparse_tile",
     "ex19": "turn_advantages",

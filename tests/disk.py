@@ -1,4 +1,4 @@
-"""Damage run folders on purpose: bytes, lines and files, full disks, power cuts, kills, strangers.
+"""Damage run folders on purpose: bytes, lines and files, kills, strangers.
 
     python tests/disk.py FOLDER [DAMAGES] [KILLS]     # everything; prints how often which end came
 
@@ -10,7 +10,6 @@ Used by tests/test_folder.py.
 
 import atexit
 import contextlib
-import errno
 import hashlib
 import io
 import json
@@ -34,12 +33,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from faults import full_at  # noqa: E402
 from matplotlib.backends import backend_agg  # noqa: E402, F401 (a child needs a second less)
 
 import train_async  # noqa: E402
 import train_sync  # noqa: E402
-from runtime import books, checkpoint  # noqa: E402
+from runtime import books  # noqa: E402
 from runtime.config import UserError  # noqa: E402
 from runtime.folder import read_lines, scan  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
@@ -321,40 +319,6 @@ def damaged(run: Path, mode: str, place: Path, sha256: str, choose: random.Rando
     return [(what, f"exit {end.code}")]
 
 
-def full_disk(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
-    """The disk is full in the middle of what a run writes; then it is not, and the run goes on."""
-    left, share = [choose.randrange(1, 20)], choose.random()
-
-    def is_full() -> bool:
-        left[0] -= 1
-        return left[0] == 0
-
-    def install() -> None:
-        real, write_file = os.write, checkpoint.write_file
-
-        def write(descriptor, data):
-            if descriptor < 3 or not is_full():
-                return real(descriptor, data)
-            real(descriptor, data[: int(share * len(data))])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def save(path, data, digest):
-            if is_full():  # what it prints is in a file, too, and fits
-                full_at(10_000 + int(share * (len(data) - 10_000)))
-            write_file(path, data, digest)
-
-        os.write, checkpoint.write_file = write, save
-
-    words = [trainer(mode), "--resume", str(run)]
-    end = attempt(words, run, place, install)
-    if end.code:
-        assert end.code == 1 and end.lines[-1].startswith("stopped: "), (end.code, end.lines)
-        assert not list(run.rglob("*.partial")), "a partial file is left behind"
-        go_on(words, run, place)
-    judge(run, mode, place, sha256)
-    return [("full disk", f"exit {end.code}, then 0" if end.code else "exit 0")]
-
-
 def go_on(words: list[str], run: Path, place: Path) -> End | None:
     """Resume a run to its end; None when it has ended: it has a summary of all its steps."""
     end = attempt(words, run, place)
@@ -364,87 +328,6 @@ def go_on(words: list[str], run: Path, place: Path) -> End | None:
         return None
     assert end.code == 0, end.lines
     return end
-
-
-class Power:
-    """It goes off at the n-th fsync, move or removal of a child, just before or after it.
-
-    On disk then is of each file what it held at its last fsync, and perhaps a part of the rest,
-    torn or zeros; and of all names those of now, or those at the last fsync of their folder.
-    """
-
-    def __init__(self, run: Path, choose: random.Random):
-        self.run, self.choose, self.left = run, choose, choose.randrange(1, 40)
-        self.late = choose.random() < 0.5
-        self.synced, self.names, self.files = {}, {}, {}  # inode: bytes; path: inode; inode: fd
-
-    def install(self) -> None:
-        self.names = self.look()  # what a run begins with is on disk
-        self.synced = self.contents()
-        for name in ("fsync", "replace", "unlink"):
-            setattr(os, name, self.hooked(getattr(os, name), name == "fsync"))
-
-    def look(self) -> dict:
-        """The names of all files, now; what is new is kept open, so no inode has two lives."""
-        paths = [path for path in self.run.rglob("*") if path.is_file() and path.name != "lock"]
-        now = {path: path.stat().st_ino for path in paths}
-        new = {inode: path for path, inode in now.items() if inode not in self.files}
-        self.files |= {inode: os.open(path, os.O_RDONLY) for inode, path in new.items()}
-        return now
-
-    def contents(self) -> dict:
-        return {inode: os.pread(file, 1 << 30, 0) for inode, file in self.files.items()}
-
-    def hooked(self, real, is_sync: bool):
-        def called(*arguments, **options):
-            self.left -= 1
-            if self.left == 0 and not self.late:
-                self.off()
-            result = real(*arguments, **options)
-            if is_sync:
-                self.note(Path(os.readlink(f"/proc/self/fd/{arguments[0]}")), self.look())
-            if self.left == 0:
-                self.off()
-            return result
-
-        return called
-
-    def note(self, path: Path, now: dict) -> None:
-        """A file, or the names in a folder, are on disk."""
-        if path.is_dir():
-            old = {name: i for name, i in self.names.items() if name.parent != path}
-            self.names = old | {name: i for name, i in now.items() if name.parent == path}
-        else:
-            self.synced[now[path]] = path.read_bytes()
-
-    def off(self) -> None:
-        """Make the folder what the disk may hold, note which checkpoints it must have; and die."""
-        names, held = self.choose.choice((self.names, self.look())), self.contents()
-        for path in self.look():
-            path.unlink()
-        for path, inode in names.items():
-            sure = self.synced.get(inode, b"")
-            rest = held[inode][len(sure) :] if held[inode].startswith(sure) else b""
-            rest = rest[: self.choose.randrange(len(rest) + 1)]
-            path.write_bytes(sure + self.choose.choice((rest, bytes(len(rest)))))
-        self.run.with_name("sure").write_text(
-            max(path.name for path in self.names if path.suffix == ".pt")
-        )
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def power_cut(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
-    """The power goes off while a run goes on: it goes on again, from no older checkpoint than the
-    newest that was on disk."""
-    words = [trainer(mode), "--resume", str(run)]
-    end = end_of(begin(words, run, place, Power(run, choose).install), place)
-    if end.code == -signal.SIGKILL:
-        newest = int(run.with_name("sure").read_text()[4:-3])
-        if end := go_on(words, run, place):
-            at = int((end.out + end.err).partition("goes on at step ")[2].split(";")[0])
-            assert at >= newest, f"goes on at step {at}, checkpoint {newest} was on disk"
-    judge(run, mode, place, sha256)
-    return [("power cut", "exit 0")]
 
 
 def killed(run: Path, mode: str, place: Path, sha256: str, choose: random.Random) -> list:
@@ -462,19 +345,12 @@ def killed(run: Path, mode: str, place: Path, sha256: str, choose: random.Random
     return [(mode, "exit -9")] * kills + [(mode, "finished")]
 
 
-DAMAGED = (damaged, damaged, damaged, full_disk, power_cut)
-
-
-def campaign(folder: Path, count: int, works=DAMAGED, seed: int = 0) -> tuple[Counter, list[str]]:
+def campaign(folder: Path, count: int, work=damaged, seed: int = 0) -> tuple[Counter, list[str]]:
     """So many copies of a run, each of which something is done to; how they ended, and what must
     not be."""
-    choose, runs, ends, failures = random.Random(seed), make_runs(folder), Counter(), []
+    runs, ends, failures = make_runs(folder), Counter(), []
     for number in range(count):
-        mode, work, place = (
-            ("sync", "async")[number % 2],
-            choose.choice(works),
-            folder / f"{number}",
-        )
+        mode, place = ("sync", "async")[number % 2], folder / f"{number}"
         run, sha256 = runs[mode]
         shutil.copytree(run, place / "run")
         try:
@@ -588,7 +464,7 @@ def everything(folder: Path, damages: int = 300, kills: int = 60) -> dict:
     """Damages, kills, strangers: what was tried how often, how it ended, and what must not be."""
     work = {
         "damaged": lambda place: campaign(place, damages),
-        "killed": lambda place: campaign(place, kills, (killed,)),
+        "killed": lambda place: campaign(place, kills, killed),
         "hostile": strangers,
     }
     result = {}

@@ -8,16 +8,10 @@ PYTEST_DONT_REWRITE: of a failure a learner reads the message, and no page of te
 """
 
 import copy
-import hashlib
-import io
 import itertools
 import math
-import os
 import random
-import signal
 import statistics
-import tempfile
-from pathlib import Path
 
 import adapters
 import numpy as np
@@ -886,136 +880,6 @@ def check_ex15(swap_weights):
     assert model.flat.equal(old.flat), "weights must be adopted when no slot is running, too"
 
 
-# -------------------------------------------------------------------------- ex16 atomic checkpoint
-
-
-def value_in(path: Path) -> int | None:
-    """What a checkpoint file holds, or None when it is not whole."""
-    data = path.read_bytes() if path.exists() else b""
-    if not data or hashlib.sha256(data[:-32]).digest() != data[-32:]:
-        return None
-    return torch.load(io.BytesIO(data[:-32]), weights_only=True)["step"]
-
-
-def saving(in_place=False, flush=True, early=False):
-    def save_checkpoint(folder, step, state, keep=3):
-        path = folder / "checkpoints" / f"step{step:07d}.pt"
-        memory = io.BytesIO()
-        torch.save(state, memory)
-        data = memory.getvalue() + hashlib.sha256(memory.getvalue()).digest()
-
-        def sweep(left):
-            for old in sorted(path.parent.glob("step*.pt"))[:-left]:
-                old.unlink()
-
-        if early:
-            sweep(keep - 1)
-        with open(path if in_place else path.with_name("new"), "wb") as file:
-            file.write(data)
-            if flush:
-                file.flush()
-                os.fsync(file.fileno())
-        if not in_place:
-            path.with_name("new").replace(path)
-        sweep(keep)
-        return path
-
-    return save_checkpoint
-
-
-MISTAKES["ex16"] = {
-    "the newest checkpoint is torn: write under another name": saving(in_place=True),
-    "old checkpoints were deleted before the new one was whole": saving(early=True),
-    "renamed before it was flushed (os.fsync)": saving(flush=False),
-}
-
-
-def killed_after(size: int, work) -> None:
-    """Run `work` in a child that the kernel kills when a file grows beyond `size` bytes."""
-    import resource
-
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        try:
-            work()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-
-def recorded(work) -> list[tuple[str, int, int]]:
-    """(what, which file, its bytes) of every flush and renaming that `work` does, in order."""
-    events = []
-    with pytest.MonkeyPatch.context() as patch:
-        for real in (os.fsync, os.replace, os.rename):
-
-            def noted(file, *rest, real=real, **more):
-                facts = os.stat(file.fileno() if hasattr(file, "fileno") else file)
-                events.append((real.__name__, facts.st_ino, facts.st_size))
-                return real(file, *rest, **more)
-
-            patch.setattr(os, real.__name__, noted)
-        work()
-    return events
-
-
-def check_ex16(save_checkpoint):
-    with tempfile.TemporaryDirectory() as folder:
-        check_saving(save_checkpoint, Path(folder))
-
-
-def check_saving(save_checkpoint, folder):
-    (folder / "checkpoints").mkdir()
-
-    def save(step, value=None, **keep):
-        value = value or step
-        state = {"weights": torch.full((5000,), float(value)), "step": value}
-        return save_checkpoint(folder, step, state, **keep)
-
-    def file(step):
-        return folder / "checkpoints" / f"step{step:07d}.pt"
-
-    def left(*steps):
-        names = sorted(path.name for path in folder.glob("checkpoints/step*.pt"))
-        return names == [file(step).name for step in steps]
-
-    path = save(1)
-    assert path == file(1), f"the path must be {file(1)}, got {path}"
-    digest = "the file must be what torch.save writes and then its sha256 digest, 32 bytes"
-    assert value_in(path) == 1, digest
-    newest = "only the `keep` newest must be left, those of the highest steps"
-    assert [save(step) for step in (2, 3, 4)] and left(2, 3, 4), newest
-    for size in (0, 1000, 15000, 20010):
-        killed_after(size, lambda: save(5))
-        torn = f"killed after {size} bytes, the newest checkpoint is torn: write under another name"
-        assert not file(5).exists() or value_in(file(5)) == 5, torn
-        assert left(2, 3, 4), "old checkpoints were deleted before the new one was whole"
-    killed_after(1000, lambda: save(4, 44))
-    again = "a checkpoint that was whole is torn: a step is written again after a resume"
-    assert value_in(file(4)) == 4, again
-    events = recorded(lambda: save(5))
-    assert value_in(file(5)) == 5, "what a killed process left behind is an obstacle"
-    renames = [i for i, event in enumerate(events) if event[0] != "fsync"]
-    assert renames, "a name must appear at once: rename a file that is whole (Path.replace)"
-    _, inode, size = events[renames[-1]]
-    synced = [event[2] for event in events[: renames[-1]] if event[:2] == ("fsync", inode)]
-    flushed = "renamed before it was flushed (os.fsync): after a power cut the file may be empty"
-    assert synced, flushed
-    buffered = (
-        f"os.fsync saw {synced[-1]} of {size} bytes: write all, then file.flush(), then fsync"
-    )
-    assert synced[-1] == size, buffered
-    assert left(3, 4, 5), newest
-    save(3)  # again, after a resume: now it is the last one written
-    save(6)
-    assert left(4, 5, 6), newest
-    save(6, keep=1)
-    assert left(6), newest
-
-
 # ------------------------------------------------------------------------------ ex17, ex18 kernels
 
 
@@ -1310,7 +1174,7 @@ EXERCISES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in CH
 
 def check(name: str, function) -> None:
     """Examine a function; all but those that write leave their arguments alone."""
-    CHECKS[name](function if name in ("ex15", "ex16", "ex17", "ex18") else watched(function))
+    CHECKS[name](function if name in ("ex15", "ex17", "ex18") else watched(function))
 
 
 @pytest.mark.parametrize("name", EXERCISES)

@@ -18,18 +18,12 @@ def runs(tmp_path_factory):
     return disk.make_runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize(
-    "work, seeds",
-    [(disk.full_disk, (0, 1)), (disk.power_cut, (0, 1, 2)), (disk.damaged, (0, 1, 2, 3))],
-)
-def test_a_run_goes_on_whatever_its_folder_has_suffered_or_says_why_not(
-    runs, tmp_path, work, seeds
-):
+def test_a_run_goes_on_whatever_its_folder_has_suffered_or_says_why_not(runs, tmp_path):
     folder, sha256 = runs["sync"]
-    for seed in seeds:
+    for seed in range(6):
         place = tmp_path / f"{seed}"
         shutil.copytree(folder, place / "run")
-        assert work(place / "run", "sync", place / "output", sha256, random.Random(seed))
+        assert disk.damaged(place / "run", "sync", place / "output", sha256, random.Random(seed))
 
 
 def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):

@@ -172,15 +172,6 @@ def test_expected_gradient_of_groups_by_loops(may_end, credit):
     assert torch.allclose(chances @ gradients, expected, atol=1e-12)
 
 
-def test_what_an_end_costs_is_the_groups_in_which_nobody_else_went_on():
-    task = runs.enumerate_turns(may_end=True)
-    gradients, chances, truth = runs.group_gradients(THETA, task, "turn", "rloo")
-    ends = float(THETA[0].softmax(0)[1])
-    expected = truth.view(7, 3).clone()
-    expected[1:] *= 1 - ends**2  # of two others
-    assert torch.allclose((chances @ gradients).view(7, 3), expected, atol=1e-12)
-
-
 def test_credit_for_turns_and_for_the_episode():
     curves = runs.credit_part()
     unpaid, paid = runs.PAYS.index(0), runs.PAYS.index(0.5)

@@ -139,32 +139,6 @@ def test_a_life_is_what_the_log_says(run):
         assert len(step["waits"]) == 6
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"advantage": "gae"},
-        {"task": "hops:2", "credit": "turn", "slots": 9},
-        {"task": "guess,reverse:3", "groups_per_step": 4},
-        {"objective": "gspo", "swap": "recompute"},
-        {"top_p": 0.8},
-        {"advantage": "opob", "damper": "gac"},
-    ],
-)
-def test_every_kind_of_run_can_be_looked_into(tmp_path, flags):
-    wander(tmp_path / "run", 5, 2, **flags, steps=4)
-    page = look_at(tmp_path / "run", "--groups", "6")
-    assert len(page["groups"]) == 6 and page["trouble"] == ""
-    episodes = [episode for group in page["groups"] for episode in group["episodes"]]
-    for one in episodes:
-        generated = sum(stop - start for start, stop in one["turns"])
-        names = "versions behaviour logprobs advantages entropy".split()
-        assert {len(one[name]) for name in names} == {generated}
-    if flags.get("advantage") == "gae":  # a value of its own for each token
-        assert any(len(set(one["advantages"])) > 1 for one in episodes)
-    if "," in flags.get("task", ""):
-        assert {group["task"] for group in page["groups"]} == {"guess", "reverse:3"}
-
-
 def test_several_learners_and_real_workers(tmp_path):
     flags = {"groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 4, "eval_every": 2}
     config = dataclasses.replace(Config(), out=str(tmp_path / "run"), learners=2, **flags)

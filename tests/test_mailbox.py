@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,15 +96,6 @@ def test_overtaken_reader_reads_again(mailbox, publications):
     version, flat = reader.read()
     assert (flat == version).all()
     assert version == (publications if publications > 1 else 0)
-    reader.close()
-
-
-def test_reader_without_stamps_would_see_a_mixture(mailbox):
-    """The same interruption, without the check: this is what the stamps are for."""
-    mailbox.publish(0, weights(0))
-    reader = overtaken(mailbox, 2)
-    flat = reader.buffers.copy(reader.stamps[1].argmax())
-    assert set(flat.tolist()) == {0.0, 2.0}
     reader.close()
 
 
@@ -232,12 +223,6 @@ def test_memory_goes_with_its_owner_however_that_ends():
     version, flat = reader.read()
     assert version == 3 and (flat == 3).all()
     reader.close()
-
-
-def test_the_resource_tracker_knows_nothing_of_it():
-    before = resource_tracker._resource_tracker._pid
-    Mailbox(torch.empty(1000)).close()
-    assert resource_tracker._resource_tracker._pid == before
 
 
 @pytest.mark.gpu

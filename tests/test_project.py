@@ -17,16 +17,16 @@ ROOMS = ("methods", "fast", "tasks", "runtime", "lab")
 # room -> code lines, tokens, tokens a line (dense code is tiring, and long lines hide it)
 CEILINGS = {
     "nano": (320, 3000, 10.0),
-    "story": (1950, 19820, 10.2),  # the plan: 1,800 lines, 18,000 tokens, 10.0
+    "story": (1895, 19075, 10.2),  # the plan: 1,800 lines, 18,000 tokens, 10.0
     "fast and measured": (1100, 14500, None),
     "methods": (700, 7000, None),
     "fast": (350, 3600, None),
     "tasks": (600, 5500, None),
-    "runtime": (3050, 29380, 9.7),  # the plan: 2,000 lines, 19,000 tokens
-    "lab": (1710, 20650, None),  # the plan: 20,000 tokens
+    "runtime": (2980, 28650, 9.7),  # the plan: 2,000 lines, 19,000 tokens
+    "lab": (2000, 20000, None),
 }
 # lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer
-FILE, README, TESTS, FLAGS = 300, 160, 17650, 45  # the plan: 15,000 lines of tests
+FILE, README, TESTS, FLAGS = 300, 160, 15000, 45
 LEAVES = "config devices folder ledger mailbox messages noise pipes pool runlog terminal"
 LEAVES = [f"runtime.{name}" for name in (*LEAVES.split(), "tokenizer")] + ["fast.eightbit"]
 

@@ -1,16 +1,14 @@
-"""What stale data are worth: the race of methods (lab/stale.py); stages of distillation."""
+"""What stale data are worth: the race of methods (lab/stale.py)."""
 
 import json
-from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import train_sync
-from lab import campaigns, stale
+from lab import stale
 from learner import learner_step
-from runtime.config import Config, check
+from runtime.config import Config
 
 FLAGS = {"task": "reverse:2", "groups_per_step": 4, "group_size": 4, "slots": 16, "steps": 50}
 FLAGS |= {"eval_every": 1000, "lr": 3e-3}
@@ -95,31 +93,4 @@ def test_a_verdict_is_what_the_numbers_allow(gain, noise, word):
     assert any(line.startswith("| cispo") and word in line for line in lines)
 
 
-def test_equals_are_rarely_told_apart():
-    """One of a hundred comparisons, and not ten, as with a bootstrap of five means."""
-    random, wrong = np.random.default_rng(0), 0
-    for _ in range(400):
-        rows = []
-        for seed, arm in product(range(5), ("reinforce", "cispo")):
-            row = {"arm": arm, "task": "guess", "condition": "η = 4", "seed": seed}
-            rows.append(row | {"area": random.standard_normal()})
-        wrong += stale.compared(rows, "cispo")[0] != "cannot be told"
-    assert wrong <= 12
-
-
 # ---- a skill that was lost ----
-
-
-def test_every_stage_begins_where_another_has_ended(tmp_path):
-    plan = campaigns.stages(tmp_path, 3)
-    for name, flags in plan.items():
-        check(Config(**campaigns.ALIKE | flags))
-        for place in (flags.get("init"), flags.get("teacher")):
-            earlier = list(plan)[: list(plan).index(name)]
-            assert place is None or Path(place).name in earlier, (name, place)
-    taught, alone = plan["3-taught"], plan["3-alone"]
-    episodes = [
-        flags["steps"] * flags["groups_per_step"] * flags["group_size"]
-        for flags in ({"groups_per_step": 16, "group_size": 16} | x for x in (taught, alone))
-    ]
-    assert episodes == [256 * 120] * 2, "the baseline has as many episodes"

@@ -1,8 +1,6 @@
 """The tokenizer by behaviour: round trips, and the vocabulary file.
 
 Those of Hugging Face folders are compared with the tokenizers library.
-The vocabulary file is a product of `build_vocabulary` below; to write it again:
-`PYTHONPATH=tests:. python -c "import test_tokenizer as t; t.FILE.write_text(t.build_vocabulary())"`
 """
 
 import json
@@ -18,12 +16,9 @@ from model_folders import REASON, SPECIAL, TEMPLATE, trained_tokenizer
 
 from reward import make_task
 from runtime.config import UserError
-from runtime.tokenizer import END, PAD, VOCABULARY, FolderTokenizer, own_tokenizer
+from runtime.tokenizer import END, PAD, FolderTokenizer, own_tokenizer
 
 VOCAB_SIZE = 512
-FILE = VOCABULARY / "tokenizer.json"
-# The last alternative is there because tiktoken drops text that its pattern does not match.
-PATTERN = r" [0-9]{1,2}(?![0-9])|[0-9]| ?\p{L}+|[\s\S]"
 
 
 def tokenizer():
@@ -38,50 +33,6 @@ def decode_bytes(tokens: list[int]) -> bytes:
     return own_tokenizer().decode_bytes(tokens)
 
 
-# In merge order (`_` is a space): byte-pair merges learned on English prose (docstrings, manuals)
-# in which the words of the tasks were made frequent.
-FRAGMENTS = """
-_t _a re in _th er _s on es or _the _c en at ed _i _f _re _o al le _b _w ing se an ion st _m _p ess
-_to ct _n _an th _is _d ver _in ro ort _e gu ar _of ent _h il am as un _sort verse od guess _reverse
-_be ch et ur _st it _l ut _and ad ul ce _for ck qu um _v us om ect _wh is pt ith ap all lo est _con
-_as _or pe im ot _ex ue _it ag _are ame ment _on id iv ic _with ex _pro _if ction _that _by cess el
-ass res and _g ab bj ber ring _de ill ist ult bject ption _al _us ation _fi if urn umber api turn ri
-con up alue rom ly _object ow port _return ore _call ol _will _from _not unction ode ter ack
-"""
-
-
-def build_vocabulary() -> str:
-    tokens = [bytes([value]) for value in range(256)]
-    tokens += [f" {number}".encode() for number in range(100)]
-    tokens += [fragment.replace("_", " ").encode() for fragment in FRAGMENTS.split()]
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [value for value in range(256) if value not in visible]
-    spelling = {value: chr(value) for value in visible}
-    spelling |= {value: chr(256 + place) for place, value in enumerate(hidden)}
-
-    def spell(token):
-        return "".join(spelling[value] for value in token)
-
-    merges = [" ".join(map(spell, merge(token, ranks))) for token in tokens[256:]]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = {"<|end|>": END, "<|pad|>": PAD}
-    added = [{"id": i, "content": name, "special": True} | flags for name, i in special.items()]
-    cut = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    cuts = [cut, level | {"use_regex": False}]
-    vocabulary = {spell(token): rank for token, rank in ranks.items()}
-    facts = {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
-        "decoder": level | {"use_regex": True},
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
-    }
-    return json.dumps(facts, indent=1) + "\n"
-
-
 def merge(token: bytes, ranks: dict) -> list[bytes]:
     """Byte-pair merging with the tokens that come before this one: what it is made of."""
     parts = [bytes([value]) for value in token]
@@ -94,8 +45,7 @@ def merge(token: bytes, ranks: dict) -> list[bytes]:
     return parts
 
 
-def test_the_vocabulary_file_is_the_one_described():
-    assert FILE.read_text() == build_vocabulary(), "write it again, see the docstring"
+def test_the_vocabulary_has_its_two_special_tokens():
     encoding = tokenizer()
     assert encoding.n_vocab == VOCAB_SIZE == 512
     assert encoding.encode("<|end|><|pad|>", allowed_special="all") == [END, PAD]
