@@ -116,10 +116,8 @@ def open_run(config: Config, mode: str) -> Run:
     advice = advice_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
     if config.slots == 0:
-        slots = fitting_slots(
-            config, task, learner.model, rollouts if mode == "async" else learners
-        )
-        config = replace(config, slots=slots)
+        where = rollouts if mode == "async" else learners
+        config = replace(config, slots=fitting_slots(config, task, learner.model, where))
     if state:
         restore(learner, state, config, ledger)
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step

@@ -59,8 +59,8 @@ def reset(data, encode, most, index, split):
 def step(data, problem, answers):
     """What the generator's scorer says."""
     generator = data[problem["split"]]
-    entry = generator[problem["entry"]]
-    return Step(None, float(generator.score_answer(answers[-1].strip(), entry)), True)
+    score = generator.score_answer(answers[-1].strip(), generator[problem["entry"]])
+    return Step(None, float(score), True)
 
 
 def solve(data, problem):

@@ -141,18 +141,16 @@ def reset(splits, seed, index, split):
 
 def step(verifier, problem, answers):
     """What the verifier says; white space around an answer does not count."""
-    value = verifier(answers[-1].strip(), problem["answer"].strip())
-    return Step(None, float(value), True)
+    return Step(None, float(verifier(answers[-1].strip(), problem["answer"].strip())), True)
 
 
 def make(argument: str, seed: int, tokenizer) -> Task:
     """`argument` is PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS]."""
-    parts = re.fullmatch(
+    path, verifier, everything, tokens = re.fullmatch(
         r"(.*?)(?::(exact|numeric(?::parsable)?|similar))?(?::(any))?(?::([0-9]+))?",
         argument,
         re.DOTALL,
-    )
-    path, verifier, everything, tokens = parts.groups()
+    ).groups()
     verifier = verifier or "exact"
     most = whole_number(tokens, 1, 16384) if tokens else 0
     rows = read_rows(path, verifier)
