@@ -315,7 +315,6 @@ def sparse_attention(
     """
     check_tensors(tables, q, k, v)
     assert v.shape == k.shape, f"v must be {k.shape}, got {v.shape}"
-    check_selection(tables, sel, k.shape[1])
     gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # elements of a query's keys
     heads = numbers(k.shape[1], k)
     offset = numbers(tables.chunk_size, k)
@@ -378,20 +377,3 @@ def check_tensors(
     forms = {(x.dtype, x.device) for x in (q, k, *others)}
     same = forms == {(q.dtype, tables.row.device)} and q.is_floating_point()
     assert same, f"one floating dtype, on {tables.row.device}, got {forms}"
-
-
-def check_selection(
-    tables: Tables,
-    sel,  # [N, heads or 1, S]
-    heads: int,
-) -> None:
-    """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""
-    n = len(tables.q_pos)
-    fits = sel.dtype == torch.int64 and sel.numel() and sel.shape[:-1] in ((n, 1), (n, heads))
-    assert fits, f"sel must be int64 [{n}, {heads} or 1, S], got {sel.dtype} {sel.shape}"
-    ids = sel.sort(-1).values
-    local = ids - tables.first[:, None, None]
-    wrong = (local < 0) | (local > tables.past[:, None, None])
-    wrong[..., 1:] |= ids.diff() == 0
-    wrong = (wrong & (ids != -1)).any(-1)  # [N, Hs]
-    assert not wrong.any(), f"sel must hold unique ids that a query may see, or -1: {sel[wrong]}"

@@ -708,7 +708,7 @@ def sparse_attention(q, k, v, sel: Tensor, tables: Tables, query_block=1) -> Ten
     the GPU; `dsa_attention`, whose lists are its own, does not.
     """
     _check_attention(q, k, v, tables, query_block)
-    dsa.check_selection(tables, sel, k.shape[1])
+    check_selection(tables, sel, k.shape[1])
     shared = query_block == 1 or sel.equal(sel[block_lead(tables, query_block)])
     assert shared, f"sel must be the same for all queries of a query_block of {query_block}"
     blocks = plan_blocks(tables, query_block)
@@ -828,3 +828,20 @@ def dense_decode(q: Tensor, k: Tensor, v: Tensor, plan: tuple) -> Tensor:
     # contiguous: with one key head q may be a part of rows that hold keys and values, too
     rows = q.contiguous().view(n * heads, -1, width)
     return _walk(rows, *flat, *plan, split=True)[0].view(q.shape)
+
+
+def check_selection(
+    tables: Tables,
+    sel,  # [N, heads or 1, S]
+    heads: int,
+) -> None:
+    """A duplicate would count twice, a foreign id would mix sequences: never compute with them."""
+    n = len(tables.q_pos)
+    fits = sel.dtype == torch.int64 and sel.numel() and sel.shape[:-1] in ((n, 1), (n, heads))
+    assert fits, f"sel must be int64 [{n}, {heads} or 1, S], got {sel.dtype} {sel.shape}"
+    ids = sel.sort(-1).values
+    local = ids - tables.first[:, None, None]
+    wrong = (local < 0) | (local > tables.past[:, None, None])
+    wrong[..., 1:] |= ids.diff() == 0
+    wrong = (wrong & (ids != -1)).any(-1)  # [N, Hs]
+    assert not wrong.any(), f"sel must hold unique ids that a query may see, or -1: {sel[wrong]}"

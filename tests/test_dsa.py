@@ -499,7 +499,6 @@ def select(top_k=2, weights=slice(None), means=None):
     return dsa.select_chunks(q, k, tables, top_k, (q_index, k_index, w[:, weights]), means)
 
 
-SIX = torch.zeros(6, 1, 1).long()  # a selection for six queries
 BAD = {
     "chunk_size 0": (lambda: dsa.packed_tables(edges(0, 4), 0), "chunk_size.*1 to 512.*got 0"),
     "chunk_size 24": (lambda: dsa.cache_tables(edges(1), 8, 24), "chunk_size.*power.*got 24"),
@@ -509,16 +508,6 @@ BAD = {
     "k heads": (lambda: attend(k=torch.randn(6, 3, 8)), r"q .*4, 8\]\), k .*\[6, 3, 8\]"),
     "dtypes": (lambda: attend(v=torch.randn(6, 2, 8).double()), "one floating dtype.*float64"),
     "device": (lambda: attend(v=torch.randn(6, 2, 8, device="meta")), "on cpu, got.*meta"),
-    "sel heads": (lambda: attend(sel=SIX.expand(6, 3, 1)), r"sel must be int64 \[6, 2 or 1"),
-    "sel twice": (
-        lambda: attend(sel=torch.tensor([[[0, -1, -1]]] * 5 + [[[1, 0, 1]]])),
-        r"sel must hold unique.*\[\[1, 0, 1\]\]",
-    ),
-    "sel future": (lambda: attend(sel=SIX + 1), r"sel.*\[\[1\],"),
-    "sel foreign": (
-        lambda: attend(sel=SIX, tables=dsa.packed_tables(edges(0, 3, 6), 4)),
-        r"sel.*\[\[0\],",
-    ),
     "top_k 0": (lambda: select(0), "top_k must be an integer >= 1"),
     "means": (lambda: select(means=torch.zeros(4, 1, 8).double()), "4 means of 3 chunks"),
 }

@@ -17,12 +17,12 @@ ROOMS = ("methods", "fast", "tasks", "runtime", "lab")
 # room -> code lines, tokens, tokens a line (dense code is tiring, and long lines hide it)
 CEILINGS = {
     "nano": (320, 3000, 10.0),
-    "story": (1895, 19075, 10.2),  # the plan: 1,800 lines, 18,000 tokens, 10.0
+    "story": (1880, 18890, 10.2),  # the plan: 1,800 lines, 18,000 tokens, 10.0
     "fast and measured": (1100, 14500, None),
     "methods": (700, 7000, None),
     "fast": (350, 3600, None),
     "tasks": (600, 5500, None),
-    "runtime": (2980, 28650, 9.7),  # the plan: 2,000 lines, 19,000 tokens
+    "runtime": (2980, 28655, 9.7),  # the plan: 2,000 lines, 19,000 tokens
     "lab": (2000, 20000, None),
 }
 # lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer
