@@ -182,18 +182,22 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     """One optimizer step on a batch of groups; returns the step's metrics.
 
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
-    by `count`, the generated tokens of the step (failed episodes left out). Of several learners
+    by `count`, the generated tokens of the step (failed episodes left out). What has no gradient,
+    without advantage, entropy bonus and reference, is not computed. Of several learners
     each gets the whole batch, computes its share of the micro-batches, and steps its slice of the
     weights (runtime/team.py). A step whose loss or gradient is not finite changes no weights, and
     counts as a version all the same; see `check_step` (runtime/books.py).
     """
     begin, team = time.monotonic(), learner.team
-    samples, dead = learner.method.samples(learner, groups, config)
-    lengths, count = [len(t.tokens) for t, _ in samples], sum(t.generated for t, _ in samples)
-    batches = pack(lengths, config.token_budget, team.size)
-    shares = deal(batches, lengths, team.size, 6 * learner.model.config.width)
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
+    samples, dead = learner.method.samples(learner, groups, config)
+    count = sum(t.generated for t, _ in samples)
+    if learner.version and not (measured or config.entropy):
+        samples = [(t, advantages) for t, advantages in samples if any(advantages)]
+    lengths = [len(t.tokens) for t, _ in samples]
+    batches = pack(lengths, config.token_budget, team.size)
+    shares = deal(batches, lengths, team.size, 6 * learner.model.config.width)
     gradients, facts = [], []  # of each learner that this one is: a replay is all of them
 
     for rank in team.ranks:
@@ -211,7 +215,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     add_gradients(team, learner.weights.grad, gradients)
     facts = share_facts(team, facts)
     parts, lessons = [part for _, part, _ in facts], [lesson for *_, lesson in facts]
-    metrics = losses.merge_diagnostics(parts) if parts else {"tokens": 0}
+    metrics = losses.merge_diagnostics(parts) | {"tokens": count} if parts else {"tokens": 0}
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, sum(loss for loss, *_ in facts), metrics)

@@ -122,7 +122,7 @@ def bench_faults(folder: Path) -> None:
         save_result(folder, "faults", result | so_far)
 
 
-SMOLLM2 = {"chat": "yes", "dtype": "auto", "lr": 5e-5, "entropy": 0.0, "steps": 30}
+SMOLLM2 = {"chat": "yes", "dtype": "auto", "lr": 3e-5, "entropy": 0.0, "steps": 30}
 SMOLLM2 |= {"groups_per_step": 16, "group_size": 8, "token_budget": 16384, "eval_every": 10}
 ARMS_SMOLLM2 = {"sync": {"trainer": "train_sync.py"}, "async, η = 2": {"max_staleness": 2}}
 
@@ -148,7 +148,8 @@ def bench_smollm2(folder: Path, config: Smollm2Config) -> None:
     for label, row, run in campaign(folder, "smollm2", plan, keep=True, **alike):
         arm, _, seed = label.rpartition(", ")
         seconds, _, solved = zip(*exams_of(run, "solved"), strict=True)
-        row |= {"arm": arm, "solved": solved[-1], "before": solved[0], "minutes": seconds[-1] / 60}
+        row |= {"arm": arm, "before": solved[0], "solved": solved[-1]}
+        row["minutes"] = row["command_s"] / 60
         if seed == "0":
             curves[arm] = seconds, solved
         export(*stored_model(run), folder / f"{run.name}-out")

@@ -28,7 +28,8 @@ def same_answers(folder: Path, spec: str, count: int = 32) -> str:
     load_weights(model, folder)
     sizes = {"slots": 32, "capacity": task.context, "group_size": 1, "temperature": 0.0}
     problems = [Group(i, 0, task.reset(i, "eval")) for i in range(count)]
-    theirs, same = transformers.AutoModelForCausalLM.from_pretrained(folder), 0
+    make = transformers.AutoModelForCausalLM.from_pretrained
+    theirs, same = make(folder, dtype=torch.float32), 0
     for group in generate(Generator(model, make_environment(config, task), **sizes), problems):
         (t,) = group.trajectories
         prompt = torch.tensor([task.tokenizer.encode_prompt(group.problem["prompt"])])
