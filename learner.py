@@ -76,8 +76,8 @@ class GroupMethod:
         """Nothing to remember."""
 
     def samples(self, learner, groups: list, config: Config) -> tuple:
-        """What a step learns from: pairs of a trajectory and the advantages of its turns, and which
-        groups are dead, bool [G]."""
+        """What a step learns from: pairs of a trajectory and the advantages of its turns (where all
+        are 0, it may be left out), and which groups are dead, bool [G]."""
         trajectories = [t for group in groups for t in repaired(group)]
         rewards = torch.tensor([t.reward for t in trajectories]).float().view(len(groups), -1)
         advantages, dead = losses.group_advantages(rewards, config.advantage)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learner import GroupMethod
+from buffer import repaired
+from learner import GroupMethod, pairs_of
 from logprobs import policy_logprobs
 from losses import log_ratio
 from model import GPT
@@ -29,6 +30,11 @@ from tasks import limits
 
 class Distillation(GroupMethod):
     """Rewards say nothing, the teacher all."""
+
+    def samples(self, learner, groups: list, config: Config) -> tuple:
+        trajectories = [t for group in groups for t in repaired(group)]
+        alike = torch.ones(len(trajectories), 1)  # factors, as for a critic
+        return pairs_of(trajectories, alike), torch.zeros(len(groups), dtype=torch.bool)
 
     def advantages(self, batch: list, tokens, hidden: Tensor) -> tuple:
         teacher = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))

@@ -112,6 +112,7 @@ def test_the_expected_gradient_is_that_of_the_kl_to_the_teacher():
 def test_a_step_uses_what_the_teacher_said(taught):
     config, learner, groups = asked(taught, entropy=0.0, reference_every=0, objective="reinforce")
     samples, _ = learner.method.samples(learner, groups, config)
+    assert all(all(factors) for _, factors in samples), "what has no advantage is not computed"
     count = sum(t.generated for t, _ in samples)
     loss, *_ = micro_batch_loss(learner, samples, False, count, config)
     policy = torch.cat(policy_logprobs(learner.model, [t for t, _ in samples], learner, config))
