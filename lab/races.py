@@ -45,7 +45,7 @@ JUDGED = {"guess": "async, η = 2", "sum": "async, η = 4", "slow": "async, η =
 REGIMES = {
     "guess": "short answers",
     "sum": "long answers of unequal length",
-    "slow": "an environment that takes 50 ms a turn",
+    "slow": "an environment of 50 ms a turn",
     "long": "long answers of a model with 0.6B parameters",
 }
 # Scores to reach on held-out problems. `sum` climbs so slowly from 0.35 on that the seed decides
