@@ -211,14 +211,6 @@ def test_a_setting_that_no_longer_exists_is_ignored_on_resume(tmp_path):
     assert resumed(dataclasses.replace(Config(), resume=str(run)))[0].steps == 5
 
 
-def test_two_runs_of_one_second_have_two_folders(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.strftime", lambda form: "1126-120000")
-    assert [made().name for _ in range(3)] == [
-        f"guess-sync-1126-120000{x}" for x in ("", "-2", "-3")
-    ]
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"mode": "sync", "steps": "many"}', "{}"])
 def test_a_damaged_config_costs_one_line(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
