@@ -182,8 +182,9 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     """One optimizer step on a batch of groups; returns the step's metrics.
 
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
-    by `count`, the generated tokens of the step (failed episodes left out). What has no gradient,
-    without advantage, entropy bonus and reference, is not computed. Of several learners
+    by `count`, the generated tokens of the step (failed episodes left out). A sample without
+    advantages is not computed where neither entropy bonus nor reference gives it a gradient, which
+    halves a step of SmolLM2; diagnostics are then of the others. Of several learners
     each gets the whole batch, computes its share of the micro-batches, and steps its slice of the
     weights (runtime/team.py). A step whose loss or gradient is not finite changes no weights, and
     counts as a version all the same; see `check_step` (runtime/books.py).

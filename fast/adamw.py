@@ -1,7 +1,8 @@
 """adamw.py: torch's AdamW, called as a function.
 
-The first step of `torch.optim.AdamW` imports torch's compiler, which takes 1.2 seconds or more; it
-calls this function, too. And one learner of several steps a slice of the weights only.
+`torch.optim.AdamW` calls this function, too, but first it imports torch's compiler, which takes 1.2
+seconds or more. Of several learners each steps its own slice of the weights.
+Left out: clipping, and the learning rate's way down (learner.py).
 """
 
 import torch

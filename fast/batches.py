@@ -1,7 +1,8 @@
-"""batches.py: the samples of a step become micro-batches, and those the work of several learners.
+"""batches.py: how the samples of a step are put into micro-batches and dealt to several learners.
 
-Sorted by length, 256 log-normal episodes (19,181 tokens) fill 24,908 cells of attention; in their
-order, 54,764.
+Attention computes a grid, as wide as the longest sequence in it. Sorted by length, 256 log-normal
+episodes (19,181 tokens) fill 24,908 cells; as they come, 54,764.
+Left out: what the samples are (learner.py). Lengths in, indices out.
 """
 
 

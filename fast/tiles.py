@@ -3,6 +3,7 @@
 On one CPU thread this selects 2 to 5 times as fast as query by query (2,048 to 8,192 tokens in
 chunks of 16; 1.4 times in sequences of 64 tokens).
 The result of a query does not depend, bitwise, on what else is packed.
+Left out: how a query is scored, and what is selected (dsa.py).
 
 Axes: N queries · t tiles of n queries · NC chunks · K most chunks of one sequence
       H heads of the keys that are scored · Hs heads that select · D width
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-TILE = 16
+TILE = 16  # neighbours that are scored together
 
 
 def at_least_float32(x):

@@ -179,8 +179,10 @@ def swap_part(task: EnumeratedTask) -> dict:
 
 
 def simulated(rule: str, answers: list[int], steps: int) -> tuple:
-    """Groups of one answer each through the real Buffer, a token of every slot in a tick: tokens of
-    all that were admitted, and of those that were trained, and the ticks that it took."""
+    """Groups of one answer each pass through the real Buffer; in a tick every slot makes a token.
+
+    Returns the lengths of what was admitted, of what was trained, and the ticks that it took.
+    """
     buffer, admitted, trained = Buffer(8, 2, rule), [], []
     waiting, slots, version = deque(), [None] * 64, 0  # of a slot: its group, and when it is done
     now = busy_until = 0

@@ -32,8 +32,9 @@ class Distillation(GroupMethod):
     """Rewards say nothing, the teacher all."""
 
     def samples(self, learner, groups: list, config: Config) -> tuple:
+        """All answers, also of groups whose rewards are equal: no group is dead."""
         trajectories = [t for group in groups for t in repaired(group)]
-        alike = torch.ones(len(trajectories), 1)  # factors, as for a critic
+        alike = torch.ones(len(trajectories), 1)  # `advantages` puts the teacher's in place
         return pairs_of(trajectories, alike), torch.zeros(len(groups), dtype=torch.bool)
 
     def advantages(self, batch: list, tokens, hidden: Tensor) -> tuple:

@@ -17,13 +17,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from lab.campaigns import SMOLLM2
 from reward import task_of
 from runtime.config import Config
 
-PROMPTS, ANSWERS = 16, 8
+PROMPTS, ANSWERS = SMOLLM2["groups_per_step"], SMOLLM2["group_size"]
 
 
-def chat(prompt: str) -> list:
+def chat(prompt: str) -> list[dict]:
     return [{"role": "user", "content": prompt}]
 
 
@@ -72,7 +73,7 @@ def main(folder: str, steps: int = 30, seed: int = 0) -> None:
         per_device_train_batch_size=PROMPTS * ANSWERS,
         num_generations=ANSWERS,
         max_completion_length=task.turn_tokens,
-        learning_rate=2e-5,
+        learning_rate=SMOLLM2["lr"],
         max_steps=steps,
         bf16=True,
         use_cpu=True,

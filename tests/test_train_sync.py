@@ -313,15 +313,18 @@ def test_what_has_no_gradient_is_not_computed():
     """The same step, with an entropy bonus of nothing, computes all of it."""
     ends = []
     for entropy in (0.0, 1e-30):
-        config = config_of(task="sum", entropy=entropy, reference_every=0, groups_per_step=8)
+        more = {"reference_every": 0, "groups_per_step": 8, "token_budget": 400}
+        config = config_of(task="sum", entropy=entropy, **more)
         learner, groups, _ = batch_of(config)
         learner.version = 1
         for t in groups[0].trajectories + groups[3].trajectories:
             t.reward = 0.5
         metrics = learner_step(learner, groups, config)
-        ends.append((learner.weights.detach(), metrics["tokens"], metrics["dead_groups"]))
+        names = ("tokens", "dead_groups", "micro_batches")
+        ends.append((learner.weights.detach(), *[metrics[name] for name in names]))
     torch.testing.assert_close(ends[0][0], ends[1][0], rtol=0, atol=1e-6)
-    assert ends[0][1:] == ends[1][1:] and ends[0][2] >= 2
+    assert ends[0][1:3] == ends[1][1:3] and ends[0][2] >= 2
+    assert ends[0][3] < ends[1][3]
 
 
 def test_metrics_speak_of_all_micro_batches():
