@@ -29,7 +29,9 @@ from model import (
     padded,
 )
 
-MIN_ROWS = 16  # fewest rows of a matrix product: below 8 the CPU library sums in another order
+# A matrix product has a multiple of so many rows: else a CPU library (MKL with AVX2, on AMD, too)
+# sums the last ones in another order than the first.
+ROWS = 12
 
 
 @dataclass(eq=False)
@@ -102,7 +104,7 @@ def prefill(
 
 def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
     n, last = len(tokens), model.config.layers - 1
-    filler = [[0]] * (MIN_ROWS - n)  # too few rows change the rounding
+    filler = [[0]] * (-n % ROWS)
     packed = pack_tokens([tokens, *filler], model.flat.device)
     attend_all = attend_packed(model.config, packed, cache.capacity)
     keys, values, *scored = cache.row(slot, n)

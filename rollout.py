@@ -8,8 +8,8 @@ Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
 Sampling noise is a hash of (run seed, group, sample, position): there is no generator state to
 seed, save or share. So an episode depends on its prompt, its noise key and the weight version at
-each position, and on nothing that shares the batch: bitwise on CPU (one thread, the same number of
-slots), whatever the slot, the neighbours or the order of arrival.
+each position, and on nothing that shares the batch: bitwise on CPU (one thread), whatever the slot, the neighbours, the
+number of slots or the order of arrival.
 
 Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d model width
 """
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cache import decode, prefill
+from cache import ROWS, decode, prefill
 from fast.eightbit import form_of, take
 from fast.graphs import FED_PROMPTS, Captured, captures
 from fast.prefixes import prefill_groups
@@ -131,8 +131,9 @@ class Generator:
         # a library sums some rows of a product with 11 columns in another order (MKL on AVX2), and
         # an episode would depend on its slot: so with token 0, logits have a multiple of 16 columns
         self.padded = F.pad(self.alphabet, (0, -len(self.alphabet) % 16))
-        self.cache = make_racks(self.model, self.slots, self.capacity)
-        self.batch = [None] * self.slots  # a Slot each, where there is an episode
+        rows = self.slots + -self.slots % ROWS  # the last ones stay empty
+        self.cache = make_racks(self.model, rows, self.capacity)
+        self.batch = [None] * rows  # a Slot each, where there is an episode
         self.groups = {}  # group id -> Group, those that are not finished
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values

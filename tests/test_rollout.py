@@ -301,16 +301,13 @@ def test_an_episode_is_bitwise_the_same_in_every_slot(kind):
 
 
 @kinds
-def test_an_episode_is_the_same_for_any_number_of_slots_from_eight(kind):
+def test_an_episode_is_the_same_for_any_number_of_slots(kind):
     model, groups = make(kind), range(4)
     wanted = play([group_of(i) for i in groups], model)
-    for slots in (9, 16, 31):
+    for slots in (3, 9, 16, 31):
         found = play([group_of(i) for i in groups], model, slots=slots)
         for key in wanted.keys() - {"by"}:
             assert_same(found[key], wanted[key])
-    few = play([group_of(i) for i in groups], model, slots=3)  # rounding differs, nothing else
-    for key in wanted.keys() - {"by"}:
-        assert few[key].tokens.tolist() == wanted[key].tokens.tolist()
 
 
 @kinds
@@ -810,8 +807,9 @@ def test_logits_are_the_same_in_every_row():
     """Of a product with 11 columns a library sums some rows in another order."""
     model, env = make(), dataclasses.replace(environment(), alphabet=np.arange(11))
     generator = generator_of(model, env, slots=9, size=1)
-    assert len(generator.padded) == 16
-    hidden = torch.randn(9, model.config.width, generator=torch.Generator().manual_seed(0))
-    order = torch.tensor([3, 8, 0, 5, 1, 7, 2, 6, 4])
-    rows, others = (model.logits(x, generator.padded) for x in (hidden, hidden[order]))
-    assert torch.equal(rows[order], others)
+    rows = len(generator.batch)
+    assert (rows, len(generator.padded)) == (12, 16)
+    hidden = torch.randn(rows, model.config.width, generator=torch.Generator().manual_seed(0))
+    order = torch.tensor([3, 8, 0, 5, 11, 1, 7, 2, 9, 6, 10, 4])
+    logits, others = (model.logits(x, generator.padded) for x in (hidden, hidden[order]))
+    assert torch.equal(logits[order], others)
