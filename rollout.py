@@ -8,8 +8,8 @@ Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
 Sampling noise is a hash of (run seed, group, sample, position): there is no generator state to
 seed, save or share. So an episode depends on its prompt, its noise key and the weight version at
-each position, and on nothing that shares the batch: bitwise on CPU (one thread), whatever the slot, the neighbours, the
-number of slots or the order of arrival.
+each position, and on nothing that shares the batch: bitwise on CPU (one thread), whatever the slot,
+the neighbours, the number of slots or the order of arrival.
 
 Axes: B slots · T positions of a slot · V tokens of the task's alphabet · d model width
 """

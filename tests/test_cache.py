@@ -38,7 +38,7 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
     for part in parts_of(cache):
         part.fill_(7.0)  # left behind by an earlier episode: must not be seen
     prefixes = [13, 1, 16]
-    cache.reserve(needed(12, dict(zip(slots, prefixes, strict=True))))
+    cache.reserve(needed(9, dict(zip(slots, prefixes, strict=True))))
     prefill(
         model,
         cache,
@@ -52,7 +52,7 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
         active = [i for i, s in enumerate(sequences) if fed[i] < len(s)]
         for i in active:
             tokens[slots[i]], positions[slots[i]] = sequences[i][fed[i]], fed[i]
-        cache.reserve(needed(12, {slots[i]: fed[i] + 1 for i in active}))
+        cache.reserve(needed(9, {slots[i]: fed[i] + 1 for i in active}))
         hidden = decode(model, cache, tokens, positions)
         for i in active:
             error = (hidden[slots[i]] - wanted[i][fed[i]]).abs().max()

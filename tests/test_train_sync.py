@@ -322,7 +322,7 @@ def test_what_has_no_gradient_is_not_computed():
         metrics = learner_step(learner, groups, config)
         names = ("tokens", "dead_groups", "micro_batches")
         ends.append((learner.weights.detach(), *[metrics[name] for name in names]))
-    torch.testing.assert_close(ends[0][0], ends[1][0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ends[0][0], ends[1][0], rtol=0, atol=1e-5)  # Adam enlarges rounding
     assert ends[0][1:3] == ends[1][1:3] and ends[0][2] >= 2
     assert ends[0][3] < ends[1][3]
 
