@@ -21,15 +21,9 @@ from torch import Tensor
 
 import dsa
 from fast.kernels import dense_kernels, sparse_kernels
-from model import (
-    GPT,
-    ModelConfig,
-    attend_packed,
-    pack_tokens,
-    padded,
-)
+from model import GPT, ModelConfig, attend_packed, pack_tokens, padded
 
-# A matrix product has a multiple of so many rows: else a CPU library (MKL with AVX2, on AMD, too)
+# A decode step has a multiple of so many rows, a prefill no fewer: else a CPU library (MKL on AVX2)
 # sums the last ones in another order than the first.
 ROWS = 12
 
@@ -104,7 +98,7 @@ def prefill(
 
 def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
     n, last = len(tokens), model.config.layers - 1
-    filler = [[0]] * (-n % ROWS)
+    filler = [[0]] * (ROWS - n)
     packed = pack_tokens([tokens, *filler], model.flat.device)
     attend_all = attend_packed(model.config, packed, cache.capacity)
     keys, values, *scored = cache.row(slot, n)
@@ -120,7 +114,7 @@ def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
     if cache.tables is not None:
         chunk_size, first = cache.tables.chunk_size, slot * cache.tables.widest
         chunks = torch.arange(-(-n // chunk_size), device=packed.cell.device) + first
-        for layer in range(model.config.layers):
+        for layer in range(last + 1):
             renew_means(cache, layer, chunks)
 
 

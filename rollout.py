@@ -225,9 +225,8 @@ class Generator:
         for slot in occupied:
             slot.episode.swaps += [slot.cached, self.version]
         if self.swap == "recompute":
-            filled = [slot for slot in occupied if slot.cached]
-            sequences = [slot.tokens[: slot.cached] for slot in filled]
-            prefill(self.model, self.cache, [slot.number for slot in filled], sequences)
+            filled = {slot.number: slot.tokens[: slot.cached] for slot in occupied if slot.cached}
+            prefill(self.model, self.cache, filled, filled.values())
 
     def _refill(self):
         """Give free slots to waiting samples, in order; a group never begins under old weights, nor
@@ -291,7 +290,6 @@ class Generator:
         """Every slot that runs has fed a token; where no other is known, the policy has generated
         one. Returns the slots whose turn that has ended."""
         longest, ended, generated = max([slot.cached for slot in running]), [], []
-        stop = self.environment.stop
         for slot in running:
             slot.cached += 1
             if slot.cached == len(slot.tokens):  # the policy's turn
@@ -300,7 +298,7 @@ class Generator:
                 slot.logprobs.append(logprobs[b])
                 slot.versions.append(self.version)
                 generated.append(b)
-                if ids[b] in stop or slot.cached + 1 >= slot.turn_end:
+                if ids[b] in self.environment.stop or slot.cached + 1 >= slot.turn_end:
                     ended.append(slot)
         if self.kept:
             self.kept.add(generated, kept)
