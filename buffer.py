@@ -61,8 +61,9 @@ class Buffer:
 
     def __init__(self, groups_per_step: int, max_staleness: int, on_stale: str = "wait"):
         assert groups_per_step >= 1 and max_staleness >= 0, (groups_per_step, max_staleness)
-        assert on_stale in ("wait", "drop"), on_stale
-        self.groups_per_step, self.eta, self.on_stale = groups_per_step, max_staleness, on_stale
+        self.groups_per_step = groups_per_step
+        self.eta = max_staleness
+        self.on_stale = on_stale
         self.outstanding = {}  # group id -> start version, in order of admission
         self.completed = {}  # group id -> Group, in order of completion
         self.dropped = []  # group id and reason, until somebody logs them
@@ -95,8 +96,10 @@ class Buffer:
         start = self.outstanding.get(group.group_id)
         if start is None or group.group_id in self.completed or group.start < start:
             return False
-        wrong = f"group {group.group_id}: token of version {group.oldest} < start {start}"
-        assert group.oldest >= start, wrong
+
+        assert group.oldest >= start, (
+            f"group {group.group_id}: token of version {group.oldest} < start {start}"
+        )
         self.completed[group.group_id] = group
         return True
 
@@ -158,8 +161,11 @@ def unfit(group: Group, keep_dead: bool = True) -> str | None:
     return "dead" if len(rewards) == 1 and not keep_dead else None
 
 
-def repaired(group: Group) -> list[Trajectory]:
-    """What a group is trained with: sound samples are repeated in place of those that failed, so
+def repaired(groups: list[Group]) -> list[Trajectory]:
+    """What groups are trained with: sound samples are repeated in place of those that failed, so
     that every prompt has the same weight (GLM-5, the same place)."""
-    sound = [t for t in group.trajectories if not t.failed]
-    return [sound[i % len(sound)] for i in range(len(group.trajectories))]
+    trajectories = []
+    for group in groups:
+        sound = [t for t in group.trajectories if not t.failed]
+        trajectories += [sound[i % len(sound)] for i in range(len(group.trajectories))]
+    return trajectories

@@ -60,7 +60,8 @@ class Cache:
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
     """An empty cache; capacity is rounded up to PAD_BLOCK."""
-    c, T = model.config, padded(capacity)
+    c = model.config
+    T = padded(capacity)
     if c.attention == "dense":
         return Cache(empty_rows(model, slots, T), T)
     kv = model.flat.new_zeros(2, c.layers, slots, T, c.kv_heads, c.head_width)
@@ -97,7 +98,8 @@ def prefill(
 
 
 def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
-    n, last = len(tokens), model.config.layers - 1
+    n = len(tokens)
+    last = model.config.layers - 1
     filler = [[0]] * (ROWS - n)
     packed = pack_tokens([tokens, *filler], model.flat.device)
     attend_all = attend_packed(model.config, packed, cache.capacity)
@@ -112,7 +114,8 @@ def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
 
     model.body(packed.tokens, packed.positions, attend, rows=packed.cell[:0])
     if cache.tables is not None:
-        chunk_size, first = cache.tables.chunk_size, slot * cache.tables.widest
+        chunk_size = cache.tables.chunk_size
+        first = slot * cache.tables.widest
         chunks = torch.arange(-(-n // chunk_size), device=packed.cell.device) + first
         for layer in range(last + 1):
             renew_means(cache, layer, chunks)
@@ -182,7 +185,8 @@ def attend_masked(
     """
     grouped = q.unflatten(1, (k.shape[2], -1))  # [n, Hkv, G, D]
     mask = mask[:, None, None].expand(-1, -1, grouped.shape[2], -1).to(q.dtype)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [n, Hkv, T, D]
+    k = k.transpose(1, 2)  # [n, Hkv, T, D]
+    v = v.transpose(1, 2)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).flatten(1, 2)
 
 
@@ -202,7 +206,8 @@ def attend_sparse(cache: Cache, config: ModelConfig, positions: Tensor) -> Calla
         scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)  # [B * T, Hkv, D]
+        keys = keys.flatten(0, 1)  # [B * T, Hkv, D]
+        values = values.flatten(0, 1)
         return sparse.dsa_attention(
             q.contiguous(), keys, values, tables, config.top_k, index, means
         )

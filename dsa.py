@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fast.tiles import at_least_float32, by_tiles, gather, numbers
+from fast.tiles import at_least_float32, blocks_of, by_tiles, gather, numbers, sortable
 
 QUERY_BLOCK = 256  # so many queries are scored at once
 GATHER_ELEMENTS = 1 << 19  # attention gathers so many elements of keys at once
@@ -222,13 +222,6 @@ def index_scores(
     return by_tiles(score, means, tables, q_index, weights)
 
 
-def _blocks(tables: Tables, step: int):
-    """Splits the queries: yields slices of `step` queries with their tables."""
-    for start in range(0, len(tables.q_pos), step):
-        part = slice(start, start + step)
-        yield part, tables._replace(q_pos=tables.q_pos[part], first=tables.first[part])
-
-
 # --------------------------------------------------------------------------------- select
 
 
@@ -244,7 +237,6 @@ def top_chunks(
     descending, ties to the lowest id, and -1 where there are no more. Scores are compared as
     float32, with 0.0 = -0.0; only candidates are looked at, whatever the other scores say.
     """
-    assert type(top_k) is int and top_k >= 1, f"top_k must be an integer >= 1, got {top_k}"
     width = tables.widest
     past = tables.past[:, None, None]
     local = numbers(width, scores)
@@ -256,15 +248,6 @@ def top_chunks(
     best = key.topk(count, dim=-1).indices  # [N, Hs, S]
     ids = best + tables.first[:, None, None]
     return ids.masked_fill(local[:count] > past, -1)
-
-
-def sortable(scores, ids) -> Tensor:
-    """One int64 for each score: the float's order in the high half, its id, reversed, in the low
-    half. No two are equal, so topk, whose order among ties is undocumented, is exact. A stable sort
-    gives the same and takes 4 to 10 times as long for 16k chunks on a CPU."""
-    bits = (scores.float() + 0.0).view(torch.int32)
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (order << 32) + (0xFFFFFFFF - ids)
 
 
 @torch.no_grad()
@@ -281,15 +264,13 @@ def select_chunks(
     Scores are those of `index_scores` if there is an index, else of `mean_scores`. Returns what
     `top_chunks` does. Selection has no gradient.
     """
-    weights = q  # only for the check below: `mean_scores` takes none
     if index is not None:
         q, k, weights = index
         k = k[:, None]  # one key head
-    check_tensors(tables, q, k, weights)
     if means is None:
         means = chunk_means(k, tables)
     picks = []
-    for part, block in _blocks(tables, len(q) if tables.cached else QUERY_BLOCK):
+    for part, block in blocks_of(tables, len(q) if tables.cached else QUERY_BLOCK):
         if index is None:
             scores = mean_scores(q[part], means, block)
         else:
@@ -313,14 +294,12 @@ def sparse_attention(
     -> [N, Hq, D]; a query that sees nothing gets 0. Only selected keys are read, a block of queries
     at a time. With gradients, S * C keys and values per query are kept for the backward pass.
     """
-    check_tensors(tables, q, k, v)
-    assert v.shape == k.shape, f"v must be {k.shape}, got {v.shape}"
     gathered = k[0].numel() * sel.shape[2] * tables.chunk_size  # elements of a query's keys
     heads = numbers(k.shape[1], k)
     offset = numbers(tables.chunk_size, k)
     scale = q.shape[2] ** -0.5
     outs = []
-    for part, block in _blocks(tables, max(1, GATHER_ELEMENTS // gathered)):
+    for part, block in blocks_of(tables, max(1, GATHER_ELEMENTS // gathered)):
         chunk = sel[part][..., None]  # [n, Hs, S, 1]; -1 is the last one here, and hidden
         first, newest, own = (
             x[:, None, None, None] for x in (block.first, block.q_pos, tables.row[block.own])
@@ -358,22 +337,3 @@ def dsa_attention(
     """
     sel = select_chunks(q, k, tables, top_k, index, means)
     return sparse_attention(q, k, v, sel, tables)
-
-
-# ------------------------------------------------------------------------------- the checks
-
-
-def check_tensors(
-    tables: Tables,
-    q,  # [N, Hq, D]
-    k,  # [M, Hkv, D]
-    *others: Tensor,
-) -> None:
-    """Queries and keys must fit the tables and each other, and all tensors in dtype and device."""
-    N, Hq, D = q.shape
-    M, Hkv, width = k.shape
-    fits = (N, M, D) == (len(tables.q_pos), tables.rows, width) and Hq % Hkv == 0
-    assert fits, f"q {q.shape}, k {k.shape} for {len(tables.q_pos)} queries, {tables.rows} keys"
-    forms = {(x.dtype, x.device) for x in (q, k, *others)}
-    same = forms == {(q.dtype, tables.row.device)} and q.is_floating_point()
-    assert same, f"one floating dtype, on {tables.row.device}, got {forms}"

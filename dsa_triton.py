@@ -692,8 +692,24 @@ def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
         assert fits, f"{name} must have a head width of {WIDTHS}, got {list(x.shape)}"
 
 
+def check_tensors(
+    tables: Tables,
+    q,  # [N, Hq, D]
+    k,  # [M, Hkv, D]
+    *others: Tensor,
+) -> None:
+    """Queries and keys must fit the tables and each other, and all tensors in dtype and device."""
+    N, Hq, D = q.shape
+    M, Hkv, width = k.shape
+    fits = (N, M, D) == (len(tables.q_pos), tables.rows, width) and Hq % Hkv == 0
+    assert fits, f"q {q.shape}, k {k.shape} for {len(tables.q_pos)} queries, {tables.rows} keys"
+    forms = {(x.dtype, x.device) for x in (q, k, *others)}
+    same = forms == {(q.dtype, tables.row.device)} and q.is_floating_point()
+    assert same, f"one floating dtype, on {tables.row.device}, got {forms}"
+
+
 def _check_attention(q, k, v, tables: Tables, query_block: int) -> None:
-    dsa.check_tensors(tables, q, k, v)
+    check_tensors(tables, q, k, v)
     assert v.shape == k.shape, f"v must be {k.shape}, got {v.shape}"
     _check(tables, query_block, q=q, k=k, v=v)
 
@@ -729,7 +745,7 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, quer
     chunk; the scores of STRIPE blocks are stored at once. A decoder's few queries are selected by
     dsa.py.
     """
-    dsa.check_tensors(tables, q, k)
+    check_tensors(tables, q, k)
     _check(tables, query_block, q=q, k=k)
     blocks = plan_blocks(tables, query_block)
     lists = _lists(q, k, tables, top_k, index, means, query_block, blocks).long()
@@ -744,7 +760,7 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
     weights, width, learned = q, min(top_k, tables.widest), index is not None
     if learned:
         q, k, weights = index
-        dsa.check_tensors(tables, q, k[:, None], weights)
+        check_tensors(tables, q, k[:, None], weights)
         assert weights.shape == q.shape[:2], f"weights must be {q.shape[:2]}, got {weights.shape}"
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
     if tables.cached:

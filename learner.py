@@ -78,7 +78,7 @@ class GroupMethod:
     def samples(self, learner, groups: list, config: Config) -> tuple:
         """What a step learns from: pairs of a trajectory and the advantages of its turns (where all
         are 0, it may be left out), and which groups are dead, bool [G]."""
-        trajectories = [t for group in groups for t in repaired(group)]
+        trajectories = repaired(groups)
         rewards = torch.tensor([t.reward for t in trajectories]).float().view(len(groups), -1)
         advantages, dead = losses.group_advantages(rewards, config.advantage)
         return pairs_of(trajectories, advantages.view(-1, 1)), dead
@@ -146,8 +146,7 @@ class Learner:
     cursor: int = 0  # the next prompt
     begun: int = 0  # where it was when this version began
     version: int = 0  # optimizer steps so far = version of the weights
-    skipped: int = 0  # steps left out because loss or gradient was not finite
-    skipped_in_row: int = 0
+    skipped: int = 0  # steps in a row that changed nothing: loss or gradient was not finite
 
 
 def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) -> Learner:
@@ -189,7 +188,8 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     weights (runtime/team.py). A step whose loss or gradient is not finite changes no weights, and
     counts as a version all the same; see `check_step` (runtime/books.py).
     """
-    begin, team = time.monotonic(), learner.team
+    begin = time.monotonic()
+    team = learner.team
     every = config.reference_every  # steps from one look at the reference policy to the next
     measured = every > 0 and (learner.version + 1) % every == 0
     samples, dead = learner.method.samples(learner, groups, config)
@@ -215,7 +215,8 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
 
     add_gradients(team, learner.weights.grad, gradients)
     facts = share_facts(team, facts)
-    parts, lessons = [part for _, part, _ in facts], [lesson for *_, lesson in facts]
+    parts = [part for _, part, _ in facts]
+    lessons = [lesson for *_, lesson in facts]
     metrics = losses.merge_diagnostics(parts) | {"tokens": count} if parts else {"tokens": 0}
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
@@ -285,24 +286,24 @@ def round_weights(learner: Learner):
 @torch.no_grad()
 def update_weights(learner: Learner, config: Config, loss: float, metrics: dict) -> dict:
     """Damp and clip the gradient, step the optimizer; or skip a step that is not finite."""
-    gradient, lr = learner.weights.grad, 0.0
+    gradient = learner.weights.grad
+    lr = 0.0
     norm = float(gradient.norm())
     finite = math.isfinite(loss + norm)
     if finite and metrics["tokens"]:
         damper = DAMPERS[config.damper]
         damped, scale = damper(gradient, learner.damping, metrics, config)
         lr = scale * config.lr * (1 - min(1.0, learner.version / max(1, config.steps)))
-        size = norm if damped is gradient else float(damped.norm())
         gradient.copy_(damped)
-        if size > GRADIENT_NORM:
+        if (size := float(gradient.norm())) > GRADIENT_NORM:
             gradient.mul_(GRADIENT_NORM / size)
         for weights, moments in learner.slices:
             adamw_step(weights, moments, lr)
         share_weights(learner.team, learner.weights.detach())
         round_weights(learner)
-    learner.skipped_in_row = 0 if finite else learner.skipped_in_row + 1
-    learner.skipped += not finite
-    learner.version, learner.begun = learner.version + 1, learner.cursor
+    learner.skipped = 0 if finite else learner.skipped + 1
+    learner.version += 1
+    learner.begun = learner.cursor
     if learner.reference and learner.version % REFERENCE_STEPS == 0:
         learner.reference.flat.copy_(learner.model.flat)
     return {

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from fast.batches import pack
 from fast.prefixes import hidden_states
 from methods.sampling import among_kept
 from model import GPT, Packed, pack_tokens, recomputed
@@ -37,23 +36,6 @@ def token_logprobs(model: GPT, batch: list, who, config: Config) -> tuple:
     mask, *kept = (torch.from_numpy(x).to(device) for x in arrays)
     rows = mask.nonzero()[:, 0]
     return generated_logprobs(model, packed, rows, who.alphabet, config.temperature, *kept)
-
-
-@torch.no_grad()
-def policy_logprobs(model: GPT, trajectories: list, who, config: Config) -> list:
-    """What a policy says of whole episodes: log-probs of the generated tokens of each [M]; on the
-    CPU, no gradient. who: see `token_logprobs`."""
-    results = [torch.empty(0)] * len(trajectories)
-    generated = [i for i, t in enumerate(trajectories) if t.generated]
-    lengths = [len(trajectories[i].tokens) for i in generated]
-    for batch in pack(lengths, config.token_budget):
-        indices = [generated[j] for j in batch]
-        pairs = [(trajectories[i], 0.0) for i in indices]
-        logprobs, *_ = token_logprobs(model, pairs, who, config)
-        pieces = logprobs.float().cpu().split([t.generated for t, _ in pairs])
-        for i, piece in zip(indices, pieces, strict=True):
-            results[i] = piece
-    return results
 
 
 def generated_logprobs(

@@ -207,7 +207,6 @@ class GPT(nn.Module):
 
     def __init__(self, config: ModelConfig, seed: int | None = 0, dtype=torch.float32):
         super().__init__()
-        assert config.heads % config.kv_heads == 0, (config.heads, config.kv_heads)
         self.config = config
         with torch.device("meta"):  # no memory yet
             self.embed_tokens = embedding(config.vocab_size, config.width)
@@ -248,7 +247,8 @@ class GPT(nn.Module):
 
     def flatten(self, device, dtype: torch.dtype) -> None:
         """Lay all parameters out as views of `flat` and `frozen`, there and in this precision."""
-        trained, frozen = [], []  # (module, name, parameter)
+        trained = []  # (module, name, parameter)
+        frozen = []
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):
                 views = trained if self.trains(name) else frozen
@@ -314,7 +314,8 @@ class GPT(nn.Module):
             index = layer.indexer(h.detach(), positions) if self.config.indexed else None
             out = attend(number, q, k, v, index).flatten(1)
             if rows is not None:  # in the last layer: from here on only what is read
-                x, out = x.index_select(0, rows), out.index_select(0, rows)  # [M, ...]
+                x = x.index_select(0, rows)  # [M, ...]
+                out = out.index_select(0, rows)
             x = layer.project("attention_out", out, x)  # x + out @ attention_out
             return layer.mlp(x)
 

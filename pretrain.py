@@ -144,7 +144,7 @@ def with_indexer(config: Stages) -> dict:
 
 def sparse_model(config: SparseConfig) -> tuple:
     """The model of --model with an indexer, random by seed, and its vocabulary."""
-    how = check(Config(model=config.model, seed=config.seed, context=config.length))
+    how = check(Config(model=config.model, seed=config.seed))
     tokenizer = tokenizer_of(how)
     # to make a model, a row of text is a task's prompt with one token to answer
     dense = make_model(how, Task(None, None, None, config.length - 1, 1, tokenizer=tokenizer))

@@ -26,6 +26,7 @@ import json
 import math
 import re
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
@@ -35,9 +36,10 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.config import LONGEST_CONTEXT, Config, UserError, require
-from runtime.messages import LARGEST_REWARD
 from runtime.tokenizer import Tokenizer, own_tokenizer, tokenizer_of
 from tasks import limits
+
+LARGEST_REWARD = 1e9  # so that sums, and squares of a whole group, are finite in float32
 
 
 class Step(NamedTuple):
@@ -95,22 +97,13 @@ class Task:
 # ---- from a spec to a task ----
 
 
-TASKS = {  # the name in a spec -> its file in tasks/
-    "guess": "guess",
-    "reverse": "digits",
-    "sort": "digits",
-    "sum": "digits",
-    "recall": "recall",
-    "hops": "hops",
-    "debug": "debug",
-    "add": "add",
-    "jsonl": "jsonl",
-    "gym": "gym",
-}
+# the name in a spec -> its file in tasks/
+TASKS = {name: name for name in ("guess", "recall", "hops", "add", "jsonl", "gym")}
+TASKS |= dict.fromkeys(("reverse", "sort", "sum"), "digits")
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \
-hops[:1..8[:0..0.5]], debug, add[:1..9], \
+hops[:1..8[:0..0.5]], add[:1..9], \
 jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384], \
 gym:NAME[:key=value,...], path/to/file.py[:ARGUMENT]"""
 
@@ -168,6 +161,7 @@ def _find(spec: str) -> tuple:
     if not own:
         raise TaskError(f"allowed is one of {USAGE}")
     path = Path(own[1]).resolve()
+    sys.path.append(str(path.parent))  # it may import what lies beside it
     names = runpy.run_path(str(path), run_name=f"tasks.{path}")  # see limits.describe
     if "make" not in names:
         raise TaskError("must define make(argument, seed, tokenizer)")
@@ -189,19 +183,19 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     chat = len(tokenizer.encode_prompt(""))
     chat += bool(chat)  # a prompt's first characters may merge with those before it in another way
     task = replace(task, tokenizer=tokenizer, max_prompt_tokens=task.max_prompt_tokens + chat)
+    if task.context > LONGEST_CONTEXT:
+        raise TaskError(f"an episode of {task.context} tokens: allowed are {LONGEST_CONTEXT}")
     ids = set(alphabet_of(task).tolist())
     if not ids or len(ids & {*tokenizer.alphabet}) < len(alphabet_of(task)):
         raise TaskError(
             f"alphabet {task.alphabet!r:.80}: "
             f"allowed are different ids in 0..{tokenizer.alphabet[-1]}"
         )
-    stop = task.stop
-    if stop is None:
-        stop = frozenset(tokenizer.stop)
-        stop = stop & ids or stop
+    usual = frozenset(tokenizer.stop)
+    stop = usual & ids or usual if task.stop is None else frozenset(task.stop)
     if not stop <= ids:
         raise TaskError(f"stop {set(stop)}: must be in the alphabet, or no answer can end")
-    task = replace(task, stop=frozenset(stop))
+    task = replace(task, stop=stop)
     for split in ("train", "eval"):
         problem_of(task, 0, split)
     return task
@@ -231,16 +225,6 @@ def alphabet_of(task: Task) -> np.ndarray:
     """Token ids the policy may emit, int64 [V]: the task's own, or all that are text."""
     ids = task.tokenizer.alphabet if task.alphabet is None else task.alphabet
     return np.array(ids, np.int64)
-
-
-def capacity_of(config: Config, task: Task) -> int:
-    """Positions that an episode of a task may fill; raises UserError when it needs more."""
-    capacity, most = config.context or task.context, task.max_prompt_tokens
-    given = "--set context=" if config.context else f"task {task.name}: its longest episode, "
-    facts = f"{task.context} (its longest prompt has {most} tokens) and at most {LONGEST_CONTEXT}"
-    fits = task.context <= capacity <= LONGEST_CONTEXT
-    require(fits, f"{given}{capacity}: must be at least {facts}")
-    return capacity
 
 
 # ---- an episode: turns, and verification at its end ----
@@ -276,7 +260,7 @@ def checked(step) -> Step:
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.80}, must be a reward.Step")
     if not abs(float(step.reward)) <= LARGEST_REWARD:  # NaN is not
-        raise ValueError(f"the reward {step.reward} is not finite in float32")
+        raise ValueError(f"the reward {step.reward} is not between -1e9 and 1e9")
     if not step.done and not isinstance(step.observation, str):
         raise TypeError(f"the observation {step.observation!r:.80} must be a str")
     return step
@@ -292,8 +276,6 @@ def complete(task: Task, problem: dict, episode: tuple) -> tuple:
             rewards += (float(step.reward),)
             if step.done and turn < len(answers):
                 raise ValueError(f"{len(answers)} answers, but the episode ended after {turn}")
-        if not abs(sum(rewards)) <= LARGEST_REWARD:
-            raise ValueError(f"the sum {sum(rewards)} of all rewards is not finite in float32")
         return rewards
     finally:
         forget(task, states, None)

@@ -31,15 +31,15 @@ from fast.racks import make_racks
 from methods.lora import generating, weights_to_generate
 from methods.sampling import KeptTokens, nucleus
 from model import GPT, pack_tokens
-from reward import Task, capacity_of
+from reward import Task
 from runtime.config import Config
 from runtime.messages import Group, Result, Trajectory
 from runtime.noise import noise_keys, uniforms
 from tasks.environment import Environment, Reply, make_environment
 
-# What the log tells of a span of generation: steps, steps times busy slots, tokens sampled,
-# tokens in the longest busy slot summed over the steps, and seconds of the steps alone.
-COUNTED = ("steps", "slot_steps", "tokens", "context", "decode")
+# What the log tells of a span of generation: steps, steps times busy slots, tokens sampled, and
+# seconds of the steps alone.
+COUNTED = ("steps", "slot_steps", "tokens", "decode")
 
 
 @torch.no_grad()
@@ -48,7 +48,9 @@ def naive_generate(model: GPT, prompt: list, environment, noise_key: int, temper
 
     Returns the tokens, prompt included, and the log-probs of those that were sampled.
     """
-    alphabet, tokens, logprobs = torch.from_numpy(environment.alphabet), list(prompt), []
+    alphabet = torch.from_numpy(environment.alphabet)
+    tokens = list(prompt)
+    logprobs = []
     for _ in range(environment.turn_tokens):
         hidden = model(pack_tokens([tokens]))  # [T, d]
         logits = model.logits(hidden[-1:], alphabet)  # [1, V]
@@ -92,15 +94,9 @@ class Slot:
     group: Group | None = None
     cached: int = 0
     turn_end: int = 0  # tokens that there may be when the policy's turn ends
-    asked: bool = False  # waits for an environment outside
     tokens: list = field(default_factory=list)
     logprobs: list = field(default_factory=list)
     versions: list = field(default_factory=list)  # -1 where the policy did not generate
-
-    def append(self, tokens: list, logprobs: list, version: int) -> None:
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
 
 
 IDLE = Slot(-1, Trajectory(-1, 0, noise_key=0), tokens=[0])  # what an empty slot feeds
@@ -112,15 +108,9 @@ class Generator:
 
     model: GPT
     environment: Environment
-    slots: int
-    capacity: int
-    group_size: int
-    seed: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    swap: str = "keep"
+    config: Config
+    capacity: int  # positions of a slot
     worker: int = 0
-    rollout_weights: str = "float32"  # what weights are rounded to
     graphs: bool = False
 
     def __post_init__(self):
@@ -131,18 +121,20 @@ class Generator:
         # a library sums some rows of a product with 11 columns in another order (MKL on AVX2), and
         # an episode would depend on its slot: so with token 0, logits have a multiple of 16 columns
         self.padded = F.pad(self.alphabet, (0, -len(self.alphabet) % 16))
-        rows = self.slots + -self.slots % ROWS  # the last ones stay empty
+        rows = self.config.slots + -self.config.slots % ROWS  # the last ones stay empty
         self.cache = make_racks(self.model, rows, self.capacity)
         self.batch = [None] * rows  # a Slot each, where there is an episode
         self.groups = {}  # group id -> Group, those that are not finished
         self.waiting = deque()  # (Group, sample index) of samples that have no slot yet
         self.prompts = {}  # group id -> its prompt's keys and values
-        self.kept = KeptTokens(self.alphabet) if self.top_p < 1 else None
+        self.kept = KeptTokens(self.alphabet) if self.config.top_p < 1 else None
         self.asked = {}  # (group id, sample index) -> Slot: environments outside
         self.calls = []  # to them; whoever owns the generator sends them
         # new_weights: (version, flat) that were offered and not adopted yet
-        self.version, self.new_weights = 0, None
-        self.finished, self.events = [], []  # events: (time, kind, group or -1, version, details)
+        self.version = 0
+        self.new_weights = None
+        self.finished = []
+        self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter(busy=0.0)
         self.next_tokens = Captured(self._next_tokens) if self.graphs else self._next_tokens
         self.fed_prompts = FED_PROMPTS if self.graphs else 0  # longer ones are prefilled
@@ -159,7 +151,7 @@ class Generator:
     def submit(self, group: Group):
         """Queue every sample of a group; it begins when the weights are as new as its start."""
         self.groups[group.group_id] = group
-        self.waiting.extend((group, i) for i in range(self.group_size))
+        self.waiting.extend((group, i) for i in range(self.config.group_size))
 
     def set_weights(self, version: int, flat: Tensor):
         """Offer new weights, [P] or packed; they may be the model's own. `step` adopts them; until
@@ -176,7 +168,7 @@ class Generator:
         begin = time.monotonic()
         self._adopt()
         self._refill()
-        running = [slot for slot in self.batch if slot and not slot.asked]
+        running = [slot for slot in self.batch if slot and slot.episode.key not in self.asked]
         if until is not None:
             running = [slot for slot in running if slot.cached < until[slot.episode.key]]
         if not running:
@@ -214,17 +206,17 @@ class Generator:
         keys of older weights (PipelineRL); recompute: they are rebuilt (AReaL); drain: running
         episodes finish first, and no new ones begin meanwhile."""
         occupied = [slot for slot in self.batch if slot]
-        if not self.new_weights or self.swap == "drain" and occupied:
+        if not self.new_weights or self.config.swap == "drain" and occupied:
             return
         self.version, flat = self.new_weights
         self.new_weights = None
         flat = weights_to_generate(self.policy, self.model, flat)
-        take(self.model.flat, flat, form_of(self.model, self.rollout_weights))
+        take(self.model.flat, flat, form_of(self.model, self.config.rollout_weights))
         self.prompts.clear()  # an episode must not depend on when its siblings began
         self._event("swap", -1, len(occupied))
         for slot in occupied:
             slot.episode.swaps += [slot.cached, self.version]
-        if self.swap == "recompute":
+        if self.config.swap == "recompute":
             filled = {slot.number: slot.tokens[: slot.cached] for slot in occupied if slot.cached}
             prefill(self.model, self.cache, filled, filled.values())
 
@@ -232,7 +224,7 @@ class Generator:
         """Give free slots to waiting samples, in order; a group never begins under old weights, nor
         while newer ones wait for a drain."""
         prompts = {}  # slot -> its group's id, and the tokens that go into the cache at once
-        for b in range(self.slots):
+        for b in range(self.config.slots):
             if self.new_weights or not self.waiting or self.waiting[0][0].start > self.version:
                 break
             if not self.batch[b]:
@@ -249,10 +241,11 @@ class Generator:
         cached."""
         n = len(prompt := self.environment.encode_prompt(group.problem))
         assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
-        key = noise_keys(self.seed, group.group_id, self.group_size)[sample_index]
-        episode = Trajectory(group.group_id, sample_index, key, worker=self.worker)
+        keys = noise_keys(self.config.seed, group.group_id, self.config.group_size)
+        episode = Trajectory(group.group_id, sample_index, keys[sample_index], worker=self.worker)
         slot = Slot(b, episode, group, cached=n - 1 if n > self.fed_prompts else 0)
-        episode.started, episode.swaps = time.time(), [slot.cached, self.version]
+        episode.started = time.time()
+        episode.swaps = [slot.cached, self.version]
         self._begin_turn(slot, prompt)
         if sample_index == 0:
             self._event("start", group.group_id, n)
@@ -278,18 +271,20 @@ class Generator:
         """The work of a device in `_decode`, [B] each: chosen, of the alphabet; log-probs; kept."""
         hidden = decode(self.model, self.cache, tokens, positions)  # [B, d]
         logits = self.model.logits(hidden, self.padded)[:, : len(self.alphabet)]  # [B, V]
+        temperature = self.config.temperature
         kept = None
-        if self.top_p < 1:
-            kept = nucleus(logits / (self.temperature or 1.0), self.top_p)
+        if self.kept:
+            kept = nucleus(logits / (temperature or 1.0), self.config.top_p)
             logits = logits.masked_fill(~kept, -torch.inf)
-        return *sample(logits, uniform, self.temperature), kept
+        return *sample(logits, uniform, temperature), kept
 
     # ------------------------------------------------------------- bookkeeping: what comes of it
 
     def _append(self, running: list, ids: list, logprobs: list, kept) -> list:
         """Every slot that runs has fed a token; where no other is known, the policy has generated
         one. Returns the slots whose turn that has ended."""
-        longest, ended, generated = max([slot.cached for slot in running]), [], []
+        ended = []
+        generated = []
         for slot in running:
             slot.cached += 1
             if slot.cached == len(slot.tokens):  # the policy's turn
@@ -302,12 +297,14 @@ class Generator:
                     ended.append(slot)
         if self.kept:
             self.kept.add(generated, kept)
-        self.counts.update(steps=1, slot_steps=len(running), tokens=len(generated), context=longest)
+        self.counts.update(steps=1, slot_steps=len(running), tokens=len(generated))
         return ended
 
     def _begin_turn(self, slot: Slot, tokens: list):
         """Append a prompt or an observation; what follows is the policy's turn."""
-        slot.append(tokens, [0.0] * len(tokens), -1)
+        slot.tokens += tokens
+        slot.logprobs += [0.0] * len(tokens)
+        slot.versions += [-1] * len(tokens)
         start = len(slot.tokens)
         most = slot.group.problem.get("turn_tokens", self.environment.turn_tokens)
         slot.turn_end = min(start + most, self.capacity)
@@ -319,7 +316,8 @@ class Generator:
 
     def _end_turns(self, ended: list):
         """The policy's turn is over in these slots: ask the environment, here or outside."""
-        environment, requests = self.environment, {}  # of those in this process, by slot
+        environment = self.environment
+        requests = {}  # of those in this process, by slot
         for slot in ended:
             episode = slot.episode
             episode.turns[-1] = (episode.turns[-1][0], len(slot.tokens))
@@ -327,7 +325,7 @@ class Generator:
             if self._last_turn(slot) and not environment.judges_all:
                 self._go_on(slot, Reply([], None))
             elif environment.outside:
-                slot.asked, self.asked[episode.key] = True, slot
+                self.asked[episode.key] = slot
                 self.calls.append(environment.call(request))
             else:
                 requests[slot] = request
@@ -337,12 +335,12 @@ class Generator:
 
     def _go_on(self, slot: Slot, reply: Reply):
         """After a turn: begin the next one, or end the episode."""
-        slot.asked = False
         if reply.reward is not None and not reply.failure:
             slot.episode.turn_rewards.append(float(reply.reward))
         finish = reply.failure or "stop"
         if reply.observation is not None:  # the environment would go on
-            last, stop = self._last_turn(slot), self.environment.stop
+            last = self._last_turn(slot)
+            stop = self.environment.stop
             if not last and len(slot.tokens) + len(reply.observation) < self.capacity:
                 self._begin_turn(slot, reply.observation)
                 return
@@ -354,8 +352,10 @@ class Generator:
 
     def _finish(self, slot: Slot, finish: str):
         """The episode is over, its slot free. A group leaves when all its samples are in."""
-        episode, group = slot.episode, slot.group
-        episode.tokens, episode.versions = np.int32(slot.tokens), np.int32(slot.versions)
+        episode = slot.episode
+        group = slot.group
+        episode.tokens = np.int32(slot.tokens)
+        episode.versions = np.int32(slot.versions)
         episode.logprobs = np.float32(slot.logprobs)
         episode.loss_mask = episode.versions >= 0
         if self.kept:
@@ -364,7 +364,7 @@ class Generator:
         episode.finished = time.time()
         self.batch[slot.number] = None
         group.trajectories.append(episode)
-        if len(group.trajectories) == self.group_size:
+        if len(group.trajectories) == self.config.group_size:
             group.trajectories.sort(key=lambda t: t.sample_index)
             self.finished.append(self.groups.pop(group.group_id))
             self.prompts.pop(group.group_id, None)
@@ -373,20 +373,8 @@ class Generator:
 
 def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:
     """The generator that a run uses for training episodes."""
-    return Generator(
-        model,
-        make_environment(config, task),
-        slots=config.slots,
-        capacity=capacity_of(config, task),
-        group_size=config.group_size,
-        seed=config.seed,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        swap=config.swap,
-        worker=worker,
-        rollout_weights=config.rollout_weights,
-        graphs=model.flat.is_cuda and captures(model.config),
-    )
+    graphs = model.flat.is_cuda and captures(model.config)
+    return Generator(model, make_environment(config, task), config, task.context, worker, graphs)
 
 
 def generate(generator: Generator, groups: list, pool=None) -> list:

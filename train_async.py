@@ -19,8 +19,8 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 from learner import learner_step, new_groups
-from runtime.books import close_step, keep
-from runtime.config import Config, TrainingStopped
+from runtime.books import check_progress, close_step, keep, log_discards
+from runtime.config import Config
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
 from runtime.replay import replay
@@ -28,7 +28,6 @@ from runtime.run import (
     Run,
     end_run,
     exit_code,
-    log_discards,
     log_spawn,
     open_async,
     save,
@@ -43,7 +42,8 @@ def train(config: Config) -> None:
     if config.replay:
         return replay(config)
     with open_async(config) as run:
-        config, learner, log, batch = run.config, run.learner, run.log, None
+        config, learner, log = run.config, run.learner, run.log
+        batch = None
         issue(run, "requeue", run.interrupted)
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
@@ -69,8 +69,10 @@ def train(config: Config) -> None:
 
 def learn(run: Run, batch: list) -> dict:
     """A step of all learners on a batch; what the log says of it is enough to replay it."""
-    learner, config = run.learner, run.config
-    version, run.training = learner.version, [group.group_id for group in batch]
+    learner = run.learner
+    config = run.config
+    version = learner.version
+    run.training = [group.group_id for group in batch]
     with run.log.timed("learner", "train", version=version, groups=run.training) as event:
         send_batch(run, batch)
         metrics = learner_step(learner, batch, config)
@@ -80,23 +82,11 @@ def learn(run: Run, batch: list) -> dict:
     return metrics
 
 
-def check_progress(run: Run) -> None:
-    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
-    out, now = run.pool.out(), time.monotonic()
-    tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
-    signs, (before, since) = (run.learner.version, out, tokens), run.progress
-    if signs != before:
-        run.progress = signs, now
-    elif now - since > run.config.stall:
-        raise TrainingStopped(
-            f"no step, no verdict and no token for {run.config.stall:.0f} s (--set stall); "
-            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
-        )
-
-
 def admit(run: Run) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
-    config, version, groups = run.config, run.learner.version, []
+    config = run.config
+    version = run.learner.version
+    groups = []
     wanted = (config.steps - version) * config.groups_per_step
     while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
         groups += new_groups(run.learner, run.task, 1)
@@ -113,7 +103,6 @@ def issue(run: Run, event: str, groups: list) -> None:
 
 def collect(run: Run, seconds: float) -> None:
     """Handle everything that has happened, waiting at most `seconds` for the first."""
-    run.log.alive()
     arrived = run.pool.receive(seconds)
     if not arrived:
         check_progress(run)

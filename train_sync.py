@@ -13,7 +13,7 @@ from learner import learner_step, new_groups
 from rollout import COUNTED, generate, make_generator
 from runtime.advice import judge
 from runtime.books import close_step, keep
-from runtime.config import Config, require
+from runtime.config import Config
 from runtime.messages import apply_judgement
 from runtime.run import end_run, exit_code, open_sync, save
 from runtime.terminal import run_main
@@ -21,17 +21,16 @@ from runtime.terminal import run_main
 
 def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
-    learners, weights = config.learners, config.rollout_weights  # one process, one model
-    require(learners < 2, f"--learners {learners}: must be 1 in train_sync.py")
-    require(weights == "float32", f"--rollout-weights {weights}: must be float32 in train_sync.py")
     with open_sync(config) as run:
-        config, learner, log = run.config, run.learner, run.log
+        config = run.config
+        learner = run.learner
+        log = run.log
         generator = make_generator(config, run.task, learner.model)
         while learner.version < config.steps and not run.stop.asked:
-            version, batch = learner.version, []
+            version = learner.version
+            batch = []
             generator.set_weights(version, learner.model.flat)  # already its own; LoRA: to merge
             while len(batch) < config.groups_per_step:  # again only where groups are discarded
-                log.alive()
                 prompts = new_groups(learner, run.task, config.groups_per_step - len(batch))
                 with log.timed("rollout-0", "generate", version=version) as span:
                     before = generator.counts.copy()

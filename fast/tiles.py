@@ -75,3 +75,19 @@ def _tiles(tables) -> tuple:
     rows = cell.new_zeros(len(chunks), TILE)
     rows.view(-1)[cell] = numbers(len(cell), cell)
     return chunks, rows, cell
+
+
+def blocks_of(tables, step: int):
+    """Splits the queries: yields slices of `step` queries with their tables."""
+    for start in range(0, len(tables.q_pos), step):
+        part = slice(start, start + step)
+        yield part, tables._replace(q_pos=tables.q_pos[part], first=tables.first[part])
+
+
+def sortable(scores, ids) -> Tensor:
+    """One int64 for each score: the float's order in the high half, its id, reversed, in the low
+    half. No two are equal, so topk, whose order among ties is undocumented, is exact. A stable sort
+    gives the same and takes 4 to 10 times as long for 16k chunks on a CPU."""
+    bits = (scores.float() + 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    return (order << 32) + (0xFFFFFFFF - ids)

@@ -60,15 +60,15 @@ def bench_staleness(folder: Path) -> None:
 
 # ------------------------------------------------------------------------- tasks with turns
 
-AGENTS = ("hops:3", "hops:3:0.05", "debug")  # the second: a tool that fails in 5% of the turns
-GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "debug": 0.8, "guess": 0.9}  # held out, solved
+AGENTS = ("hops:3", "hops:3:0.05", "lab/debug.py")  # second: a tool that fails in 5% of the turns
+GOALS = {"hops:3": 0.95, "hops:3:0.05": 0.95, "lab/debug.py": 0.8, "guess": 0.9}  # held out, solved
 TURNS = {"credit": "turn"}
 CRITIC = {"advantage": "gae", "group_size": 1, "groups_per_step": 512}  # as many episodes a step
 PARTS = ("guess", "reverse:6", "hops:3")
 MIXED = {"task": ",".join(PARTS), "ratio": "2,1,1"}  # as many groups of hops:3 as alone
 # {arm: flags}; an arm's name begins with its task
 ARMS = {task: {} for task in (*AGENTS, *PARTS)} | {"mixture": MIXED}
-ARMS |= {"hops:3, credit by turn": TURNS, "debug, credit by turn": TURNS}
+ARMS |= {"hops:3, credit by turn": TURNS, "lab/debug.py, credit by turn": TURNS}
 ARMS |= {"guess, critic": CRITIC, "hops:3, critic": CRITIC}
 
 

@@ -68,7 +68,7 @@ def lagged_run(lag: int = 0, **flags) -> dict:
     published = deque([(0, learner.model.flat.clone())], maxlen=lag + 1)
     scores = []
 
-    while learner.version < config.steps and learner.skipped_in_row < 3:
+    while learner.version < config.steps and learner.skipped < 3:
         behind.set_weights(*published[0])  # the oldest that is kept
         groups = new_groups(learner, task, config.groups_per_step)
         for group in groups:

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from buffer import repaired
 from learner import GroupMethod, pairs_of
-from logprobs import policy_logprobs
 from losses import LOG_RATIO_LIMIT, STD_EPSILON, group_advantages
+from methods.episodes import policy_logprobs
 
 
 class OptimalBaseline(GroupMethod):
     """Advantages inside a group, with the optimal baseline."""
 
     def samples(self, learner, groups: list, config) -> tuple:
-        trajectories = [t for group in groups for t in repaired(group)]
+        trajectories = repaired(groups)
         rewards = torch.tensor([t.reward for t in trajectories]).float().view(len(groups), -1)
         ratios, norms = importance_weights(learner, trajectories, config)
         advantages, dead = optimal_advantages(rewards, ratios, norms)

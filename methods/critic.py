@@ -34,7 +34,7 @@ class Critic(GroupMethod):
 
     def samples(self, learner, groups: list, config) -> tuple:
         """What stands for advantages here is a factor on them: 1 / the spread of all rewards."""
-        trajectories = [t for group in groups for t in repaired(group)]
+        trajectories = repaired(groups)
         rewards = torch.tensor([t.reward for t in trajectories]).float()
         spread = float(rewards.std()) if len(rewards) > 1 else 0.0
         factor = 1 / max(SMALLEST_SPREAD, spread)

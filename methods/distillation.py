@@ -16,8 +16,8 @@ from torch import Tensor
 
 from buffer import repaired
 from learner import GroupMethod, pairs_of
-from logprobs import policy_logprobs
 from losses import log_ratio
+from methods.episodes import policy_logprobs
 from model import GPT
 from reward import Task, alphabet_of
 from runtime.checkpoint import checkpoint_path, newest_weights
@@ -33,7 +33,7 @@ class Distillation(GroupMethod):
 
     def samples(self, learner, groups: list, config: Config) -> tuple:
         """All answers, also of groups whose rewards are equal: no group is dead."""
-        trajectories = [t for group in groups for t in repaired(group)]
+        trajectories = repaired(groups)
         alike = torch.ones(len(trajectories), 1)  # `advantages` puts the teacher's in place
         return pairs_of(trajectories, alike), torch.zeros(len(groups), dtype=torch.bool)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from buffer import repaired
 from learner import GroupMethod, pairs_of
-from logprobs import policy_logprobs
+from methods.episodes import policy_logprobs
 
 BETA = 0.1  # how near to the reference policy: the usual value (arXiv 2305.18290)
 
@@ -19,7 +19,7 @@ class Preferences(GroupMethod):
         """Losses are divided by tokens later, so here it is multiplied: a mean over pairs."""
         pairs, dead = [], []
         for group in groups:
-            sound = sorted([t for t in repaired(group) if t.generated], key=lambda t: -t.reward)
+            sound = sorted([t for t in repaired([group]) if t.generated], key=lambda t: -t.reward)
             dead.append(not sound or sound[0].reward == sound[-1].reward)
             pairs += [] if dead[-1] else [sound[0], sound[-1]]
         sums = []  # log-probs of whole answers, by the policy and by the reference

@@ -15,7 +15,7 @@ class TurnCredit(GroupMethod):
     """Advantages of single turns inside a group."""
 
     def samples(self, learner, groups: list, config) -> tuple:
-        trajectories = [t for group in groups for t in repaired(group)]
+        trajectories = repaired(groups)
         turns = torch.tensor([len(t.turns) for t in trajectories])
         rewards = [torch.tensor(t.turn_rewards) for t in trajectories]
         rewards.append(torch.zeros(int(turns.max())))  # this long, also where rewards are missing

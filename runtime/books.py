@@ -4,6 +4,7 @@ Left out: the end of a run (report.py), what the numbers mean (learner.py, losse
 get to disk (runlog.py).
 """
 
+import time
 from collections import Counter
 
 import numpy as np
@@ -60,6 +61,14 @@ def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
     run.discarded.clear()
 
 
+def log_discards(run: Run) -> None:
+    """Groups that were taken out untrained, and why."""
+    version = run.learner.version
+    for group, reason in run.buffer.dropped:
+        run.log.event("learner", "discard", group=group, reason=reason, version=version)
+    run.buffer.dropped.clear()
+
+
 def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
     """What can be said of a batch that has trained `version` without a look at the policy, and of
     the groups that were discarded since the last one."""
@@ -90,9 +99,23 @@ def show_group(group: Group, task: Task) -> str:
     return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
 
 
+def check_progress(run: Run) -> None:
+    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
+    out, now = run.pool.out(), time.monotonic()
+    tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
+    signs, (before, since) = (run.learner.version, out, tokens), run.progress
+    if signs != before:
+        run.progress = signs, now
+    elif now - since > run.config.stall:
+        raise TrainingStopped(
+            f"no step, no verdict and no token for {run.config.stall:.0f} s (--set stall); "
+            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
+        )
+
+
 def check_step(run: Run, metrics: dict) -> None:
     """Say when a step was not finite; stop when three in a row were not."""
-    if in_row := run.learner.skipped_in_row:
+    if in_row := run.learner.skipped:
         text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
         run.log.say(f"step {run.learner.version} changed no weights: {text}")
         if in_row >= 3:

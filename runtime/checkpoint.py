@@ -26,7 +26,7 @@ from runtime.runlog import LOGS
 from runtime.team import gather_moments
 from runtime.terminal import printable
 
-COUNTERS = ("version", "cursor", "begun", "skipped", "skipped_in_row")  # of a learner
+COUNTERS = ("version", "cursor", "begun", "skipped")  # of a learner
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, for each weight
 
 

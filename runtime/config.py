@@ -101,7 +101,7 @@ class Config:
 
     task: str = flag(
         "guess",
-        "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], hops[:N[:RATE]], debug, "
+        "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], hops[:N[:RATE]], "
         "add[:N], "
         "jsonl:PATH, gym:NAME or your own file.py[:ARGUMENT]; several with commas",
         group="what is learned",
@@ -194,7 +194,6 @@ class Config:
     )
     think: str = constant("no", "in a chat", choices=("no", "yes"), only_with={"chat": ("yes",)})
     kernels: str = constant("auto", "of attention", choices=("auto", "spec", "triton"))
-    context: int = constant(0, "tokens of the longest episode (0: automatic)", 0, LONGEST_CONTEXT)
     recompute: str = constant("no", "activations in the backward pass", choices=("no", "yes"))
     threads: int = constant(
         -1,

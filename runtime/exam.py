@@ -4,9 +4,11 @@
 C, forks or ends its process must not do so there: a pool of its own has it (runtime/verifier.py).
 """
 
+from dataclasses import replace
+
 import numpy as np
 
-from reward import Task, capacity_of, problem_of
+from reward import Task, problem_of
 from rollout import Generator, generate
 from runtime.config import Config
 from runtime.messages import Answer, Group, apply_judgement
@@ -21,15 +23,10 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
     reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
     With several tasks these are of all problems, and `tasks` has those of each.
     """
-    generator = Generator(
-        learner.model,
-        make_environment(config, task, outside=True),
-        slots=min(config.slots, task.eval_size),
-        capacity=capacity_of(config, task),
-        group_size=1,
-        seed=~config.seed,  # below 0: that of no run
-        temperature=0.0,
-    )
+    plain = {"group_size": 1, "temperature": 0.0, "top_p": 1.0}
+    plain |= {"seed": ~config.seed, "slots": min(config.slots, task.eval_size)}  # a seed of no run
+    environment = make_environment(config, task, outside=True)
+    generator = Generator(learner.model, environment, replace(config, **plain), task.context)
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     groups = generate(generator, groups, pool)
     verify_all(groups, pool)

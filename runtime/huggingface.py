@@ -112,7 +112,7 @@ def read_shape(folder: Path, context: int) -> dict:
         fits = not odd and shape["layers"] <= 1024
         require(fits, f"heads must share keys evenly, head_dim be even: {shape}")
     most = f"must be at most {shape['context']}, max_position_embeddings of {folder}"
-    require(context <= shape["context"], f"--context {context}: {most}")
+    require(context <= shape["context"], f"an episode of {context} tokens: {most}")
     shape |= {"qkv_bias": bias, "qk_norm": norms, "rope_scaling": scaling}
     return shape | {"context": context, "positions": "rope"}
 

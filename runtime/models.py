@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from model import GPT, PRESETS, ModelConfig, padded
-from reward import Task, capacity_of
+from reward import Task
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
 from runtime.devices import free_memory
@@ -23,7 +23,7 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
 
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
-    context = capacity_of(config, task)
+    context = task.context
     if config.kernels == "triton":
         device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
         require(
@@ -49,7 +49,7 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
 def model_of(stored: dict, config: Config, task: Task) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
     shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
-    shape["recompute"], context = config.recompute == "yes", capacity_of(config, task)
+    shape["recompute"], context = config.recompute == "yes", task.context
     if shape["positions"] != "learned":
         shape["context"] = context
     # what a stranger calls a shape may be larger than any memory, and a tensor than what it stores
@@ -72,7 +72,7 @@ def fitting_slots(config: Config, task: Task, model: GPT, places: list[str]) -> 
     """How many sequences of the longest kind fit into the memory that is free, for each worker;
     said on the screen. Half of it is left to activations. UserError when none fits."""
     c, device = model.config, places[0]
-    length = padded(capacity_of(config, task))
+    length = padded(task.context)
     # on its way to the longest row, a sequence may have had one of each shorter length: 2 in all
     size = 4 * c.layers * c.kv_heads * c.head_width * length * model.flat.itemsize
     weights = model.flat.nbytes + 2 * model.frozen.nbytes  # with adapters merged ones, too

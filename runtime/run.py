@@ -49,6 +49,8 @@ from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
 from runtime.verifier import exam_pool, reward_worker, silence_of
 
+# what train_sync.py needs: one process, one model
+ONLY_SYNC = {"replay": ("",), "cluster": ("",), "rollout_weights": ("float32",), "learners": (0, 1)}
 # flags that a run may have anew when it goes on
 MAY_CHANGE = ("steps", "learners", "rollout_workers", "cluster")
 
@@ -93,7 +95,6 @@ def open_run(config: Config, mode: str) -> Run:
     mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
     """
     stop, state, ledger, lock = Stop(), None, Ledger(), None
-    require(not config.replay, f"--replay {config.replay}: must be left out in train_sync.py")
     if config.resume:
         folder = Path(config.resume)
         config, record = resumed(config)
@@ -109,6 +110,10 @@ def open_run(config: Config, mode: str) -> Run:
         print(f"--dtype auto: {config.dtype}, the quickest on {learners[0]}")
     set_threads(config, 1 if mode == "sync" else len(learners) + len(rollouts), learners[0])
     task = task_of(config)
+    if mode == "sync" and own_files(config.task):
+        task = replace(
+            task, outside=True
+        )  # what its code does to a process must not reach this one
     served = config.reward_workers or mode == "sync"
     must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
     require(served or not task.outside, must)
@@ -159,7 +164,6 @@ def resolved(config: Config, mode: str, goes_on: bool) -> Config:
 
         config = pinned(config)
     if config.cluster:
-        require(mode == "async", f"--cluster {config.cluster}: must be left out in train_sync.py")
         from runtime.cluster import open_cluster  # it takes a second, and needs Ray
 
         config = open_cluster(config)
@@ -187,8 +191,7 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
 
 
 def evaluate_now(run: Run) -> dict:
-    """Evaluate the learner; what has failed is said. The pool looks at the clock itself."""
-    run.log.rest()
+    """Evaluate the learner; what has failed is said."""
     result = evaluate(run.learner, run.config, run.task, run.exam)
     for reason, (count, words) in result["failures"].items():
         run.log.say(f"evaluation: {count} failed, {': '.join(filter(None, (reason, words)))}")
@@ -235,6 +238,9 @@ def exit_code(run: Run) -> None:
 def open_sync(config: Config):
     """A run of train_sync.py; whatever goes wrong inside, what its last whole step has left is
     saved."""
+    for name, allowed in ONLY_SYNC.items():
+        given = written(name, value := getattr(config, name))
+        require(value in allowed, f"{given}: must be {allowed[-1] or 'left out'} in train_sync.py")
     run = open_run(config, "sync")
     try:
         yield run
@@ -287,7 +293,6 @@ def open_team(run: Run) -> None:
     """Wait until all learners are there; they begin with the newest checkpoint."""
     workers, config, learner = run.pool.of("learner"), run.config, run.learner
     while any(worker.last_word == "spawn" and not worker.lost for worker in workers):
-        run.log.alive()
         time.sleep(0.05)
     meeting = run.folder.resolve() / "checkpoints" / "meeting"
     meeting.unlink(missing_ok=True)
@@ -379,14 +384,6 @@ def settle(run: Run) -> None:
     run.log.flush()
     places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out().keys(), WORKER)
     run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
-
-
-def log_discards(run: Run) -> None:
-    """Groups that were taken out untrained, and why."""
-    version = run.learner.version
-    for group, reason in run.buffer.dropped:
-        run.log.event("learner", "discard", group=group, reason=reason, version=version)
-    run.buffer.dropped.clear()
 
 
 def save_what_is(run: Run) -> None:

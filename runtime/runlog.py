@@ -9,12 +9,9 @@ Left out: how a run ends (run.py), checkpoints (checkpoint.py), how files are
 written (folder.py).
 """
 
-import faulthandler
-import math
 import os
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -102,7 +99,6 @@ class RunLog:
     def __init__(self, run: Path, config: Config, state: dict | None):
         """state: the checkpoint of a run that is resumed; what the logs hold behind it is cut."""
         done = state or {"version": 0, "seconds": 0.0, "marks": {}}
-        self.stall, self.moved = config.stall, -math.inf
         self.run, self.written = run, done["version"]  # written: the newest step with metrics
         self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, ())) for n in LOGS}
         self.start = time.time() - done["seconds"]
@@ -138,20 +134,6 @@ class RunLog:
         for at, kind, group_id, version, details in events:
             self.event(process, kind, at, **details, group=group_id, version=version)
 
-    def alive(self) -> None:
-        """The loop goes round. When this is not called for `stall` seconds, whatever the process
-        hangs in is printed, by file and line, and it ends with exit code 1: from a thread in C, so
-        even Python need not run."""
-        now = time.monotonic()
-        if now - self.moved > 1.0:
-            self.moved = now
-            faulthandler.dump_traceback_later(self.stall, exit=True, file=sys.__stderr__)
-
-    def rest(self) -> None:
-        """Nobody need call `alive` until it is called the next time."""
-        faulthandler.cancel_dump_traceback_later()
-        self.moved = -math.inf
-
     def step(self, record: dict, **shown) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
         self.metrics(record)
@@ -184,6 +166,5 @@ class RunLog:
 
     def close(self) -> float:
         """The loop is over: nothing is drawn below it; returns the seconds since the run began."""
-        self.rest()
         self.bar.close()
         return self.now()

@@ -66,11 +66,6 @@ def printable(text: str) -> str:
 
 
 def open_streams() -> None:
-    """A closed stdout or stderr swallows what is written; one that cannot print a character prints
-    its number."""
-    while os.open(os.devnull, os.O_RDWR) < 3:
-        pass  # 1 or 2 was free: the next file would have been written to
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")
+    """A terminal that cannot print a character prints its number."""
+    for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, stream)

@@ -6,7 +6,7 @@
 from functools import partial
 
 from reward import Step, Task
-from tasks.jsonl import numeric
+from tasks.numbers import numeric
 from tasks.problems import drawn, whole_number
 
 FORM = "What is {} + {}? Answer with the number only."
@@ -19,7 +19,7 @@ def propose(digits, random):
 
 
 def step(problem, answers):
-    """1 when the answer means the right number (tasks/jsonl.py)."""
+    """1 when the answer means the right number (tasks/numbers.py)."""
     return Step(None, numeric(answers[-1], problem["answer"]), True)
 
 

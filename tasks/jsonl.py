@@ -1,12 +1,13 @@
-r"""jsonl.py: your own lines {"prompt": "...", "answer": "..."}; "question" may stand for "prompt".
+r"""jsonl.py: your own problems: lines {"prompt": "...", "answer": "..."}, or a JSON array of them.
 
-    jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS]
+    jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS]        PATH may end in .gz
+
+"question" and "problem" may stand for "prompt", "solution" and "ground_truth" for "answer", which
+may be a number. A chat may stand for the prompt if it is one turn of the user's; "messages" are
+that turn and the answer. What all lines have in common before it is --system.
 
 exact      reward 1 for the answer of the line, 0 for anything else; the default
-numeric    reward 1 when an answer means the same number as the line. An answer means the first
-           number behind its last "####" or "\boxed{" (up to the end of that line of text), or, if
-           it has neither, its last number.
-           Commas of thousands and "$" do not count, 1/2 is 0.5. Of a long answer the end is read
+numeric    reward 1 when an answer means the same number as the line (tasks/numbers.py)
 parsable   reward 0.1, and not 0, for a wrong number that stands behind "####" or "\boxed{"
 similar    partial credit, 1 for the right answer and 0 for none: see `similarity`. What a model
            with random weights never gets right it can still learn so
@@ -14,8 +15,9 @@ any        the policy may emit every token; without it, those of the answers and
 TOKENS     the most tokens of an answer, 1 to 16384; without it, as many as the longest one has.
            Give more, and `any`, to a policy that is to think aloud
 
-So files in the form of GSM8K, {"question": "...", "answer": "... 24/2=<<24/2=12>>12\n#### 12"}, are
-taken as they are:
+For `numeric` an answer of the file must be nothing but one number, alone or behind a mark. Files in
+the form of GSM8K, {"question": "...", "answer": "... 24/2=<<24/2=12>>12\n#### 12"}, are taken as
+they are:
 
     python train_async.py --task jsonl:train.jsonl:numeric:parsable:any:2048
 
@@ -23,49 +25,22 @@ Every tenth different prompt is held out, with all its copies. With fewer than t
 to spare, and the evaluation is on the training lines.
 """
 
+import gzip
 import json
 import re
 from difflib import SequenceMatcher
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from unicodedata import normalize
 
 from reward import Step, Task, TaskError
 from runtime.folder import open_plain
+from tasks.numbers import CHARACTERS, numeric
 from tasks.problems import in_turn, whole_number
 
-# A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
-# these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
-NUMBER = re.compile(
-    r"(?<![\w./])(?<![\d.][eE][-+])[-+]?(?:\\?\$)?(?:\d{1,3}(?:,\d{3})+|\d+|(?=\.\d))(?:\.\d+)?"
-    r"(?:/\d+(?:\.\d+)?)?(?![.,/]?\d|[eE][-+]?\d)",
-    re.ASCII,
-)
 USAGE = "jsonl:PATH[:exact|numeric[:parsable]|similar][:any][:TOKENS 1..16384]"
-NUMBER_CHARACTERS = 64  # a longer number is wrong, whatever it says
-CHARACTERS = 1024  # of an answer that are looked at, so that the work is bounded
-
-
-def last_number(text, place=-1):
-    """The last number in a text: integer, decimal or fraction, with or without thousands commas.
-
-    None if there is none, if it is longer than NUMBER_CHARACTERS, or divided by zero. place: 0 for
-    the first one.
-    """
-    text = text[-CHARACTERS:].replace("\u2212", "-")  # typographic minus; fractions in TeX:
-    found = NUMBER.findall(re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text))
-    if not found or len(found[place]) > NUMBER_CHARACTERS:
-        return None
-    above, _, below = re.sub(r"[,$\\]", "", found[place]).partition("/")
-    divisor = Fraction(below or 1)
-    return Fraction(above) / divisor if divisor else None
-
-
-def stated_number(text):
-    r"""The first number behind the last "####" (GSM8K) or "\boxed{" (MATH), in the same line; None
-    if there is none."""
-    *before, behind = re.split(r"####|\\boxed\{", text[-CHARACTERS:])
-    return last_number(behind.partition("\n")[0], 0) if before else None
+NAMES = ("prompt", "question", "problem"), ("answer", "solution", "ground_truth")
+FORMS = '{"prompt": "...", "answer": "..."}'
 
 
 def similarity(answer, expected):
@@ -78,19 +53,6 @@ def similarity(answer, expected):
     return common / max(len(answer), len(expected))
 
 
-def meant_number(text):
-    """The number that a text states, or else its last one."""
-    stated = stated_number(text)
-    return last_number(text) if stated is None else stated
-
-
-def numeric(answer, expected, parsable=0.0):
-    """1 when both texts mean the same number, `parsable` for a wrong number that is stated."""
-    number = meant_number(answer)
-    right = number is not None and number == meant_number(expected)
-    return 1.0 if right else parsable * (stated_number(answer) is not None)
-
-
 VERIFIERS = {
     "exact": str.__eq__,
     "numeric": numeric,
@@ -99,38 +61,53 @@ VERIFIERS = {
 }
 
 
-def read_row(line, verifier):
-    """The problem in a line; TaskError says what is wrong with it."""
+def read_row(line, verifier, tokenizer):
+    """The problem in a line; TaskError or UnicodeError says what is wrong with it."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # not UTF-8, not JSON, or nested too deeply
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise TaskError("not UTF-8") from None
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
         raise TaskError("not valid JSON") from None
     row = row if isinstance(row, dict) else {}
-    problem = {"prompt": row.get("prompt", row.get("question")), "answer": row.get("answer")}
-    for key, text in problem.items():
+    prompt, answer = (next(filter(None, map(row.get, names)), None) for names in NAMES)
+    match row.get("messages", prompt):
+        case [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]:
+            pass
+        case [{"role": "user", "content": prompt}]:
+            pass
+    answer = str(answer) if type(answer) in (int, float) else answer
+    for text in (prompt, answer):
         if not isinstance(text, str) or not text.strip():
-            raise TaskError(f"expected an object in which {key!r} is a string that is not empty")
-    if "numeric" in verifier and meant_number(problem["answer"]) is None:
-        raise TaskError("the verifier numeric needs a number in 'answer'")
+            raise TaskError(f"expected {FORMS}, see tasks/jsonl.py")
+    prompt.encode()  # half a character cannot be
+    problem, said = {"prompt": prompt, "answer": answer}, tokenizer.encode(answer)
+    said = tokenizer.decode_bytes(said).decode(errors="replace")
+    if step(VERIFIERS[verifier], problem, [said]).reward < 1:
+        raise TaskError(f"the answer {answer!r:.60} cannot earn 1 by {verifier}")
     return problem
 
 
-def read_rows(path, verifier):
+def read_rows(path, verifier, tokenizer):
     """The problems in a file; TaskError names the line."""
     try:
         with open_plain(Path(path)) as file:  # a device or a pipe may have no end
-            lines = file.read().split(b"\n")
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            data = file.read()
+        data = gzip.decompress(data) if path.endswith(".gz") else data
+        lines = data.split(b"\n")
+        if data.lstrip()[:1] == b"[":
+            lines = [json.dumps(row).encode() for row in json.loads(data)]
+    except (OSError, EOFError, ValueError) as error:  # ValueError: a zero byte in the path
         raise TaskError(f"cannot read {path!r} ({error}); allowed is {USAGE}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                rows.append(read_row(line, verifier))
-        except TaskError as error:
+                rows.append(read_row(line, verifier, tokenizer))
+        except (TaskError, UnicodeError) as error:
             raise TaskError(f"line {number}: {error}") from None
     if not rows:
-        raise TaskError('expected lines {"prompt": "...", "answer": "..."}, has none')
+        raise TaskError(f"expected lines {FORMS}, has none")
     return rows
 
 
@@ -140,8 +117,10 @@ def reset(splits, seed, index, split):
 
 
 def step(verifier, problem, answers):
-    """What the verifier says; white space around an answer does not count."""
-    return Step(None, float(verifier(answers[-1].strip(), problem["answer"].strip())), True)
+    """What the verifier says; white space around an answer does not count, nor how its letters with
+    accents are composed."""
+    texts = (normalize("NFC", text.strip()) for text in (answers[-1], problem["answer"]))
+    return Step(None, float(verifier(*texts)), True)
 
 
 def make(argument: str, seed: int, tokenizer) -> Task:
@@ -151,9 +130,8 @@ def make(argument: str, seed: int, tokenizer) -> Task:
         argument,
         re.DOTALL,
     ).groups()
-    verifier = verifier or "exact"
     most = whole_number(tokens, 1, 16384) if tokens else 0
-    rows = read_rows(path, verifier)
+    rows = read_rows(path, verifier or "exact", tokenizer)
     prompts = list(dict.fromkeys(row["prompt"] for row in rows))  # different ones, in order
     held_out = set(prompts[9::10])
     splits = {"train": [row for row in rows if row["prompt"] not in held_out]}
@@ -161,7 +139,7 @@ def make(argument: str, seed: int, tokenizer) -> Task:
     answers = [tokenizer.encode(row["answer"]) for row in rows]
     return Task(
         reset=partial(reset, splits, seed),
-        step=partial(step, VERIFIERS[verifier]),
+        step=partial(step, VERIFIERS[verifier or "exact"]),
         alphabet=None if everything else (*sorted(set().union(*answers)), tokenizer.end),
         max_prompt_tokens=max(len(tokenizer.encode(prompt)) for prompt in prompts),
         turn_tokens=most or max(map(len, answers)) + 1,

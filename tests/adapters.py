@@ -186,8 +186,8 @@ def swap_weights(model, cache, flat, tokens, cached, running):
     """rollout.py: a generator in the middle of these episodes adopts the weights."""
     alphabet, (slots, capacity) = np.arange(model.config.vocab_size), tokens.shape
     environment = rollout.Environment(None, None, alphabet, frozenset(), turn_tokens=1)
-    sizes = {"slots": slots, "capacity": capacity, "group_size": 1}
-    generator = rollout.Generator(model, environment, **sizes, swap="recompute")
+    config = Config(slots=slots, group_size=1, swap="recompute")
+    generator = rollout.Generator(model, environment, config, capacity)
     generator.cache = cache
     for b in np.flatnonzero(running):
         slot = rollout.Slot(
@@ -222,7 +222,7 @@ def repair(failures):
     """buffer.py: `unfit` and, if nothing speaks against the group, `repaired`."""
     episodes = [Trajectory(0, i, 0, finish=why or "stop") for i, why in enumerate(failures)]
     group = Group(0, 0, {}, episodes)
-    return unfit(group) or [t.sample_index for t in repaired(group)]
+    return unfit(group) or [t.sample_index for t in repaired([group])]
 
 
 def skip_observation_gae(rewards, values, mask, lengths, gamma, lam):

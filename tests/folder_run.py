@@ -22,15 +22,15 @@ def same_answers(folder: Path, spec: str, count: int = 32) -> str:
     both in float32."""
     import transformers
 
-    config = Config(model=str(folder), chat="yes", task=spec)
+    config = Config(model=str(folder), chat="yes", task=spec, group_size=1, temperature=0.0)
     task = task_of(config)
     model = GPT(ModelConfig(**read_shape(folder, task.context)), None)
     load_weights(model, folder)
-    sizes = {"slots": 32, "capacity": task.context, "group_size": 1, "temperature": 0.0}
+    generator = Generator(model, make_environment(config, task), config, task.context)
     problems = [Group(i, 0, task.reset(i, "eval")) for i in range(count)]
     make = transformers.AutoModelForCausalLM.from_pretrained
     theirs, same = make(folder, dtype=torch.float32), 0
-    for group in generate(Generator(model, make_environment(config, task), **sizes), problems):
+    for group in generate(generator, problems):
         (t,) = group.trajectories
         prompt = torch.tensor([task.tokenizer.encode_prompt(group.problem["prompt"])])
         how = {"do_sample": False, "max_new_tokens": task.turn_tokens, "pad_token_id": 0}

@@ -2,16 +2,19 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from judge import verify
 
+from lab import debug
 from reward import Step, TaskError, make_task, problem_of
 from runtime.tokenizer import own_tokenizer
-from tasks import debug, hops
+from tasks import hops
 
 encode = own_tokenizer().encode
-SPECS = ["hops", "hops:1", "hops:3:0.05", "hops:8:0.5", "debug"]
+DEBUG = str(Path(debug.__file__))
+SPECS = ["hops", "hops:1", "hops:3:0.05", "hops:8:0.5", DEBUG]
 NONSENSE = ["", "?", "!", "77", "?!", "!?", "? 7", "?７", "\ufffd\ufffd", "\ud800", "?7" * 10**5]
 NONSENSE += ["d+", "d+nn", "+++", "1+1", "\x00\x00\x00", "__import__('os')", "d" * 10**6]
 
@@ -77,7 +80,7 @@ def test_solved_means_that_the_end_was_right_and_no_play_raises_or_pays_more(spe
             assert len(encode(step.observation or "")) <= task.observation_tokens
         assert len(answers) <= task.max_turns and 0 <= total <= 1 + 1e-9
         right = answers[-1] == best[-1]
-        if spec == "debug":
+        if spec == DEBUG:
             right = not debug.failing(problem, answers[-1])
         assert (total >= task.solved) == right, (problem, answers, total)
         assert json.dumps(problem) == before
@@ -211,7 +214,7 @@ PROBLEM = {"prompt": "2>6 5>2 8>8? ", "examples": [[2, 6], [5, 2], [8, 8]], "pro
 
 
 def test_debug_by_hand():
-    task = make_task("debug")
+    task = make_task(DEBUG)
     assert play(task, PROBLEM, ["nd+"]) == ([None], [1.0])
     told, rewards = play(task, PROBLEM, ["+++", "d*n", "nnd", "nd+"])
     assert told == [" 2>!? ", " 2>5? ", " 2>4? ", None]
@@ -222,7 +225,7 @@ def test_debug_by_hand():
 
 
 def test_debug_pays_progress_once():
-    task = make_task("debug")
+    task = make_task(DEBUG)
     told, rewards = play(task, PROBLEM, ["dn*", "dn*", "ddn", "nd+"])  # one, again, none, all
     assert told == [" 5>0? ", " 5>0? ", " 2>3? ", None]
     assert rewards[:3] == [pytest.approx(0.2 / 3), 0.0, 0.0]
@@ -231,7 +234,7 @@ def test_debug_pays_progress_once():
 
 
 def test_debug_tells_the_first_example_that_fails():
-    task = make_task("debug")
+    task = make_task(DEBUG)
     for index in range(100):
         problem = task.reset(index, "train")
         for program in ("ddn", "d*d", "d++"):
@@ -244,7 +247,7 @@ def test_debug_tells_the_first_example_that_fails():
 
 
 def test_debug_holds_out_prompts_and_no_single_example():
-    task, seen = make_task("debug"), {}
+    task, seen = make_task(DEBUG), {}
     for split, count in (("train", 4000), ("eval", 1000)):
         problems = [task.reset(index, split) for index in range(count)]
         for problem in problems[:100]:

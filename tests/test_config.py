@@ -223,11 +223,3 @@ def test_what_a_terminal_would_obey_is_shown_as_numbers(capsys):
     with pytest.raises(SystemExit):
         fail("task '\x1b[2J\x07evil': no\nsecond line")
     assert capsys.readouterr().err.endswith(": task '\\x1b[2J\\x07evil': no second line\n")
-
-
-def test_a_trainer_without_output_trains(tmp_path):
-    """As a scheduler may start it: stdout and stderr are closed."""
-    flags = "--steps 1 --groups-per-step 4 --group-size 4 --slots 16"
-    command = f"exec {sys.executable} train_sync.py {flags} --out {tmp_path}/run >&- 2>&-"
-    done = subprocess.run(["sh", "-c", command], cwd=Path(__file__).parent.parent)
-    assert done.returncode == 0 and (tmp_path / "run/summary.json").exists()

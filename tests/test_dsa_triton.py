@@ -594,6 +594,9 @@ def last_two_queries():
 
 
 BAD = {
+    "q rows": (lambda: attend(q=zeros(5, 4, 16)), r"q .*\[5, 4, 16\].* for 6 queries, 6 keys"),
+    "k heads": (lambda: attend(k=zeros(6, 3, 16)), r"q .*4, 16\]\), k .*\[6, 3, 16\]"),
+    "dtypes": (lambda: attend(v=zeros(6, 2, 16).double()), "one floating dtype.*float64"),
     "top_k": (lambda: attend(top_k=0), "top_k must be an integer >= 1, got 0"),
     "query_block": (lambda: attend(query_block=3), "query_block.*power of two.*got 3"),
     "query_block, few queries": (

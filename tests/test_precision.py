@@ -200,7 +200,7 @@ def test_a_run_says_how_far_generator_and_learner_are_apart(dtype, most, tmp_pat
     run = tmp_path / "run"
     train(Config(task="sum", dtype=dtype, steps=2, out=str(run), positions="rope"))
     found = json.loads((run / "summary.json").read_text())["mismatch"]
-    assert 0 <= found["mean"] <= found["max"] <= most and 0 <= found["p99"] <= found["max"]
+    assert 0 <= found["mean"] <= found["max"] <= most
 
 
 def test_the_mismatch_of_a_run_is_that_of_its_log_probs(tmp_path, monkeypatch):
@@ -218,7 +218,7 @@ def test_the_mismatch_of_a_run_is_that_of_its_log_probs(tmp_path, monkeypatch):
     run = tmp_path / "run"
     train(Config(task="sum", steps=1, out=str(run)))
     found = json.loads((run / "summary.json").read_text())["mismatch"]
-    for name in ("mean", "p99", "max"):
+    for name in ("mean", "max"):
         assert found[name] == pytest.approx(0.25, abs=1e-3), found
 
 

@@ -349,10 +349,9 @@ def test_a_mistake_costs_one_line(tmp_path, monkeypatch, capsys, flags, said):
 
 def test_accuracy_is_what_the_generator_answers():
     """The exam's answers are replaced by what the sparse generator says, greedily: all correct."""
-    model, config = make(), Config(task="recall:64")
+    model, config = make(), Config(task="recall:64", slots=8, group_size=1, temperature=0.0)
     task = reward.make_task(config.task)
-    sizes = dict(slots=8, capacity=task.context, group_size=1)
-    generator = Generator(model, make_environment(config, task), **sizes, temperature=0)
+    generator = Generator(model, make_environment(config, task), config, task.context)
     said = generate(generator, [Group(i, 0, task.reset(i, "eval")) for i in range(8)])
     length = task.max_prompt_tokens + 3  # of answers that do not end early
     tokens = [g.trajectories[0].tokens.tolist() for g in said]

@@ -84,11 +84,8 @@ def test_verify_sums_turn_rewards_and_keeps_those_of_a_cut_episode():
     verdict = verify(task, {}, ["a"] * 5)
     assert verdict.reward == 0 and verdict.turn_rewards == (0.0,) * 5
     assert verdict.error == "verifier_error: ValueError: 5 answers, but the episode ended after 3"
-    large = replace(task, step=lambda problem, answers: Step("go on", 3e38, False))
-    assert verify(large, {}, ["a"]).error is None
-    assert verify(large, {}, ["a", "b"]).error.startswith(
-        "verifier_error: ValueError: the sum 6e+38"
-    )
+    large = replace(task, step=lambda problem, answers: Step("go on", 1e9, False))
+    assert verify(large, {}, ["a"] * 6) == (6e9, (1e9,) * 6, None)
 
 
 def failing_step(problem, answers):
@@ -115,7 +112,7 @@ def failing_step(problem, answers):
         ("fine", None),
         ("raise", "verifier_error: RuntimeError: several lines xxx"),
         ("recurse", "verifier_error: RecursionError: "),
-        ("nan", "verifier_error: ValueError: the reward nan is not finite"),
+        ("nan", "verifier_error: ValueError: the reward nan is not between"),
         ("text", "verifier_error: ValueError: could not convert string to float: 'good'"),
         ("something else", "verifier_error: TypeError: "),
         ("sleep", "verifier_timeout"),

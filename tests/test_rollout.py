@@ -109,10 +109,14 @@ def group_of(i: int, start=0, length: int | None = None) -> Group:
     return Group(i, start, {"prompt": prompt})
 
 
+PLACES = "capacity", "worker", "graphs"  # what is not in the configuration
+
+
 def generator_of(model=None, env=None, *, slots=8, size=4, **more) -> Generator:
     """A generator for groups of `size` samples, by default with a small model and an echo."""
-    sizes = {"slots": slots, "capacity": CONTEXT, "group_size": size}
-    return Generator(model or make(), env or environment(), **(sizes | more))
+    places = {"capacity": CONTEXT} | {k: more.pop(k) for k in PLACES if k in more}
+    config = Config(**({"slots": slots, "group_size": size} | more))
+    return Generator(model or make(), env or environment(), config, **places)
 
 
 def play(groups, model=None, env=None, slots=8, size=4, **more) -> dict:

@@ -1,5 +1,6 @@
 """The tasks by behaviour: the protocol, problems, verifiers, own tasks, and what is refused."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import bench
 import reward
 from reward import Step, make_task, problem_of
 from runtime.tokenizer import END, PAD, own_tokenizer
-from tasks.jsonl import last_number, meant_number, stated_number
+from tasks.numbers import meant_number, only_number, stated_number
 
 encode = own_tokenizer().encode
 SPECS = ["guess", "reverse", "reverse:2", "sort", "sort:7", "sum", "sum:5", "recall", "recall:16"]
@@ -273,11 +274,16 @@ def test_jsonl_takes_its_alphabet_from_the_answers(tmp_path):
     [
         ("{", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
-        ("[1]", "'prompt' is a string"),
-        ('{"prompt": "p"}', "'answer' is a string"),
-        ('{"prompt": "p", "answer": " "}', "'answer' is a string that is not empty"),
-        ('{"prompt": "p", "answer": "two"}', "needs a number in 'answer'"),
-        ('{"question": "p", "answer": "####"}', "needs a number in 'answer'"),
+        ("[1]", 'expected {"prompt": "...", "answer": "..."}'),
+        ('{"prompt": "p"}', "expected {"),
+        ('{"prompt": "p", "answer": " "}', "expected {"),
+        ('{"prompt": "p", "answer": true}', "expected {"),
+        ('{"prompt": [{"role": "system", "content": "s"}], "answer": "1"}', "tasks/jsonl.py"),
+        ('{"prompt": "p", "answer": "two"}', "the answer 'two' cannot earn 1 by numeric"),
+        ('{"question": "p", "answer": "####"}', "the answer '####' cannot earn 1"),
+        ('{"question": "p", "answer": "[2, 5)"}', "the answer '[2, 5)' cannot earn 1"),
+        ('{"prompt": "half \\ud83d", "answer": "1"}', "surrogates not allowed"),
+        ("\udcff", "not UTF-8"),
     ],
 )
 def test_a_malformed_line_is_named_by_its_number(tmp_path, line, complaint):
@@ -289,6 +295,28 @@ def test_a_malformed_line_is_named_by_its_number(tmp_path, line, complaint):
     message = str(error.value)
     assert f"{str(path)}:numeric': line 3: " in message and complaint in message
     assert "\n" not in message and len(message) < 300
+
+
+def test_data_as_people_have_it(tmp_path):
+    user, reply = {"role": "user", "content": "q"}, {"role": "assistant", "content": "7"}
+    rows = [{"question": "q", "answer": 7}, {"problem": "q", "solution": "7"}]
+    rows += [{"prompt": "q", "ground_truth": 7}, {"prompt": [user], "answer": "7"}]
+    rows.append({"messages": [user, reply]})
+    lines = "\n".join(map(json.dumps, rows)).encode()
+    files = {"d.jsonl": lines, "d.json": json.dumps(rows, indent=1).encode()}
+    for name, data in (files | {"d.jsonl.gz": gzip.compress(lines)}).items():
+        (tmp_path / name).write_bytes(data)
+        task = make_task(f"jsonl:{tmp_path / name}:numeric")
+        seen = [task.reset(i, "eval") for i in range(5)]
+        assert seen == [{"prompt": "q", "answer": "7"}] * 5
+
+
+def test_letters_with_accents_are_the_same_however_they_are_composed(tmp_path):
+    path = write_jsonl(tmp_path / "d.jsonl", [{"prompt": "coffee", "answer": "cafe\u0301"}])
+    for verifier in ("exact", "similar"):
+        task = make_task(f"jsonl:{path}:{verifier}")
+        for said in ("caf\u00e9", "cafe\u0301"):
+            assert task.step(task.reset(0, "eval"), [said]).reward == 1
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n \n\n"])
@@ -307,6 +335,11 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
         make_task("jsonl:a\x00b")
 
 
+GSM8K = """Natalia sold 48/2 = <<48/2=24>>24 clips in May.
+She sold 48+24 = <<48+24=72>>72 clips altogether.
+#### 72"""
+
+
 @pytest.mark.parametrize(
     "text, value",
     [
@@ -323,7 +356,9 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
         ("", None),
         ("1/0", None),
         ("9" * 65, None),
-        ("1e5", None),
+        ("1e5", 100_000),
+        ("1.5e-3", Fraction(3, 2000)),
+        ("1e100", None),
         ("2.5E-999999999", None),
         ("2026/01/02", None),
         ("x7", None),
@@ -336,13 +371,57 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
         ("7 " + "x" * 5000, None),
     ],
 )
-def test_last_number(text, value):
-    assert last_number(text) == value
+def test_the_last_number_of_a_text(text, value):
+    assert meant_number(text) == value
 
 
-GSM8K = """Natalia sold 48/2 = <<48/2=24>>24 clips in May.
-She sold 48+24 = <<48+24=72>>72 clips altogether.
-#### 72"""
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        (r"\boxed{55{,}000}", 55_000),
+        (r"so $55\,000$ of them", 55_000),
+        ("1\u202f234\u2009567 or 1\u00a0000", 1000),
+        ("1\u202f234\u2009567", 1_234_567),
+        (r"\boxed{2\frac{1}{2}}", Fraction(5, 2)),
+        (r"x = -2 \frac12", Fraction(-5, 2)),
+        (r"\boxed{\frac{-1}{2}}", Fraction(-1, 2)),
+        (r"\dfrac{3,000}{2}", 1500),
+        ("#### - 5", -5),
+        ("x = – 5", -5),
+        ("7 - 5", 5),
+        ("\\boxed{42%}", 42),
+        ("４２", 42),
+        ("#### Step 2: add\n5*8=40. So the total is **40**.", 40),
+        ("#### 42\n" + "It is right. " * 200, 42),
+        (r"\boxed{42}" + " It is not 7." * 200, 42),
+    ],
+)
+def test_numbers_as_people_and_models_write_them(text, value):
+    assert meant_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("72", 72),
+        ("$1,234.50", Fraction(2469, 2)),
+        ("- 5", -5),
+        ("1.5e3", 1500),
+        ("42%", 42),
+        (GSM8K, 72),
+        (r"So it is $\boxed{2\frac{1}{2}}$.", Fraction(5, 2)),
+        ("seventy", None),
+        ("The answer is 72", None),
+        ("#### 72 clips", None),
+        (r"\boxed{\frac{\sqrt{3}}{2}}", None),
+        (r"\boxed{x^2+3x}", None),
+        (r"\boxed{[2, 5)}", None),
+        ("2, 3", None),
+        ("10-5", None),
+    ],
+)
+def test_a_right_answer_is_nothing_but_one_number(text, value):
+    assert only_number(text) == value
 
 
 @pytest.mark.parametrize(
@@ -365,7 +444,7 @@ She sold 48+24 = <<48+24=72>>72 clips altogether.
         (r"\boxed{\frac{1}{2}}", Fraction(1, 2), Fraction(1, 2)),
         (r"#### 4, that is \boxed{5}", 5, 5),
         ("\\boxed{\n9}", None, 9),
-        ("#### 4" + " x" * 520, None, None),  # beyond the end that is read
+        ("#### 4" + " x" * 520, 4, 4),
         ("#### " * 10**6, None, None),
         ("\\boxed{" * 10**6 + "3", 3, 3),
         ("#### " + "9" * 5000, None, None),

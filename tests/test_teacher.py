@@ -13,9 +13,9 @@ from test_methods import FLAGS, judged_groups, stale_batch, trajectories_of
 import train_async
 import train_sync
 from learner import micro_batch_loss
-from logprobs import policy_logprobs
 from methods import distillation
 from methods.distillation import ask_teacher, distilled, teacher_of
+from methods.episodes import policy_logprobs
 from model import pack_tokens
 from reward import task_of
 from rollout import make_generator

@@ -22,6 +22,7 @@ import pytest
 
 import train_async
 import train_sync
+from runtime.books import check_progress
 from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
@@ -297,7 +298,7 @@ def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     def after(seconds: float, version: int = 0, tokens: int = 0) -> None:
         now[0] += seconds
         worker.status, run.learner.version = {"tokens": tokens}, version
-        train_async.check_progress(run)
+        check_progress(run)
 
     after(0)
     after(59)

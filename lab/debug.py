@@ -1,5 +1,7 @@
 """debug.py: write a program for a tiny stack machine, and mend it when an example fails.
 
+    python train_async.py --task lab/debug.py       # a task file may lie anywhere
+
     2>6 5>2 8>8? nd+ 5>2? ...
 
 The prompt shows three examples, "2>6": from 2 the program must make 6. The answer is a program of
