@@ -21,7 +21,7 @@ from pathlib import Path
 
 from reward import TASKS, Task, make_task
 from runtime.config import TrainingStopped, UserError, parse
-from runtime.terminal import fail, printable
+from runtime.terminal import fail, open_streams, printable
 
 MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is measured)
     "race": ("races", 5, "race.json .png, timeline.png", "sync against async (--seeds 5: 8)"),
@@ -89,6 +89,7 @@ def measure(name: str, arguments: list[str], folder: Path) -> None:
 def main(arguments: list[str]) -> None:
     """The command line; a mistake costs one line and exit code 2."""
     name, *rest = arguments or ["race"]
+    open_streams()
     try:
         if name in ("-h", "--help"):
             print(describe())
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> None:
             folder = f"{name if arguments else 'bench'}-{time.strftime('%m%d-%H%M%S')}"
             measure(name, rest, Path("runs") / folder)
         elif name == "episode":
-            for spec in rest or list(TASKS)[:-2]:  # jsonl and gym need a name
+            for spec in rest or [name for name in TASKS if name not in ("jsonl", "gym")]:
                 show_episode(make_task(spec))
         elif name == "compare":
             from lab.plots import compare

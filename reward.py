@@ -98,8 +98,8 @@ class Task:
 
 
 # the name in a spec -> its file in tasks/
-TASKS = {name: name for name in ("guess", "recall", "hops", "add", "jsonl", "gym")}
-TASKS |= dict.fromkeys(("reverse", "sort", "sum"), "digits")
+TASKS = dict.fromkeys(("reverse", "sort", "sum"), "digits")
+TASKS |= {name: name for name in ("guess", "recall", "hops", "add", "jsonl", "gym")}
 
 
 USAGE = """guess, reverse[:2..64], sort[:2..64], sum[:2..1024], recall[:16..16384], \

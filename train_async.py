@@ -19,7 +19,7 @@ generated: quicker where there are two cores and the verifier is quick.
 import time
 
 from learner import learner_step, new_groups
-from runtime.books import check_progress, close_step, keep, log_discards
+from runtime.books import check_progress, close_step, keep, log_discards, settle
 from runtime.config import Config
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
@@ -32,7 +32,6 @@ from runtime.run import (
     open_async,
     save,
     send_batch,
-    settle,
 )
 from runtime.terminal import run_main
 

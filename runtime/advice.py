@@ -54,6 +54,9 @@ def judge(
         verdicts, version = verdicts_by(advice.reward_model, group), advice.reward_model.version
     else:
         verdicts = verify_group(group, task, config, alive)
+    if config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
+        both = zip(group.trajectories, verdicts, strict=True)
+        verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
     if advice.teacher:
         from methods.distillation import ask_teacher
 

@@ -12,6 +12,7 @@ import numpy as np
 from buffer import staleness, unfit
 from reward import Task
 from runtime.config import TrainingStopped
+from runtime.ledger import BUFFER, WORKER
 from runtime.messages import Group
 from runtime.run import Run, evaluate_now
 
@@ -61,6 +62,16 @@ def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
     run.discarded.clear()
 
 
+def settle(run: Run) -> None:
+    """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
+    an error names the first group that is not where it must be."""
+    for event in run.log.events:
+        run.ledger.note(event)
+    run.log.flush()
+    places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out().keys(), WORKER)
+    run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
+
+
 def log_discards(run: Run) -> None:
     """Groups that were taken out untrained, and why."""
     version = run.learner.version
@@ -80,6 +91,8 @@ def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
         "reward": float(np.mean(rewards or [0.0])),
         "samples": len(trajectories),
         "failed": len(trajectories) - len(rewards),
+        "cut": float(np.mean([t.finish in ("length", "overlong") for t in trajectories])),
+        "answer_tokens": float(np.mean([t.generated for t in trajectories])),
         "sequence_tokens": sum(len(t.tokens) for t in trajectories),
         "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
         "discarded": dict(Counter(reason for _, reason in run.discarded)),

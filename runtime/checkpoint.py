@@ -9,7 +9,6 @@ on with the newest one that is whole and whose logs are, too.
 
 import hashlib
 import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from learner import Learner, round_weights
+from reward import specs_of
 from runtime.config import Config, UserError, blame, require
 from runtime.folder import check_log, open_plain, refuse_links, write_file
 from runtime.ledger import Ledger
@@ -38,6 +38,15 @@ def sha256_of(flat: Tensor) -> str:
 def base_of(learner: Learner) -> str:
     """Fingerprint of the weights that are not trained (LoRA): some of them are enough."""
     return sha256_of(learner.model.frozen[::4099].float())
+
+
+def named_files(config: Config) -> dict[str, str]:
+    """The sha256 of every file that the flags name, and of those in a folder that they name."""
+    folders = filter(None, (config.init, config.teacher, config.reward_model))
+    paths = [path for name in folders for path in (Path(name), *Path(name).rglob("*"))]
+    paths += [Path(word) for spec in specs_of(config.task) for word in spec.split(":")[:2]]
+    files = [path for path in paths if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -64,8 +73,7 @@ def load_tensors(path: Path, digest: bool = False) -> dict:
 
     digest: its sha256 stands behind it.
     """
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with open_plain(path, most=memory // 3) as file:  # the file, its tensors, the model
+    with open_plain(path) as file:
         data = file.read()
     if digest:
         whole = hashlib.sha256(data[:-32]).digest() == data[-32:]

@@ -155,7 +155,6 @@ class ClusterMailbox:
 
     def __init__(self, form: Form, config: Config):
         self.unit, self.form, self.version = unit_of(config), form, -1
-        self.nbytes = form.size * form.dtype.itemsize  # of one version
         here = On(ray.get_runtime_context().get_node_id(), soft=False)  # it dies with the parent
         newest = ray.remote(num_cpus=0, scheduling_strategy=here)(Newest)
         self.place = newest.remote()  # for rollout workers

@@ -13,11 +13,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from textwrap import shorten
 
-if os.name == "nt":
-    sys.exit("nanoGLM needs Linux (time limits and signals are POSIX); on Windows use WSL")
+if sys.platform != "linux":
+    sys.exit("nanoGLM needs Linux (on Windows: WSL)")
 
 LONGEST_CONTEXT = 131072
 SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
@@ -113,6 +112,7 @@ class Config:
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
     init: str = flag("", "weights to start from: a run folder, or a file of pretrain.py")
+    changed_data: str = one_of("whether files may have changed since the run began", "no", "yes")
 
     model: str = flag("tiny", "tiny, small, medium, or a Hugging Face folder", group="model")
     lora: int = flag(0, "rank of the adapters that alone are trained (0: train all)", 0, 1024)
@@ -133,8 +133,8 @@ class Config:
 
     slots: int = flag(
         128,
-        "sequences that a worker decodes at once (0: as many as fit into free memory)",
-        0,
+        "sequences that a worker decodes at once",
+        1,
         4096,
         group="generation",
     )
@@ -173,6 +173,7 @@ class Config:
         "no",
         only_with={"teacher": ("",), "advantage": ("grpo", "mean", "rloo", "opob")},
     )
+    overlong: str = one_of("answers cut by the limit of tokens; drop: not learned", "keep", "drop")
     lr: float = flag(6e-4, "learning rate of AdamW at the first step, falling to 0", 0, 1.0)
     entropy: float = flag(0.02, "weight of the entropy bonus")
     token_budget: int = flag(4096, "most tokens in a micro-batch, padding included", 1)
@@ -182,7 +183,6 @@ class Config:
     rollout_workers: int = flag(0, "processes that generate (0: what the devices suggest)", 0, 64)
     reward_workers: int = flag(1, "processes that verify (0: those that generate)", 0, 64)
     learners: int = flag(0, "processes that train, each its share of a batch (0: one)", 0, 64)
-    restarts: int = flag(3, "how often in an hour a dead worker is replaced; then the run stops")
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
 
@@ -207,6 +207,7 @@ class Config:
     reward_seconds: float = constant(2.0, "time limit of a verdict or a reply", 0.01)
     reward_memory: float = constant(1024.0, "MiB that a verdict or a reply may take", 1.0)
     max_failures: float = constant(0.5, "share of failed episodes that stops the run", 0, 1)
+    restarts: int = constant(3, "of a worker in an hour; then the run stops")
     silence: float = constant(20.0, "seconds without a sign of life of a worker", 1.0)
     stall: float = constant(300.0, "seconds without any progress until the run stops", 1.0)
 
@@ -324,8 +325,7 @@ def parse(description: str, argv: list[str], program: type = Config) -> Config:
         group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = get_close_matches(unknown[0], [written(f.name) for f in flags], 1)
-        require(False, f"{unknown[0]:.80}: must be a flag (such as {(near or ['--help'])[0]})")
+        require(False, f"{unknown[0]:.80}: must be a flag (--help-all lists them)")
     values = vars(values)
     for text in values.pop("set", ()):
         name, _, value = text.partition("=")

@@ -69,14 +69,6 @@ def quick_dtype(device: str) -> str:
     return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
 
 
-def free_memory(device: str) -> int:
-    """Bytes that are free on a device."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    facts = Path("/proc/meminfo").read_text()
-    return 1024 * int(re.search("MemAvailable: *([0-9]+)", facts)[1])
-
-
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
     named = re.search("model name.*: (.*)", CPUINFO.read_text())

@@ -154,7 +154,8 @@ def load_weights(model: GPT, folder: Path) -> None:
         with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
             tensor = file.get_tensor(name)  # what was mapped before is let go
         said = f"{place}: {name} {tensor.dtype} {list(tensor.shape)}"
-        fits = tensor.is_floating_point() and tensor.shape == view.shape
+        fits = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        fits = fits and tensor.shape == view.shape
         fits = fits and bool(torch.stack(tensor.aminmax()).isfinite().all())
         require(fits, f"{said}: must be finite floats {list(view.shape)}")
         if name == LAST and model.config.tied:
@@ -192,25 +193,14 @@ def named_weights(model: GPT) -> dict[str, Tensor]:
 
 
 def export(model: GPT, config: Config, folder: Path) -> str:
-    """Write a model as transformers reads it, adapters merged; returns what to say. All of it or
-    nothing: UserError where it cannot be written, OSError for a full disk."""
+    """Write a model as transformers reads it, adapters merged; returns what to say. UserError where
+    it cannot be written."""
     shape, flags = model.config, "--positions rope, not scoring=indexer"
     fits = shape.positions == "rope" and not shape.indexed
     require(fits, f"{folder}: must be of a model of Llama's form ({flags})")
     with blame(f"{folder}: must be writable", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         require(not any(folder.iterdir()), f"{folder}: must be new or an empty folder")
-    try:
-        return write_model(model, config, folder)
-    except BaseException as error:
-        shutil.rmtree(folder)
-        if isinstance(error, SafetensorError):  # of a full disk
-            raise OSError(f"{folder}: {error}") from error
-        raise
-
-
-def write_model(model: GPT, config: Config, folder: Path) -> str:
-    """Weights, vocabulary, config.json."""
     source = VOCABULARY if config.model in PRESETS else Path(config.model)
     for name in COPIED:
         if (source / name).exists():
@@ -268,5 +258,5 @@ if __name__ == "__main__":
             print(printable(write_smollm2(folder)))
         else:
             print(printable(export(*stored_model(run), folder)))
-    except (UserError, OSError) as error:
+    except (UserError, OSError, SafetensorError) as error:  # the last one of a full disk
         fail(error)

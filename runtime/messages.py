@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
-LARGEST_REWARD = float(np.finfo(np.float32).max)
+LARGEST_REWARD = 1e38
 LOGPROBS = -1e30, 1e-3  # never NaN, never above 0 but for rounding
 ARRAYS = {
     "tokens": np.int32,

@@ -3,16 +3,12 @@
 Left out: Hugging Face folders (huggingface.py), the rest of a run (run.py).
 """
 
-import os
 from pathlib import Path
 
-import torch
-
-from model import GPT, PRESETS, ModelConfig, padded
+from model import GPT, PRESETS, ModelConfig
 from reward import Task
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
-from runtime.devices import free_memory
 from runtime.huggingface import base_model, read_shape
 from tasks import limits
 
@@ -24,11 +20,6 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
     context = task.context
-    if config.kernels == "triton":
-        device = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
-        require(
-            device, "--set=kernels=triton: must have a CUDA device (or TRITON_INTERPRET=1, slow)"
-        )
     if config.init:
         require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
         needed = "must be a weights file of pretrain.py, or a run folder, that fits"
@@ -66,21 +57,3 @@ def model_of(stored: dict, config: Config, task: Task) -> GPT:
     require(found == words, f"{found} tokens, and {words} of --model {config.model}")
     model.flat.copy_(weights)
     return model
-
-
-def fitting_slots(config: Config, task: Task, model: GPT, places: list[str]) -> int:
-    """How many sequences of the longest kind fit into the memory that is free, for each worker;
-    said on the screen. Half of it is left to activations. UserError when none fits."""
-    c, device = model.config, places[0]
-    length = padded(task.context)
-    # on its way to the longest row, a sequence may have had one of each shorter length: 2 in all
-    size = 4 * c.layers * c.kv_heads * c.head_width * length * model.flat.itemsize
-    weights = model.flat.nbytes + 2 * model.frozen.nbytes  # with adapters merged ones, too
-    free = free_memory(device) // places.count(device) - weights
-    count = int(0.5 * free / size)
-    in_flight = (config.max_staleness + 1) * config.groups_per_step * config.group_size
-    slots = min(count, 4096, -(-in_flight // len(places)))
-    facts = f"a sequence of {length:,} tokens takes {size / 2**20:,.1f} MiB of {device}"
-    require(count > 0, f"--slots 0: must have free memory, but {facts} ({free >> 20:,} are free)")
-    print(f"--slots 0: {slots} sequences at once ({facts}, {count} would fit)")
-    return slots

@@ -4,6 +4,7 @@ Left out: pictures of measurements (lab/plots.py), which draw some things as the
 """
 
 import io
+import os
 from pathlib import Path
 
 from runtime.folder import read_json, read_lines, write_file
@@ -99,6 +100,7 @@ def name_of(run: Path) -> str:
 
 def new_figure(size: tuple):
     """An empty picture; matplotlib is imported late, because a worker never draws."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook names one of its own
     from matplotlib.figure import Figure
 
     return Figure(figsize=size, dpi=120, layout="constrained")

@@ -44,15 +44,20 @@ def summarise(run: Path, facts: dict) -> str:
         "eval": {"before": before, "after": after},
         "samples": total(steps, "samples"),
         "tokens_trained": tokens,
-        "learner_tokens_per_s": round(tokens / max(total(steps, "seconds"), 1e-9)),
         "staleness": age,
         "mismatch": steps[0].get("mismatch") if steps else None,
+        "cut": total(steps, "cut") / max(1, len(steps)),
+        "answer_tokens": total(steps, "answer_tokens") / max(1, len(steps)),
         "failures": counted(steps, "failures"),
         "discarded": counted(steps, "discarded"),
     }
     write_json(run / "summary.json", summary)
-    draw_run(run)
-    return "\n".join([*verdict(run, summary), *advice(run, summary, steps)])
+    lines = [*verdict(run, summary), *advice(run, summary, steps)]
+    try:
+        draw_run(run)
+    except Exception as error:
+        lines.append(f"no pictures: {error!r:.200}")
+    return "\n".join(lines)
 
 
 def verdict(run: Path, summary: dict) -> list[str]:
@@ -63,6 +68,8 @@ def verdict(run: Path, summary: dict) -> list[str]:
         f"reward {before['reward']:.2f} -> {after['reward']:.2f}, {after['turns']:.2f} turns each",
         f"{summary['steps']} steps, {summary['samples']:,} episodes in {summary['wall_s']:.0f} s; "
         f"staleness mean {age['mean']:.2f}, max {age['max']} (bound {age['bound']})",
+        f"answers of {summary['answer_tokens']:.1f} tokens in the mean, "
+        f"{summary['cut']:.0%} cut by the limit",
         f"{run}/ has reward.png, timeline.png, summary.json, metrics.jsonl, events.jsonl",
     ]
     for name, task in after.get("tasks", {}).items():  # where there are several
@@ -94,6 +101,8 @@ def advice(run: Path, summary: dict, steps: list[dict]) -> list[str]:
             words += ["--task", config["task"]]
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: {shlex.join(words)}")
+    if summary["cut"] > 0.2:
+        lines.append("many answers were cut: a longer limit (jsonl: TOKENS), or --overlong drop")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if not config.get("teacher") and dead > 0.85 * groups and solved <= 0.5:
         lines += [

@@ -28,6 +28,7 @@ from runtime.checkpoint import (
     completed_groups,
     drop_what_follows,
     load_checkpoint,
+    named_files,
     restore,
     save_checkpoint,
     sha256_of,
@@ -37,10 +38,10 @@ from runtime.config import SIZES, AttemptLost, Config, check, require, written
 from runtime.devices import own_gpus, pick_devices, quick_dtype, set_threads
 from runtime.exam import evaluate
 from runtime.folder import own_folder
-from runtime.ledger import BUFFER, LOST, WORKER, Ledger, read_books
+from runtime.ledger import LOST, Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Answer, Group, flaw, pack
-from runtime.models import fitting_slots, make_model
+from runtime.models import make_model
 from runtime.pipes import Worker, start_here
 from runtime.pool import Pool
 from runtime.report import busy_shares, summarise
@@ -120,18 +121,17 @@ def open_run(config: Config, mode: str) -> Run:
     config = replace(config, steps=config.steps or task.steps)
     advice = advice_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
-    if config.slots == 0:
-        where = rollouts if mode == "async" else learners
-        config = replace(config, slots=fitting_slots(config, task, learner.model, where))
     if state:
         restore(learner, state, config, ledger)
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     gc.set_threshold(50_000)  # groups that arrive are no garbage: the parent takes 11% more of them
-    opened = contextlib.nullcontext((folder, lock)) if state else new_folder(config, mode)
+    files = {"files": named_files(config)}
+    opened = contextlib.nullcontext((folder, lock)) if state else new_folder(config, mode, files)
     with opened as (folder, lock):
         if state:
             drop_what_follows(folder, state)
-            write_config(folder, record | {name: getattr(config, name) for name in MAY_CHANGE})
+            changed = {name: getattr(config, name) for name in MAY_CHANGE}
+            write_config(folder, record | changed | files)
         exam = exam_pool(config, task, folder / "logs")
         log = RunLog(folder, config, state)
         buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
@@ -139,7 +139,9 @@ def open_run(config: Config, mode: str) -> Run:
             config, task, folder, lock, learner, log, stop, exam, advice, ledger, state, buffer
         )
         if state:
-            log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
+            rates = [config.lr * (1 - learner.version / x) for x in (record["steps"], config.steps)]
+            words = "what came later is done again, the learning rate was {:.2g} and is {:.2g}"
+            log.say(f"{folder} goes on at step {learner.version}; {words.format(*rates)}")
             return run
         try:
             log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
@@ -179,12 +181,17 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
     folder = Path(getattr(config, flag))
     old, stored = stored_config(folder, f"--{flag}")
     free = {"resume", *MAY_CHANGE} if flag == "resume" else {flag}
+    free.add("changed_data")
     for f in fields(Config):
         given, had = getattr(config, f.name), getattr(old, f.name)
         must = f"{written(f.name, given)}: must be left out with --{flag} (the run has {had})"
         require(f.name in free or given in (f.default, had), must)
     known = config.task == old.task or not own_files(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
+    there = named_files(old)
+    odd = [name for name, digest in stored.get("files", {}).items() if there.get(name) != digest]
+    must = "must be as they were when the run began, or --changed-data yes"
+    require(not odd or config.changed_data == "yes", f"{', '.join(odd)}: {must}")
     changed = {name: getattr(config, name) or getattr(old, name) for name in free}
     changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
     return check(replace(old, **changed)), stored
@@ -211,9 +218,6 @@ def end_run(run: Run) -> None:
         "stopped_early": learner.version < config.steps,
         "wall_s": round(log.close(), 2),
         "weights_sha256": sha256_of(learner.weights),
-        # two moments of AdamW, in each learner
-        "optimizer_bytes": 2 * sum(part.nbytes for part, _ in learner.slices),
-        "published_bytes": (run.mailbox or learner.model.flat).nbytes,
         "utilization": busy_shares(run),
         "staleness_bound": 0,
     }
@@ -374,16 +378,6 @@ def start_workers(run: Run) -> Pool:
 def log_spawn(run: Run, worker: Worker) -> None:
     """A worker was started; its end is an `exit`."""
     run.log.event(worker.name, "spawn", pid=worker.process.pid)
-
-
-def settle(run: Run) -> None:
-    """Read what happened into the ledger, write it to disk, and compare with what the trainer has:
-    an error names the first group that is not where it must be."""
-    for event in run.log.events:
-        run.ledger.note(event)
-    run.log.flush()
-    places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out().keys(), WORKER)
-    run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
 
 
 def save_what_is(run: Run) -> None:

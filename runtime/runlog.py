@@ -29,11 +29,11 @@ LOGS = ("metrics", "events", "samples")
 
 
 @contextmanager
-def new_folder(config: Config, mode: str):
+def new_folder(config: Config, mode: str, facts: dict):
     """Make a run folder and lock it; UserError where something is already there.
 
-    mode: "sync" or "async". Yields the folder and its lock. When what follows fails, it is as if
-    nothing had been tried, unless a log has something to say.
+    mode: "sync" or "async"; facts: what else it remembers. Yields the folder and its lock. When
+    what follows fails, it is as if nothing had been tried, unless a log has something to say.
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
     run = Path(config.out or f"runs/{name}")
@@ -42,7 +42,7 @@ def new_folder(config: Config, mode: str):
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
         lock = own_folder(run)
     try:
-        write_config(run, {"mode": mode, **asdict(config)})
+        write_config(run, {"mode": mode, **asdict(config), **facts})
         yield run, lock
     except BaseException:
         if not any(log.stat().st_size for log in run.glob("logs/*")):

@@ -14,7 +14,6 @@ from runtime.config import (
     TrainingStopped,
     UserError,
     parse,
-    require,
     words,
 )
 
@@ -24,7 +23,6 @@ def run_main(main: Callable[[Config], None], description: str, program: type = C
     --help shows what the program is and how it is run, the first two paragraphs."""
     open_streams()
     try:
-        require(sys.platform == "linux", f"{sys.platform}: must be linux, to train")
         main(parse("\n\n".join((description or "").split("\n\n")[:2]), sys.argv[1:], program))
     except UserError as error:
         fail(error)
@@ -39,12 +37,12 @@ def run_main(main: Callable[[Config], None], description: str, program: type = C
 
 def begin_again(error: AttemptLost) -> None:
     """This program in place of this process, with the flags of a resume; exit code 1 when that has
-    happened --restarts times. What runs in other processes has ended with the attempt."""
+    happened `restarts` times. What runs in other processes has ended with the attempt."""
     folder, config = error.run
     attempt = int(os.environ.get("NANOGLM_ATTEMPT", 0)) + 1
     sys.stderr.write(f"\n{printable(str(error))}; ")
     if attempt > config.restarts:
-        sys.stderr.write(f"stopped: --restarts {config.restarts} are used up\n")
+        sys.stderr.write(f"stopped: --set restarts={config.restarts} are used up\n")
         raise SystemExit(1) from error
     sys.stderr.write(f"begins again (attempt {attempt + 1}) from the newest checkpoint\n")
     os.environ["NANOGLM_ATTEMPT"] = str(attempt)

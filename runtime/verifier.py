@@ -89,7 +89,7 @@ def exam_pool(config: Config, task: Task, logs: Path) -> Pool:
     """A pool with one reward worker, or as many as are configured for an environment outside; an
     exam is judged by the task, and nobody learns from it."""
     count = max(1, config.reward_workers) if task.outside else 1
-    plain = replace(config, teacher="", reward_model="")
+    plain = replace(config, teacher="", reward_model="", overlong="keep")
     return Pool(
         {"reward": (reward_worker, count, plain)},
         logs=logs,

@@ -36,8 +36,8 @@ def refused(capsys, monkeypatch, *argv) -> str:
 @pytest.mark.parametrize(
     "argv, parts",
     [
-        (["--speed", "9"], ["--speed", "must be a flag (such as --seed)"]),
-        (["--max-stale", "9"], ["--max-stale: must be a flag (such as --max-staleness)"]),
+        (["--speed", "9"], ["--speed", "must be a flag (--help-all"]),
+        (["--max-stale", "9"], ["--max-stale: must be a flag"]),
         (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
         (["--set", "quiet=1"], ["--set quiet=1", "must be one of scoring"]),
         (["--lr"], ["--lr", "expected one argument"]),

@@ -60,7 +60,7 @@ def make(argument, seed, tokenizer):
 def test_a_task_that_ends_its_process_in_an_evaluation_is_named(tmp_path):
     (tmp_path / "mine.py").write_text(EXAM)
     run, task = tmp_path / "run", str(tmp_path / "mine.py")
-    words = ["train_sync.py", *disk.FLAGS, "--task", task, "--out", str(run), "--restarts=1"]
+    words = ["train_sync.py", *disk.FLAGS, "--task", task, "--out", str(run), "--set=restarts=1"]
     end = disk.attempt(words, run, tmp_path / "output")
     assert end.code == 1 and "died (exit code 3); 1 restarts are used up" in end.err
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from model_folders import REASON, named_weights, write_folder
-from safetensors import SafetensorError
 
 import cache
 import train_async
@@ -24,7 +23,6 @@ from methods.lora import merged
 from model import GPT, ModelConfig, pack_tokens
 from reward import task_of
 from rollout import generate, make_generator
-from runtime import huggingface
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError
 from runtime.huggingface import (
@@ -431,21 +429,13 @@ def test_a_run_on_a_folder_is_exported_and_goes_on(small, tmp_path):
     assert torch.equal(loaded(tmp_path / "more").flat, load_checkpoint(run)["weights"])
 
 
-def test_an_export_that_fails_leaves_nothing(small, tmp_path, monkeypatch):
+def test_where_nothing_can_be_exported_to(small):
     config = config_of(small)
     model = make_model(config, task_of(config))
     with pytest.raises(UserError, match="must be new or an empty folder"):
         export(model, config, small)
     with pytest.raises(UserError, match="must be writable"):
         export(model, config, small / "config.json" / "x")
-
-    def full(*_):
-        raise SafetensorError("no space left")
-
-    monkeypatch.setattr(huggingface, "save_file", full)
-    with pytest.raises(OSError, match="no space left"):
-        export(model, config, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_go_on_with_their_own_base_only(small, tmp_path):

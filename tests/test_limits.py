@@ -114,22 +114,6 @@ def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
     assert len(left) == 1
 
 
-def test_other_threads_have_no_limits():
-    """The limit on memory is one of the process: two threads would put back each other's."""
-    task, seen = make_task("reverse"), []
-    problem = task.reset(0, "train")
-
-    def work():
-        with limits.memory_limit(1):
-            seen.append(resource.getrlimit(resource.RLIMIT_AS))
-        seen.append(verify(task, problem, task.solve(problem), 0.5))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [resource.getrlimit(resource.RLIMIT_AS), (1.0, (1.0,), None)]
-
-
 def hungry_step(problem, answers):
     bytearray(int(answers[-1]) * 2**20)
     return Step(None, 1.0, True)

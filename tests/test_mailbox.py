@@ -126,27 +126,6 @@ def test_reader_in_the_middle_of_a_publication(mailbox, step):
     reader.close()
 
 
-def test_publication_that_never_ends(mailbox):
-    """The writer is killed while it writes over what a slow reader is just copying."""
-    reader = Mailbox(torch.empty(1000), mailbox.place)
-    mailbox.publish(0, weights(0))
-
-    def killed():
-        raise KeyboardInterrupt
-
-    def overtake():
-        if mailbox.version == 0:
-            mailbox.publish(1, weights(1))
-            mailbox.buffers = Interrupted(mailbox.buffers, killed)
-            with pytest.raises(KeyboardInterrupt):
-                mailbox.publish(2, weights(2))
-
-    reader.buffers = Interrupted(reader.buffers, overtake)
-    version, flat = reader.read()
-    assert version == 1 and (flat == 1).all()
-    reader.close()
-
-
 def test_mailbox_before_the_first_version(mailbox):
     reader = Mailbox(torch.empty(1000), mailbox.place)
     assert reader.version == -1

@@ -18,7 +18,6 @@ from model import GPT, ModelConfig, pack_tokens
 from reward import make_task
 from rollout import generate
 from runtime.config import Config
-from runtime.run import fitting_slots
 from train_sync import train
 
 SHAPE = dict(layers=2, width=32, heads=4, kv_heads=2, head_width=8, hidden=48, vocab_size=40)
@@ -229,28 +228,6 @@ def test_bfloat16_with_sparse_attention(more, tmp_path):
     sizes = {"group_size": 4, "groups_per_step": 4, "slots": 16, "steps": 2, "eval_every": 100}
     train(Config(**sparse, **sizes, dtype="bfloat16", out=str(run)))
     assert json.loads((run / "summary.json").read_text())["mismatch"]["mean"] < 0.01
-
-
-# ---------------------------------------------------------------------------------------- slots
-
-
-def test_as_many_slots_as_fit(monkeypatch, capsys):
-    from runtime import models as setup
-    from runtime.config import UserError
-
-    task = make_task("sum")
-    model = GPT(ModelConfig(**(SHAPE | dict(context=304))), 0)
-    sequence = (
-        4 * 2 * 2 * 8 * 304 * 4
-    )  # rows of all lengths, layers, heads, width, positions, bytes
-    monkeypatch.setattr(setup, "free_memory", lambda device: model.flat.nbytes + 14 * sequence)
-    assert fitting_slots(Config(task="sum"), task, model, ["cpu"]) == 7
-    assert "--slots 0: 7 sequences at once" in capsys.readouterr().out
-    small = Config(task="sum", groups_per_step=1, group_size=2, max_staleness=0)
-    assert fitting_slots(small, task, model, ["cpu"]) == 2  # no more can be in flight
-    monkeypatch.setattr(setup, "free_memory", lambda device: model.flat.nbytes + sequence)
-    with pytest.raises(UserError, match="--slots 0: must have free memory, but a sequence of 304"):
-        fitting_slots(Config(task="sum"), task, model, ["cpu"])
 
 
 def test_an_untied_matrix_gets_its_own_gradient():

@@ -20,12 +20,13 @@ import train_sync
 from learner import learner_step
 from reward import task_of, verify_group
 from rollout import make_generator
+from runtime.books import log_discards, settle
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
 from runtime.messages import Answer, Group, Judgement, Lost, pack, unpack
 from runtime.models import make_model
-from runtime.run import log_discards, open_run, settle
+from runtime.run import open_run
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}

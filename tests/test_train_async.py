@@ -370,7 +370,7 @@ def test_attempts_are_used_up(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:
         begin_again(error)
     assert stop.value.code == 1 and len(calls) == 1
-    assert "learner-0 died; stopped: --restarts 1 are used up" in capsys.readouterr().err
+    assert "learner-0 died; stopped: --set restarts=1 are used up" in capsys.readouterr().err
 
 
 def pid_of(folder: Path, name: str) -> int:

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +22,6 @@ import reward
 import rollout
 import train_async
 import train_sync
-from fast.batches import pack
 from learner import learner_step, make_learner, naive_step
 from logprobs import token_logprobs
 from model import GPT, PRESETS, ModelConfig
@@ -292,23 +294,6 @@ def test_the_naive_step_is_the_same(task, stale, monkeypatch):
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
 
 
-def test_a_batch_that_fits_the_token_budget_is_one_micro_batch(monkeypatch):
-    """Padded it needs more than its tokens: only several learners split what fits."""
-    config = config_of(task="guess", reference_every=0)
-    learner, groups, _ = batch_of(config)
-    lengths = [len(t.tokens) for g in groups for t in g.trajectories]
-    assert len(pack(lengths, sum(lengths))) == 2 and len(pack(lengths, 4096)) == 1
-    sizes, compute = [], token_logprobs
-
-    def counted(model, batch, *how):
-        sizes.append(len(batch))
-        return compute(model, batch, *how)
-
-    monkeypatch.setattr(learner_room, "token_logprobs", counted)
-    learner_step(learner, groups, config)
-    assert sizes == [len(lengths)]
-
-
 def test_what_has_no_gradient_is_not_computed():
     """The same step, with an entropy bonus of nothing, computes all of it."""
     ends = []
@@ -456,7 +441,6 @@ def test_evaluation_changes_nothing(tmp_path):
         ({"device": "tpu"}, ["--device tpu"]),
         ({"init": "nowhere.pt"}, ["--init nowhere.pt", "weights file"]),
         ({"init": "requirements.txt"}, ["--init requirements.txt", "weights file"]),
-        ({"attention": "dsa", "kernels": "triton"}, ["--set=kernels=triton", "CUDA"]),
     ],
 )
 def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, parts):
@@ -469,14 +453,6 @@ def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, parts):
     for word in parts:
         assert word in line
     assert not (tmp_path / "run").exists()
-
-
-def test_the_users_own_jsonl_trains(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) for i in range(12)]
-    path.write_text("\n".join(lines))
-    train_sync.train(config_of(tmp_path / "run", task=f"jsonl:{path}:numeric", steps=2))
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 2
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
@@ -545,6 +521,40 @@ def test_a_reward_that_is_too_large_fails_its_episode_only(tmp_path, capsys):
     rows = [row for row in rows_of(tmp_path / "run") if "failures" in row]
     assert all(row["failures"].keys() == {"env_error"} for row in rows) and len(rows) == 2
     assert "1e+38 is not between -1e9 and 1e9" in capsys.readouterr().out
+
+
+def test_a_file_that_has_changed_is_named(tmp_path):
+    data, run = tmp_path / "d.jsonl", tmp_path / "run"
+    data.write_text('{"prompt": "a", "answer": "1"}')
+    train_sync.train(config_of(run, task=f"jsonl:{data}:similar", steps=2))
+    data.write_text('{"prompt": "b", "answer": "1"}')
+    again = dataclasses.replace(Config(), resume=str(run), steps=3)
+    with pytest.raises(UserError, match=f"^{data}: must be as they were when the run began"):
+        train_sync.train(again)
+    train_sync.train(dataclasses.replace(again, changed_data="yes"))
+    train_sync.train(dataclasses.replace(again, steps=4))  # from now on it is this one
+
+
+def test_answers_that_were_cut_are_counted_and_can_be_left_out(tmp_path, capsys):
+    for overlong in ("keep", "drop"):
+        run = tmp_path / overlong
+        flags = {"task": "reverse:2", "overlong": overlong, "max_failures": 1.0}
+        train_sync.train(config_of(run, **flags, steps=2))
+        summary = json.loads((run / "summary.json").read_text())
+        assert 0.2 < summary["cut"] < 1 and 1 < summary["answer_tokens"] < 3
+        assert set(summary["failures"]) == ({"overlong"} if overlong == "drop" else set())
+    assert "many answers were cut: a longer limit" in capsys.readouterr().out
+
+
+def test_a_run_outlives_its_pictures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("runtime.report.draw_run", lambda run: 1 / 0)
+    train_sync.train(config_of(tmp_path / "run", steps=1))
+    assert "no pictures: ZeroDivisionError" in capsys.readouterr().out
+    code = "from runtime.pictures import new_figure; new_figure((1, 1))"
+    environment = os.environ | {"MPLBACKEND": "module://a_notebook"}
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, env=environment, check=True
+    )
 
 
 def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):
