@@ -1,4 +1,5 @@
-"""buffer.py: when a group may be trained, so that no token is ever older than `max_staleness`.
+"""buffer.py: when a group may be trained, so that no token is ever older than `max_staleness`; and
+which groups are fit to be trained at all.
 
 `may_admit` and `may_leave_behind` are the whole rule, as arithmetic; `Buffer` keeps the groups and
 asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O, and
@@ -149,9 +150,9 @@ class Buffer:
 def unfit(group: Group, keep_dead: bool = True) -> str | None:
     """Why a group should not be trained; None if it may.
 
-    A failure of the environment is no reward: unless more than half of the samples are sound, the
-    group goes, for the failure that most of them had (GLM-5, arXiv 2602.15763). Without
-    `keep_dead`, so does one in which all rewards are equal: it teaches nothing (DAPO's dynamic
+    A failure of the environment is no reward: if half of the samples or more have failed, the
+    group is discarded, for the failure that most of them had (GLM-5, arXiv 2602.15763). Without
+    `keep_dead`, so is one in which all rewards are equal: it teaches nothing (DAPO's dynamic
     sampling, arXiv 2503.14476).
     """
     failed = [t.finish for t in group.trajectories if t.failed]

@@ -193,7 +193,7 @@ def attend_masked(
 def attend_sparse(cache: Cache, config: ModelConfig, positions: Tensor) -> Callable:
     """Every query selects chunks of its slot by their means, and attends to those."""
     sparse = sparse_kernels(config, positions.device)
-    tables = cache.tables._replace(q_pos=positions)
+    tables = cache.tables._replace(q_pos=positions)  # nothing else changes from step to step
     tables = tables._replace(blocks=sparse.plan_blocks(tables))
     newest = torch.arange(len(positions), device=positions.device), positions
 

@@ -85,7 +85,7 @@ class GroupMethod:
 
     def advantages(self, batch: list, tokens: losses.Tokens, hidden: Tensor) -> tuple:
         """Of a micro-batch: the advantage of every token [M], and a lesson for `learn`. hidden
-        [M, d]: what the policy's body says before each token."""
+        [M, d]: the hidden state that predicts each token."""
         return tokens.advantages, ()
 
     def learn(self, lessons: list) -> dict:
@@ -99,7 +99,9 @@ class GroupMethod:
         """Go on from a checkpoint."""
 
 
-METHODS = (  # field, its value (None: any that is given) -> file in methods/; the first one counts
+# a field of the configuration, its value (None: any that is given), and the file in methods/; the
+# first row that fits counts
+METHODS = (
     ("objective", "dpo", "preferences"),
     ("teacher", None, "distillation"),
     ("advantage", "gae", "critic"),
@@ -112,7 +114,7 @@ def method_of(config: Config, model: GPT) -> GroupMethod:
     """The configured method."""
     for field, value, file in METHODS:
         given = getattr(config, field)
-        if given == value or value is None and given:
+        if given == value or (value is None and given):
             return importlib.import_module(f"methods.{file}").METHOD(config, model)
     return GroupMethod(config, model)
 
@@ -129,7 +131,7 @@ def pairs_of(trajectories: list, advantages: Tensor) -> list:
 
 @dataclass
 class Learner:
-    """Everything that a step changes, and so everything that a checkpoint holds.
+    """Everything that a step changes: a checkpoint holds all of it.
 
     `weights` [P] are the policy's in float32, with their gradient. A model that computes in float32
     has the same memory for its own; one in bfloat16 gets them rounded after every step.
@@ -144,7 +146,7 @@ class Learner:
     reference: GPT | None  # an older copy of the policy
     damping: dict  # what the damper remembers
     cursor: int = 0  # the next prompt
-    begun: int = 0  # where it was when this version began
+    begun: int = 0  # `cursor` when this version began
     version: int = 0  # optimizer steps so far = version of the weights
     skipped: int = 0  # steps in a row that changed nothing: loss or gradient was not finite
 
@@ -181,12 +183,12 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     """One optimizer step on a batch of groups; returns the step's metrics.
 
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
-    by `count`, the generated tokens of the step (failed episodes left out). A sample without
-    advantages is not computed where neither entropy bonus nor reference gives it a gradient, which
-    halves a step of SmolLM2; diagnostics are then of the others. Of several learners
-    each gets the whole batch, computes its share of the micro-batches, and steps its slice of the
-    weights (runtime/team.py). A step whose loss or gradient is not finite changes no weights, and
-    counts as a version all the same; see `check_step` (runtime/books.py).
+    by `count`, the generated tokens of the step (failed episodes left out). A sample whose
+    advantages are 0 is not computed where neither entropy bonus nor reference gives it a gradient:
+    that halves a step of SmolLM2, and diagnostics then cover the other samples only. Of several
+    learners each gets the whole batch, computes its share of the micro-batches, and steps its slice
+    of the weights (runtime/team.py). A step whose loss or gradient is not finite changes nothing,
+    and counts as a version all the same; see `check_step` (runtime/books.py).
     """
     begin = time.monotonic()
     team = learner.team
@@ -221,7 +223,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, sum(loss for loss, *_ in facts), metrics)
-    metrics |= learner.method.learn(lessons) if parts else {}
+    metrics |= learner.method.learn(lessons) if parts and not learner.skipped else {}
     counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
     return metrics | counts | {"seconds": time.monotonic() - begin}
 

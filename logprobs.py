@@ -55,15 +55,15 @@ def generated_logprobs(
     a word: what is over is computed piece by piece, and again in the backward pass.
     """
     hidden = hidden_states(model, packed, rows - 1)  # [M, d]
-    index = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
-    index[alphabet] = torch.arange(len(alphabet), device=index.device)
-    targets = index[packed.tokens[rows]]  # [M], places in the alphabet
+    place_of = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
+    place_of[alphabet] = torch.arange(len(alphabet), device=place_of.device)
+    targets = place_of[packed.tokens[rows]]  # [M], places in the alphabet
     assert (targets >= 0).all(), f"generated tokens must be in the alphabet {alphabet}"
 
     def piece(hidden, targets, start):
         logits = model.logits(hidden, alphabet)  # [m, V']
         if len(kept_sizes):
-            logits = among_kept(logits, start, kept_sizes, index[kept])
+            logits = among_kept(logits, start, kept_sizes, place_of[kept])
         logprobs = torch.log_softmax(logits / temperature, -1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets[:, None])[:, 0], entropy

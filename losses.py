@@ -212,7 +212,7 @@ def dpo(t, c):
     return reinforce(t, c)
 
 
-# Their names stand in runtime/config.py, too, which imports nothing of the story.
+# Their names stand in runtime/config.py, too: that must not import torch, so add a name there, too.
 OBJECTIVES = {  # what is done about tokens that are off-policy:
     "ppo": ppo,  # clipped around mu
     "decoupled_ppo": decoupled_ppo,  # weighted by w, clipped around pi_p
@@ -252,7 +252,7 @@ def policy_loss(
 
 def grpo(rewards, valid):
     """(R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300)."""
-    centred = mean(rewards, valid)
+    centred = mean(rewards, valid)  # the advantage of this name, below
     others = (valid.sum(1, keepdim=True) - 1).clamp_min(1)  # [G, 1]
     std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
     return centred / (std + STD_EPSILON)
@@ -273,7 +273,8 @@ def rloo(rewards, valid):
 
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
 # rewards float [G, n], 0 where they are not valid, valid bool [G, n] -> advantages [G, n]. These
-# names, too, stand in runtime/config.py, and so do those of DAMPERS (methods/dampers.py).
+# names, too, stand in runtime/config.py, and so do those of DAMPERS (methods/dampers.py). `gae` and
+# `opob` are methods of their own: METHODS in learner.py.
 ADVANTAGES = {"grpo": grpo, "mean": mean, "rloo": rloo}
 
 
@@ -298,9 +299,10 @@ def group_advantages(rewards, name: str, valid=None) -> tuple:
 # ---- KL to the reference: x = pi_ref / pi (Schulman, "Approximating KL Divergence", 2020) ----
 
 
-def k3(logprobs, reference) -> Tensor:
-    """x - 1 - log x [N]: unbiased, low variance, never negative; flat beyond x = e^20."""
-    log_x = (reference - logprobs).clamp(max=LOG_RATIO_LIMIT)
+def k3(sampled_by, other) -> Tensor:
+    """x - 1 - log x [N], x = other / sampled_by: estimates KL(sampled_by || other) from samples of
+    the first, without bias, with low variance, never negative; flat beyond x = e^20."""
+    log_x = (other - sampled_by).clamp(max=LOG_RATIO_LIMIT)
     # Near x = 1 the difference loses every digit and can turn negative: there the Taylor series.
     series = log_x.square() / 2 * (1 + log_x / 3 * (1 + log_x / 4 * (1 + log_x / 5)))
     return torch.where(log_x.abs() < 1e-2, series, torch.expm1(log_x) - log_x)

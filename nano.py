@@ -79,14 +79,14 @@ def best_chunks(
     means = [chunk.mean(2) for chunk in k.split(CHUNK, dim=2)]
     scores = q @ torch.stack(means, dim=-1)  # [B, H, T, K]
     K = len(means)
-    chunk = torch.arange(q.shape[2]) // CHUNK  # [T], of each token
-    away = torch.arange(K) - chunk[:, None]  # [T, K]
+    chunk_of = torch.arange(q.shape[2]) // CHUNK  # [T], of each token
+    away = torch.arange(K) - chunk_of[:, None]  # [T, K]
     scores = scores.masked_fill(away == 0, torch.inf)  # its own
     scores = scores.masked_fill(away > 0, -torch.inf)  # the future
     best = scores.topk(min(TOP_K, K)).indices
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     chosen = chosen.scatter(-1, best, True)  # [B, H, T, K]
-    return chosen[..., chunk]
+    return chosen[..., chunk_of]
 
 
 # ---- 3. A GPT -------------------------------------------------------------------------- model.py
@@ -157,9 +157,9 @@ def generate(
     for _ in range(DIGITS):
         if mailbox:
             version = mailbox.adopt(model, version)
-        policy = model(tokens)[:, -1]  # [B, V]
-        token = policy.exp().multinomial(1)  # [B, 1]
-        logprobs.append(policy.gather(1, token))
+        log_policy = model(tokens)[:, -1]  # [B, V]
+        token = log_policy.exp().multinomial(1)  # [B, 1]
+        logprobs.append(log_policy.gather(1, token))
         versions.append(torch.full_like(token, version))
         tokens = torch.cat([tokens, token], dim=1)
     return tokens, torch.cat(logprobs, dim=1), torch.cat(versions, dim=1)
@@ -207,7 +207,7 @@ def rollout_process(args, mailbox, tickets, results):
     torch.set_num_threads(1)
     torch.set_default_device(args.devices[-1])
     model = GPT(args)
-    version = -1  # none yet
+    version = -1  # none yet: `adopt` comes before the first token
     while True:
         numbers = [tickets.get()]
         while len(numbers) < GROUPS and not tickets.empty():
@@ -221,10 +221,10 @@ def rollout_process(args, mailbox, tickets, results):
 
 
 # ---- 6. The learner --------------------------------------- learner.py, losses.py, methods/
-# An answer is good if it is better than the others to the same prompt (GRPO). Its tokens were said
-# by an older policy mu, so each counts pi / mu times, at most LARGEST_WEIGHT times. While the
-# policy is far from its reference, on the mean of 1,000 steps, it learns more slowly and is held
-# back more.
+# An answer is good if it is better than the others to the same prompt (GRPO). Its tokens were
+# sampled by an older policy mu, and today's is pi: so each counts pi / mu times, at most
+# LARGEST_WEIGHT times. While the policy is far from its reference, in the mean of the last (at most
+# 1,000) steps, it learns more slowly and is held back more.
 
 ANSWERS = 16  # to each prompt: a group
 GROUPS = 16  # of a training step
@@ -263,15 +263,15 @@ class Learner:
         reward = rewards(tokens)
         advantages = group_advantages(reward.view(-1, ANSWERS)).view(-1, 1)
         said = tokens[:, PROMPT:, None]
-        policy = self.model(tokens)[:, DIGITS:-1]  # [B, A, V]
-        logprobs = policy.gather(2, said)[..., 0]
+        log_policy = self.model(tokens)[:, PROMPT - 1 : -1]  # [B, A, V]
+        logprobs = log_policy.gather(2, said)[..., 0]
         with torch.no_grad():
-            before = self.reference(tokens)[:, DIGITS:-1].gather(2, said)[..., 0]
-        ratio = before - logprobs
-        kl = (ratio.exp() - 1 - ratio).mean()  # an estimate that is never negative
+            reference = self.reference(tokens)[:, PROMPT - 1 : -1].gather(2, said)[..., 0]
+        log_ratio = reference - logprobs
+        kl = (log_ratio.exp() - 1 - log_ratio).mean()  # an estimate that is never negative
         self.window.append(kl.item())
         far = np.mean(self.window) > FAR
-        entropy = -(policy.exp() * policy).sum(-1).mean()
+        entropy = -(log_policy.exp() * log_policy).sum(-1).mean()
         loss = policy_loss(logprobs, behaviour, advantages.expand_as(logprobs))
         loss = loss - ENTROPY * entropy + (2 if far else 1) * REFERENCE * kl
         self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * (0.6 if far else 1)
@@ -335,6 +335,7 @@ def train_async(args, log):
                 numbers, arrays, span = results.get(timeout=60)
                 log.spans.append(("generating", *span))
                 arrays = [np.split(x, len(numbers)) for x in arrays]
+                # number of a prompt -> (tokens, log-probs, versions) of its answers
                 done |= zip(numbers, zip(*arrays, strict=True), strict=True)
             groups = [done.pop(number) for number in sorted(batch)]
             answers = map(np.concatenate, zip(*groups, strict=True))

@@ -45,7 +45,7 @@ LARGEST_REWARD = 1e9  # so that sums, and squares of a whole group, are finite i
 class Step(NamedTuple):
     """What the environment says to an answer."""
 
-    observation: str | None  # text to append; None when done
+    observation: str | None  # text to append, after the last turn nobody reads it; None when done
     reward: float
     done: bool
 
@@ -71,9 +71,10 @@ class Task:
     alphabet: tuple | None  # token ids the policy may emit; None: all that are text
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
-    max_turns: int = 1
-    stop: frozenset | None = None  # ends a turn (None: the tokenizer's); empty: full turns
-    observation_tokens: int = 0  # most tokens of one observation
+    max_turns: int = 1  # `step` of the last one is called when the episode is verified
+    # token ids in the alphabet, which end a turn (None: the tokenizer's); empty: turns are full
+    stop: frozenset | None = None
+    observation_tokens: int = 0  # most tokens of one observation; needed with several turns
     eval_size: int = 256  # held out: reset(0 .. eval_size - 1, "eval"), the same for every seed
     solved: float = 1.0  # an episode with this reward or more counts as solved
     steps: int = 300  # optimizer steps that a small model needs to learn it; default of --steps

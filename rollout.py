@@ -86,8 +86,8 @@ def sample(logits, uniform, temperature: float) -> tuple:
 
 @dataclass(eq=False)
 class Slot:
-    """An episode while it is generated. `cached` of its tokens have been through the model; it
-    samples the next one when all have been."""
+    """An episode while it is generated. `cached` of its tokens have been through the model; when
+    all of them have been, the next one is sampled."""
 
     number: int  # row of the batch
     episode: Trajectory  # its arrays come at the end
@@ -202,9 +202,12 @@ class Generator:
     # ------------------------------------------------------------------- schedule: who has a slot
 
     def _adopt(self):
-        """Swap weights between two tokens. keep: old keys and values stay, so a new token may read
-        keys of older weights (PipelineRL); recompute: they are rebuilt (AReaL); drain: running
-        episodes finish first, and no new ones begin meanwhile."""
+        """Swap weights between two tokens; what was sampled before keeps its log-probs and version.
+
+        keep        old keys and values stay: new tokens read keys of older weights (PipelineRL)
+        recompute   they are computed again (AReaL)
+        drain       running episodes finish first, and no new ones begin meanwhile
+        """
         occupied = [slot for slot in self.batch if slot]
         if not self.new_weights or self.config.swap == "drain" and occupied:
             return
@@ -212,7 +215,7 @@ class Generator:
         self.new_weights = None
         flat = weights_to_generate(self.policy, self.model, flat)
         take(self.model.flat, flat, form_of(self.model, self.config.rollout_weights))
-        self.prompts.clear()  # an episode must not depend on when its siblings began
+        self.prompts.clear()  # they are of the old weights
         self._event("swap", -1, len(occupied))
         for slot in occupied:
             slot.episode.swaps += [slot.cached, self.version]
@@ -338,7 +341,7 @@ class Generator:
         if reply.reward is not None and not reply.failure:
             slot.episode.turn_rewards.append(float(reply.reward))
         finish = reply.failure or "stop"
-        if reply.observation is not None:  # the environment would go on
+        if reply.observation is not None:  # the environment would go on; is there room to?
             last = self._last_turn(slot)
             stop = self.environment.stop
             if not last and len(slot.tokens) + len(reply.observation) < self.capacity:

@@ -7,8 +7,9 @@
 `learner_step` is the one of train_sync.py: what is learned does not change, only when. This file
 adds what asynchrony needs: rollout and reward workers in their own processes, admission, weights
 that are published while episodes run, and groups that are issued again when a worker dies.
-Left out: how processes are kept (runtime/pool.py), set-up, ledger and end (runtime/run.py), why
-there is nothing but time between this and train_sync.py (docs/design.md, "bit by bit").
+With --max-staleness 0 exactly the groups of one version are outstanding, and a batch is in the
+order of their numbers: so both trainers train the same batches (docs/design.md, "bit by bit").
+Left out: how processes are kept (runtime/pool.py), set-up, ledger and end (runtime/run.py).
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
@@ -116,7 +117,7 @@ def handle(run: Run, worker: Worker, message) -> None:
     match message:
         case Answer(_, group, judgement, events):
             run.log.take(worker.name, events)
-            if judgement:  # verified, too
+            if judgement:  # else the pool has sent it on to a reward worker
                 land(run, group, judgement, worker.name)
         case Silent(reason):
             run.log.say(f"{worker.name} {reason} (last: {worker.last_word}; log: {worker.log})")

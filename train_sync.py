@@ -5,7 +5,7 @@
 
 This is the honest baseline and the place to start reading: `train` is the whole algorithm in one
 flat loop. `learner_step` is the one that train_async.py uses, too. Here all data are fresh and
-every ratio is 1, so most objectives make the same step; --lr moves the curve.
+every ratio is 1, so most objectives make the same step: compare learning rates here.
 Left out: processes, queues, staleness (here it is always 0).
 """
 
@@ -29,7 +29,7 @@ def train(config: Config) -> None:
         while learner.version < config.steps and not run.stop.asked:
             version = learner.version
             batch = []
-            generator.set_weights(version, learner.model.flat)  # already its own; LoRA: to merge
+            generator.set_weights(version, learner.model.flat)  # its own; adapters are merged
             while len(batch) < config.groups_per_step:  # again only where groups are discarded
                 prompts = new_groups(learner, run.task, config.groups_per_step - len(batch))
                 with log.timed("rollout-0", "generate", version=version) as span:

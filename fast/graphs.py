@@ -10,7 +10,7 @@ import torch
 
 from model import ModelConfig
 
-FED_PROMPTS = 64  # prompts up to here are fed token by token: a prefill is launched one by one
+FED_PROMPTS = 64  # prompts up to here are fed token by token: a prefill is in no graph
 
 
 def captures(config: ModelConfig) -> bool:

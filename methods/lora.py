@@ -50,8 +50,8 @@ def merged(model, into=None):
 
 
 def generating(policy):
-    """The model that generates for a policy: with its adapters added up, but in bfloat16, which
-    would round most of what they add away."""
+    """The model that generates for a policy. In float32 its adapters are merged; in bfloat16 they
+    stay apart, because rounding would lose most of what they add."""
     return merged(policy) if policy.flat.dtype == torch.float32 else policy
 
 
