@@ -141,13 +141,6 @@ class Config:
     group_size: int = flag(16, "answers to each prompt (1: gae or a teacher only)", 1, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
-    top_p: float = flag(
-        1.0,
-        "sample from the likeliest tokens of this mass",
-        0.01,
-        1.0,
-        only_with={"teacher": ("",)},
-    )
     swap: str = one_of("caches at new weights; drain: running ones end first", *SWAPS)
     rollout_weights: str = one_of("precision of the weights that generate", *DTYPES)
 
@@ -193,6 +186,9 @@ class Config:
         "no", "RMSNorm of queries and keys", choices=("no", "yes"), only_with={"model": SIZES}
     )
     think: str = constant("no", "in a chat", choices=("no", "yes"), only_with={"chat": ("yes",)})
+    top_p: float = constant(
+        1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with={"teacher": ("",)}
+    )
     kernels: str = constant("auto", "of attention", choices=("auto", "spec", "triton"))
     recompute: str = constant("no", "activations in the backward pass", choices=("no", "yes"))
     threads: int = constant(

@@ -17,7 +17,13 @@ encode = own_tokenizer().encode
 FACTS = {"staleness_bound": 4, "stopped_early": False, "wall_s": 3.0}
 CONFIG = {"task": "guess", "mode": "async", "steps": 20, "group_size": 2}
 ROW = {"reward": 0.5, "staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4}
-ROW |= {"tokens": 9, "failures": {"env_error": 1}, "discarded": {}}
+ROW |= {
+    "tokens": 9,
+    "cut": 0.1,
+    "answer_tokens": 2.5,
+    "failures": {"env_error": 1},
+    "discarded": {},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +50,7 @@ def test_the_summary_counts_all_steps(tmp_path):
     assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
     assert summary["failures"] == {"env_error": 3}
     assert summary["staleness"] == {"max": 3, "mean": 1.0, "bound": 4}
-    assert "solved 10% -> 90%" in text and text.count("\n") == 2
+    assert "solved 10% -> 90%" in text and "2.5 tokens in the mean, 10% cut" in text
 
 
 def test_a_run_without_a_single_step_has_a_summary_too(tmp_path):
@@ -55,14 +61,14 @@ def test_a_run_without_a_single_step_has_a_summary_too(tmp_path):
 def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path):
     run = tmp_path / "my run"
     text = verdict_of(run, [1] * 12, stopped_early=True)
-    assert text.splitlines()[3:] == [
+    assert text.splitlines()[4:] == [
         f"stopped at step 12 of 20; go on with: python train_async.py --resume '{run}'"
     ]
 
 
 def test_a_run_in_which_nearly_every_group_was_dead_says_what_to_try(tmp_path):
     text = verdict_of(tmp_path / "a", [0] * 5 + [2] * 10)
-    said = text.splitlines()[3:]
+    said = text.splitlines()[4:]
     assert said[0].startswith("little to learn from: in 20 of 20 groups of the last 10 steps")
     for word in ("partial credit", "similar", "shorter", "--group-size", "--temperature"):
         assert word in said[1]

@@ -148,7 +148,7 @@ def test_a_process_computes_on_the_gpu_that_it_was_given(monkeypatch):
 
 def made(mode: str = "sync", **flags) -> Path:
     """A run folder by these flags."""
-    with new_folder(dataclasses.replace(Config(), **flags), mode) as (run, _):
+    with new_folder(dataclasses.replace(Config(), **flags), mode, {}) as (run, _):
         return run
 
 
@@ -172,7 +172,7 @@ def test_a_start_that_fails_leaves_nothing_behind(tmp_path, there):
     if there:
         run.mkdir()
     with pytest.raises(RuntimeError, match="no memory"):
-        with new_folder(dataclasses.replace(Config(), out=str(run)), "sync"):
+        with new_folder(dataclasses.replace(Config(), out=str(run)), "sync", {}):
             raise RuntimeError("no memory")
     assert not run.exists()
 

@@ -380,7 +380,9 @@ def test_what_lies_beside_the_weights_is_not_read(small, tmp_path):
 
 
 def test_flags_that_do_not_fit_a_folder_are_refused(small, tmp_path, capsys, monkeypatch):
-    assert "an episode of 513 tokens: must be at most 512" in refusal(small, context=513)
+    long = "jsonl:" + str(tmp_path / "d.jsonl") + ":512"
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a", "answer": "b"}')
+    assert "an episode of 513 tokens: must be at most 512" in refusal(small, task=long)
     with pytest.raises(UserError, match="--lora 2: must be 0 with --init"):
         config = config_of(small, lora=2, init="x")
         make_model(config, task_of(config))

@@ -35,7 +35,7 @@ def test_data_are_exactly_so_old(lag, monkeypatch):
     result = stale.lagged_run(lag=lag, **small)
     assert {(version, *age) for version, age in ages} == {(v, min(v, lag)) for v in range(6)}
     assert result == {"final": 5, "area": 2.5} and len(steps) == 6
-    assert (np.mean([row["ess"] for row in steps]) > 1 - 1e-6) == (lag == 0)
+    assert (np.mean([row["ess_whole"] for row in steps]) > 1 - 1e-6) == (lag == 0)
 
 
 def test_without_lag_it_is_the_synchronous_trainer(tmp_path, monkeypatch):
