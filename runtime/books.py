@@ -6,8 +6,7 @@ get to disk (runlog.py).
 
 import time
 from collections import Counter
-
-import numpy as np
+from statistics import fmean
 
 from buffer import staleness, unfit
 from reward import Task
@@ -17,7 +16,8 @@ from runtime.messages import Group
 from runtime.run import Run, evaluate_now
 
 DEAD_STEPS = 3  # prompts of so many steps may be replaced because they teach nothing
-SAMPLES_EVERY = 100  # steps between printed episodes
+SAMPLES_EVERY = 30  # steps between printed episodes
+STALL = 300.0  # seconds without any progress until the run stops
 
 
 def keep(run: Run, groups: list[Group]) -> list[Group]:
@@ -54,9 +54,9 @@ def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
         metrics["eval"] = evaluate_now(run)
         shown["eval"] = f"{metrics['eval']['solved']:.2f}"
     if version % SAMPLES_EVERY == 0:
-        texts = [show_group(group, run.task) for group in groups[:3]]
-        log.say("\n".join(texts))
-        log.logs["samples"].append([{"version": version, "text": text} for text in texts])
+        text = show_group(groups[0], run.task)
+        log.say(text)
+        log.logs["samples"].append([{"version": version, "text": text}])
     log.step({"step": version, **metrics}, **shown)
     check_step(run, metrics)
     run.discarded.clear()
@@ -88,16 +88,14 @@ def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
     ages = [staleness(t, version) for t in trajectories]
     discarded = [t for group, _ in run.discarded for t in group.trajectories]
     return {
-        "reward": float(np.mean(rewards or [0.0])),
+        "reward": fmean(rewards or [0.0]),
         "samples": len(trajectories),
-        "failed": len(trajectories) - len(rewards),
-        "cut": float(np.mean([t.finish in ("length", "overlong") for t in trajectories])),
-        "answer_tokens": float(np.mean([t.generated for t in trajectories])),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "cut": fmean([t.finish in ("length", "overlong") for t in trajectories]),
+        "answer_tokens": fmean([t.generated for t in trajectories]),
         "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
         "discarded": dict(Counter(reason for _, reason in run.discarded)),
         "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
+        "staleness_mean": fmean(ages),
     }
 
 
@@ -119,11 +117,10 @@ def check_progress(run: Run) -> None:
     signs, (before, since) = (run.learner.version, out, tokens), run.progress
     if signs != before:
         run.progress = signs, now
-    elif now - since > run.config.stall:
-        raise TrainingStopped(
-            f"no step, no verdict and no token for {run.config.stall:.0f} s (--set stall); "
-            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
-        )
+    elif now - since > STALL:
+        first = dict(list(out.items())[:5])
+        moved = f"no step, no verdict and no token for {STALL:.0f} s"
+        raise TrainingStopped(f"{moved}; {len(out)} groups are on their way, the first {first}")
 
 
 def check_step(run: Run, metrics: dict) -> None:
@@ -140,12 +137,11 @@ def check_failures(run: Run) -> None:
     samples = [t for group in run.verified for t in group.trajectories]
     failed = [t for t in samples if t.failed]
     if failed and not run.log.failure:  # once a run: the first is the one to mend
-        first = next((t for t in failed if t.failure), failed[0])
+        first = failed[0]
         run.log.failure = f"{first.finish}: {first.failure or 'no message'}"
         run.log.say(f"an episode failed, group {first.group_id}: {run.log.failure}")
     if len(failed) > run.config.max_failures * len(samples):
-        reasons = dict(Counter(t.finish for t in failed))
-        text = f"{len(failed)} of {len(samples)} episodes failed ({reasons})"
+        text = f"{len(failed)} of {len(samples)} episodes failed"
         allowed = f"more than {run.config.max_failures} of them (--set max_failures)"
         raise TrainingStopped(f"{text}, {allowed}; the first: {run.log.failure}")
     run.verified.clear()

@@ -113,20 +113,19 @@ class RunLog:
 
     def now(self) -> float:
         """Seconds since the run began."""
-        return time.time() - self.start
+        return round(time.time() - self.start, 3)
 
     @contextmanager
     def timed(self, process: str, kind: str, **details):
         """Note what lasts as long as its block; the block may add to the details."""
         begin = time.time()
         yield details
-        seconds = time.time() - begin
-        self.seconds[kind] += seconds
-        self.event(process, kind, begin, seconds=seconds, **details)
+        self.event(process, kind, begin, seconds=time.time() - begin, **details)
 
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
         """Note one event; `at` is on the wall clock, in the log it is seconds of the run."""
         seconds = (at or time.time()) - self.start
+        self.seconds[kind] += details.get("seconds", 0.0)
         self.events.append({"t": round(seconds, 6), "process": process, "kind": kind, **details})
 
     def take(self, process: str, events: list) -> None:
@@ -143,10 +142,9 @@ class RunLog:
         self.bar.set_postfix(self.shown, refresh=False)
         self.bar.update()
 
-    def metrics(self, record: dict, at: float | None = None) -> None:
-        """Write a line of metrics; `at`: seconds of the run."""
-        seconds = self.now() if at is None else at
-        self.logs["metrics"].append([{"t": round(seconds, 3), **record}])
+    def metrics(self, record: dict) -> None:
+        """Write a line of metrics, as of now or of the record's own `t`."""
+        self.logs["metrics"].append([{"t": self.now(), **record}])
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""

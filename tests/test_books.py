@@ -17,7 +17,8 @@ encode = own_tokenizer().encode
 FACTS = {"staleness_bound": 4, "stopped_early": False, "wall_s": 3.0}
 CONFIG = {"task": "guess", "mode": "async", "steps": 20, "group_size": 2}
 ROW = {"reward": 0.5, "staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4}
-ROW |= {"tokens": 9, "failures": {"env_error": 1}, "discarded": {}}
+ROW |= {"tokens": 9, "failures": {"env_error": 1}, "discarded": {}, "cut": 0.1}
+ROW |= {"answer_tokens": 3.0}
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +57,7 @@ def test_a_run_that_was_stopped_says_how_it_goes_on(tmp_path):
     run = tmp_path / "my run"
     text = verdict_of(run, [1] * 12, stopped_early=True)
     assert text.splitlines()[3:] == [
-        f"stopped at step 12 of 20; go on with: python train_async.py --resume '{run}'"
+        f"stopped at step 12 of 20; go on with: python train_async.py --resume '{run}' --task guess"
     ]
 
 
