@@ -42,24 +42,30 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
 
 
 def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
-    """A step is done: evaluate and show episodes where that is due, write its metrics, check it."""
+    """A step is done: evaluate and show episodes where that is due, and write its metrics.
+
+    Says when a step was not finite, and stops when three in a row were not.
+    """
     config, learner, log = run.config, run.learner, run.log
     version = learner.version
     metrics |= batch_metrics(run, groups, version - 1)
-    shown = {"reward": f"{metrics['reward']:.2f}", "age": f"{metrics['staleness_mean']:.1f}"}
     due = version % config.eval_every == 0 or version == config.steps
     if due and config.eval_when == "late":
         log.kept.append((log.now(), version, learner.model.flat.clone()))
     elif due:
         metrics["eval"] = evaluate_now(run)
-        shown["eval"] = f"{metrics['eval']['solved']:.2f}"
+        log.bar.set_description(f"solved {metrics['eval']['solved']:.0%}", refresh=False)
     if version % SAMPLES_EVERY == 0:
         text = show_group(groups[0], run.task)
         log.say(text)
         log.logs["samples"].append([{"version": version, "text": text}])
-    log.step({"step": version, **metrics}, **shown)
-    check_step(run, metrics)
+    log.step({"step": version, **metrics})
     run.discarded.clear()
+    if learner.skipped:
+        text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        log.say(f"step {version} changed no weights: {text}")
+        if learner.skipped >= 3:
+            raise TrainingStopped(f"loss or gradient not finite 3 times in a row ({text})")
 
 
 def settle(run: Run) -> None:
@@ -105,9 +111,8 @@ def show_group(group: Group, task: Task) -> str:
     text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
     if len(text) > 100:
         text = f"{text[:60]} ... {text[-40:]}"
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
+    facts = f"reward {t.reward:.2f}  versions {t.swaps[1::2]}  {t.finish}"
+    return f"  group {t.group_id}  [{text!r}]  {facts}"
 
 
 def check_progress(run: Run) -> None:
@@ -118,18 +123,8 @@ def check_progress(run: Run) -> None:
     if signs != before:
         run.progress = signs, now
     elif now - since > STALL:
-        first = dict(list(out.items())[:5])
         moved = f"no step, no verdict and no token for {STALL:.0f} s"
-        raise TrainingStopped(f"{moved}; {len(out)} groups are on their way, the first {first}")
-
-
-def check_step(run: Run, metrics: dict) -> None:
-    """Say when a step was not finite; stop when three in a row were not."""
-    if in_row := run.learner.skipped:
-        text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
-        run.log.say(f"step {run.learner.version} changed no weights: {text}")
-        if in_row >= 3:
-            raise TrainingStopped(f"loss or gradient not finite {in_row} times in a row ({text})")
+        raise TrainingStopped(f"{moved}; {len(out)} groups are on their way: {out!r:.200}")
 
 
 def check_failures(run: Run) -> None:
@@ -141,7 +136,8 @@ def check_failures(run: Run) -> None:
         run.log.failure = f"{first.finish}: {first.failure or 'no message'}"
         run.log.say(f"an episode failed, group {first.group_id}: {run.log.failure}")
     if len(failed) > run.config.max_failures * len(samples):
-        text = f"{len(failed)} of {len(samples)} episodes failed"
+        reasons = dict(Counter(t.finish for t in failed))
+        text = f"{len(failed)} of {len(samples)} episodes failed ({reasons})"
         allowed = f"more than {run.config.max_failures} of them (--set max_failures)"
         raise TrainingStopped(f"{text}, {allowed}; the first: {run.log.failure}")
     run.verified.clear()

@@ -50,13 +50,6 @@ def require(fits: bool, complaint: str) -> None:
         raise UserError(complaint)
 
 
-def require_only(facts: dict, only: dict) -> None:
-    """UserError for the first of the facts that has a value, and not its only one."""
-    for name, value in facts.items():
-        allowed = only.get(name, value)
-        require(value in (None, allowed), f"{name} is {value!r:.80}, must be {allowed!r}")
-
-
 @contextmanager
 def blame(complaint: str, errors=Exception) -> Iterator[None]:
     """What is raised inside is a mistake of the user's: the complaint, and what went wrong. Where
@@ -97,6 +90,7 @@ def one_of(help, *choices, **facts):
 constant, constant_of = partial(flag, flag=False), partial(one_of, flag=False)
 
 PAIRED = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
+SPARSE = {"attention": ("dsa",)}
 IN_GROUP = {"advantage": ("grpo", "mean", "rloo")}
 
 
@@ -132,10 +126,8 @@ class Config:
     chat: str = one_of("prompts by the folder's chat template", "no", "yes")
     system: str = flag("", "what a chat begins with", only_with={"chat": ("yes",)})
     attention: str = one_of("dense, or sparse (dsa)", "dense", "dsa")
-    chunk_size: int = flag(
-        16, "keys in a chunk, a power of two", 1, 512, only_with={"attention": ("dsa",)}
-    )
-    top_k: int = flag(8, "chunks that a query attends to", 1, only_with={"attention": ("dsa",)})
+    chunk_size: int = flag(16, "keys in a chunk, a power of two", 1, 512, only_with=SPARSE)
+    top_k: int = flag(8, "chunks that a query attends to", 1, only_with=SPARSE)
 
     slots: int = flag(
         128,
@@ -192,7 +184,7 @@ class Config:
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
 
-    scoring: str = constant_of("of chunks", "mean", "indexer", only_with={"attention": ("dsa",)})
+    scoring: str = constant_of("of chunks", "mean", "indexer", only_with=SPARSE)
     qk_norm: str = constant_of(
         "RMSNorm of queries and keys", "no", "yes", only_with={"model": SIZES}
     )

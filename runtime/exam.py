@@ -21,13 +21,19 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
     """A greedy answer to every held-out problem, by the weights as they are between two steps.
 
     Returns `solved` (share), `reward` (mean) and `turns` (mean); a failed episode counts as a
-    reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
-    With several tasks these are of all problems, and `tasks` has those of each.
+    reward of 0, and `failures` has the words of the first of each kind. With several tasks these
+    are of all problems, and `tasks` has those of each.
     """
-    plain = {"group_size": 1, "temperature": 0.0, "top_p": 1.0}
-    plain |= {"seed": ~config.seed, "slots": min(config.slots, task.eval_size)}  # a seed of no run
+    greedy = replace(
+        config,
+        group_size=1,
+        temperature=0.0,
+        top_p=1.0,
+        seed=~config.seed,  # of no run
+        slots=min(config.slots, task.eval_size),
+    )
     environment = make_environment(config, task, outside=True)
-    generator = Generator(learner.model, environment, replace(config, **plain), task.context)
+    generator = Generator(learner.model, environment, greedy, task.context)
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     groups = generate(generator, groups, pool)
     pool.verify(groups)
@@ -50,14 +56,9 @@ def result_of(task: Task, groups: list[Group]) -> dict:
     episodes = [group.trajectories[0] for group in groups]
     rewards = [0.0 if t.failed else t.reward for t in episodes]
     needed = [group.problem.get("solved", task.solved) for group in groups]
-    failures = {}
-    for t in episodes:
-        if t.failed:
-            count, first = failures.get(t.finish, (0, t.failure))
-            failures[t.finish] = count + 1, first
     return {
         "solved": fmean(map(ge, rewards, needed)),
         "reward": fmean(rewards),
         "turns": fmean([len(t.turns) for t in episodes]),
-        "failures": failures,
+        "failures": {t.finish: t.failure for t in reversed(episodes) if t.failed},
     }

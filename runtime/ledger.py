@@ -117,9 +117,9 @@ def audit(run: Path) -> Ledger:
     require(mode == "async", f"{run}: must be a run of train_async.py")
     ledger = read_books(run / "events.jsonl")
     if (run / "summary.json").is_file():
-        summary = read_json(run / "summary.json")
-        here, there = [ledger.steps, ledger.totals()], [*map(summary.get, ("steps", "ledger"))]
-        require(here == there, f"steps and totals: {here} in the log, {there} in summary.json")
+        summary, sums = read_json(run / "summary.json"), ledger.totals()
+        same = (ledger.steps, sums) == (summary.get("steps"), summary.get("ledger"))
+        require(same, f"{run}/summary.json: must have {ledger.steps} steps, and {sums}")
     return ledger
 
 

@@ -200,8 +200,8 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
 def evaluate_now(run: Run) -> dict:
     """Evaluate the learner; what has failed is said."""
     result = evaluate(run.learner, run.config, run.task, run.exam)
-    for reason, (count, words) in result["failures"].items():
-        run.log.say(f"evaluation: {count} failed, {reason}: {words}")
+    for reason, words in result["failures"].items():
+        run.log.say(f"an evaluation failed: {reason}: {words}")
     return result
 
 

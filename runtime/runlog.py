@@ -56,8 +56,7 @@ def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
         stored = read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
-        mode = stored["mode"]
-        require(mode in ("sync", "async"), f"mode {mode!r}: must be sync or async")
+        require(stored["mode"] in ("sync", "async"), "its mode must be sync or async")
         return check(Config(**values)), stored
 
 
@@ -106,7 +105,6 @@ class RunLog:
             total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
         )
         self.events = []  # not on disk yet
-        self.shown = {}  # beside the bar
         self.seconds = Counter()  # of all spans, by kind
         self.failure = ""  # what the first failed episode died of
         self.kept = []  # (seconds, version, weights) of evaluations that are to come
@@ -133,13 +131,13 @@ class RunLog:
         for at, kind, group_id, version, details in events:
             self.event(process, kind, at, **details, group=group_id, version=version)
 
-    def step(self, record: dict, **shown) -> None:
+    def step(self, record: dict) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
         self.metrics(record)
         self.written = record["step"]
         self.flush()
-        self.shown |= shown
-        self.bar.set_postfix(self.shown, refresh=False)
+        shown = f"reward {record['reward']:.2f}, staleness {record['staleness_mean']:.1f}"
+        self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update()
 
     def metrics(self, record: dict) -> None:

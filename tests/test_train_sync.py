@@ -157,11 +157,11 @@ def test_init_starts_from_given_weights_and_their_shape(tmp_path, positions, fit
 def test_a_step_whose_metrics_could_not_be_written_is_done_again(tmp_path, monkeypatch, trainer):
     run, metrics = tmp_path / "run", runlog.RunLog.metrics
 
-    def full(log, record, at=None):
+    def full(log, record):
         if record["step"] == 3:
             monkeypatch.setattr(runlog.RunLog, "metrics", metrics)
             raise OSError(28, "No space left on device")
-        metrics(log, record, at)
+        metrics(log, record)
 
     monkeypatch.setattr(runlog.RunLog, "metrics", full)
     flags = {"rollout_workers": 1, "reward_workers": 0, "steps": 3}
