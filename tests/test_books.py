@@ -16,9 +16,8 @@ from runtime.tokenizer import own_tokenizer
 encode = own_tokenizer().encode
 FACTS = {"staleness_bound": 4, "stopped_early": False, "wall_s": 3.0}
 CONFIG = {"task": "guess", "mode": "async", "steps": 20, "group_size": 2}
-ROW = {"reward": 0.5, "staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4}
-ROW |= {"tokens": 9, "failures": {"env_error": 1}, "discarded": {}, "cut": 0.1}
-ROW |= {"answer_tokens": 3.0}
+ROW = {"staleness_mean": 1.0, "staleness_max": 2, "seconds": 0.8, "samples": 4, "tokens": 9}
+ROW |= {"failures": {"env_error": 1}, "discarded": {}, "cut": 0.1, "answer_tokens": 3.0}
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,7 @@ import pytest
 
 from buffer import Buffer
 from runtime.folder import Log
-from runtime.ledger import (
-    BUFFER,
-    LOST,
-    WORKER,
-    Ledger,
-    audit,
-    table,
-)
+from runtime.ledger import BUFFER, LOST, WORKER, Ledger, audit, table
 from runtime.messages import Group
 
 ROOT = Path(__file__).parent.parent

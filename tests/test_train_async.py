@@ -23,7 +23,6 @@ import pytest
 import train_async
 import train_sync
 from runtime import books
-from runtime.books import check_progress
 from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
@@ -300,7 +299,7 @@ def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     def after(seconds: float, version: int = 0, tokens: int = 0) -> None:
         now[0] += seconds
         worker.status, run.learner.version = {"tokens": tokens}, version
-        check_progress(run)
+        books.check_progress(run)
 
     after(0)
     after(59)
