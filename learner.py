@@ -188,7 +188,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     that halves a step of SmolLM2, and diagnostics then cover the other samples only. Of several
     learners each gets the whole batch, computes its share of the micro-batches, and steps its slice
     of the weights (runtime/team.py). A step whose loss or gradient is not finite changes nothing,
-    and counts as a version all the same; see `check_step` (runtime/books.py).
+    and counts as a version all the same; see `close_step` (runtime/books.py).
     """
     begin = time.monotonic()
     team = learner.team

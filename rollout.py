@@ -135,7 +135,7 @@ class Generator:
         self.new_weights = None
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
-        self.counts = Counter(busy=0.0)
+        self.counts = Counter()
         self.next_tokens = Captured(self._next_tokens) if self.graphs else self._next_tokens
         self.fed_prompts = FED_PROMPTS if self.graphs else 0  # longer ones are prefilled
 
@@ -165,7 +165,6 @@ class Generator:
         until: (group id, sample index) -> how many tokens may be fed, for a replay. Returns False
         when there was nothing to decode (no episodes, or all wait for something).
         """
-        begin = time.monotonic()
         self._adopt()
         self._refill()
         running = [slot for slot in self.batch if slot and slot.episode.key not in self.asked]
@@ -177,8 +176,7 @@ class Generator:
         sampled = self._decode()
         ended = self._append(running, *sampled)
         self._end_turns(ended)
-        now = time.monotonic()
-        self.counts.update(decode=now - decoding, busy=now - begin)
+        self.counts.update(decode=time.monotonic() - decoding)
         return True
 
     def take_finished(self) -> list:

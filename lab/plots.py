@@ -15,7 +15,7 @@ import numpy as np
 from runtime.config import require, written
 from runtime.devices import describe_machine
 from runtime.folder import read_json, read_lines
-from runtime.pictures import STYLES, new_figure, save_figure, score_curves
+from runtime.pictures import new_figure, save_figure, score_curves
 from runtime.runlog import stored_config
 from runtime.terminal import printable
 
@@ -129,12 +129,11 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
     figure = new_figure(size)
     axes = figure.subplots(-(-len(panels) // columns), min(columns, len(panels)), squeeze=False)
     for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
-        for i, (label, (x, y)) in enumerate(curves.items()):
-            style = STYLES[i % len(STYLES)]
-            axis.plot(x, y, style[7:], color=style[:7], label=label)
+        for label, (x, y) in curves.items():
+            axis.plot(x, y, label=label)
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(title)
     save_figure(figure, path)

@@ -6,8 +6,7 @@ get to disk (runlog.py).
 
 import time
 from collections import Counter
-
-import numpy as np
+from statistics import fmean
 
 from buffer import staleness, unfit
 from reward import Task
@@ -17,7 +16,8 @@ from runtime.messages import Group
 from runtime.run import Run, evaluate_now
 
 DEAD_STEPS = 3  # prompts of so many steps may be replaced because they teach nothing
-SAMPLES_EVERY = 100  # steps between printed episodes
+SAMPLES_EVERY = 30  # steps between printed episodes
+STALL = 300.0  # seconds without any progress until the run stops
 
 
 def keep(run: Run, groups: list[Group]) -> list[Group]:
@@ -42,24 +42,30 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
 
 
 def close_step(run: Run, groups: list[Group], metrics: dict) -> None:
-    """A step is done: evaluate and show episodes where that is due, write its metrics, check it."""
+    """A step is done: evaluate and show episodes where that is due, and write its metrics.
+
+    Says when a step was not finite, and stops when three in a row were not.
+    """
     config, learner, log = run.config, run.learner, run.log
     version = learner.version
     metrics |= batch_metrics(run, groups, version - 1)
-    shown = {"reward": f"{metrics['reward']:.2f}", "age": f"{metrics['staleness_mean']:.1f}"}
     due = version % config.eval_every == 0 or version == config.steps
     if due and config.eval_when == "late":
         log.kept.append((log.now(), version, learner.model.flat.clone()))
     elif due:
         metrics["eval"] = evaluate_now(run)
-        shown["eval"] = f"{metrics['eval']['solved']:.2f}"
+        log.bar.set_description(f"solved {metrics['eval']['solved']:.0%}", refresh=False)
     if version % SAMPLES_EVERY == 0:
-        texts = [show_group(group, run.task) for group in groups[:3]]
-        log.say("\n".join(texts))
-        log.logs["samples"].append([{"version": version, "text": text} for text in texts])
-    log.step({"step": version, **metrics}, **shown)
-    check_step(run, metrics)
+        text = show_group(groups[0], run.task)
+        log.say(text)
+        log.logs["samples"].append([{"version": version, "text": text}])
+    log.step({"step": version, **metrics})
     run.discarded.clear()
+    if learner.skipped:
+        text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
+        log.say(f"step {version} changed no weights: {text}")
+        if learner.skipped >= 3:
+            raise TrainingStopped(f"loss or gradient not finite 3 times in a row ({text})")
 
 
 def settle(run: Run) -> None:
@@ -88,16 +94,14 @@ def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
     ages = [staleness(t, version) for t in trajectories]
     discarded = [t for group, _ in run.discarded for t in group.trajectories]
     return {
-        "reward": float(np.mean(rewards or [0.0])),
+        "reward": fmean(rewards or [0.0]),
         "samples": len(trajectories),
-        "failed": len(trajectories) - len(rewards),
-        "cut": float(np.mean([t.finish in ("length", "overlong") for t in trajectories])),
-        "answer_tokens": float(np.mean([t.generated for t in trajectories])),
-        "sequence_tokens": sum(len(t.tokens) for t in trajectories),
+        "cut": fmean([t.finish in ("length", "overlong") for t in trajectories]),
+        "answer_tokens": fmean([t.generated for t in trajectories]),
         "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
         "discarded": dict(Counter(reason for _, reason in run.discarded)),
         "staleness_max": max(ages),
-        "staleness_mean": float(np.mean(ages)),
+        "staleness_mean": fmean(ages),
     }
 
 
@@ -107,9 +111,8 @@ def show_group(group: Group, task: Task) -> str:
     text = task.tokenizer.decode_bytes(t.tokens.tolist()).decode(errors="replace")
     if len(text) > 100:
         text = f"{text[:60]} ... {text[-40:]}"
-    versions = t.versions[t.loss_mask]
-    span = f"{versions.min()}..{versions.max()}" if len(versions) else "-"
-    return f"  group {t.group_id}  [{text!r}]  reward {t.reward:.2f}  versions {span}  {t.finish}"
+    facts = f"reward {t.reward:.2f}  versions {t.swaps[1::2]}  {t.finish}"
+    return f"  group {t.group_id}  [{text!r}]  {facts}"
 
 
 def check_progress(run: Run) -> None:
@@ -119,20 +122,9 @@ def check_progress(run: Run) -> None:
     signs, (before, since) = (run.learner.version, out, tokens), run.progress
     if signs != before:
         run.progress = signs, now
-    elif now - since > run.config.stall:
-        raise TrainingStopped(
-            f"no step, no verdict and no token for {run.config.stall:.0f} s (--set stall); "
-            f"{len(out)} groups are on their way, the first {dict(list(out.items())[:5])}"
-        )
-
-
-def check_step(run: Run, metrics: dict) -> None:
-    """Say when a step was not finite; stop when three in a row were not."""
-    if in_row := run.learner.skipped:
-        text = f"loss {metrics['loss']}, gradient norm {metrics['grad_norm']}"
-        run.log.say(f"step {run.learner.version} changed no weights: {text}")
-        if in_row >= 3:
-            raise TrainingStopped(f"loss or gradient not finite {in_row} times in a row ({text})")
+    elif now - since > STALL:
+        moved = f"no step, no verdict and no token for {STALL:.0f} s"
+        raise TrainingStopped(f"{moved}; {len(out)} groups are on their way: {out!r:.200}")
 
 
 def check_failures(run: Run) -> None:
@@ -140,7 +132,7 @@ def check_failures(run: Run) -> None:
     samples = [t for group in run.verified for t in group.trajectories]
     failed = [t for t in samples if t.failed]
     if failed and not run.log.failure:  # once a run: the first is the one to mend
-        first = next((t for t in failed if t.failure), failed[0])
+        first = failed[0]
         run.log.failure = f"{first.finish}: {first.failure or 'no message'}"
         run.log.say(f"an episode failed, group {first.group_id}: {run.log.failure}")
     if len(failed) > run.config.max_failures * len(samples):

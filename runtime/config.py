@@ -7,12 +7,12 @@ Left out: what needs the devices (devices.py) or the task (run.py) to be judged.
 """
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import partial
 from textwrap import shorten
 
 if sys.platform != "linux":
@@ -20,10 +20,9 @@ if sys.platform != "linux":
 
 LONGEST_CONTEXT = 131072
 SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
-OBJECTIVES = ("ppo", "decoupled_ppo", "a3po", "tis", "icepop", "double_sided", "cispo", "gspo")
-OBJECTIVES += ("dpo", "reinforce")
-ADVANTAGES = ("grpo", "mean", "rloo", "opob", "gae")
-DAMPERS = ("kl", "ess", "gac", "brake", "none")
+OBJECTIVES = "ppo decoupled_ppo a3po tis icepop double_sided cispo gspo dpo reinforce".split()
+ADVANTAGES = "grpo mean rloo opob gae".split()
+DAMPERS = "kl ess gac brake none".split()
 SWAPS = ("keep", "recompute", "drain")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
@@ -51,13 +50,6 @@ def require(fits: bool, complaint: str) -> None:
         raise UserError(complaint)
 
 
-def require_only(facts: dict, only: dict) -> None:
-    """UserError for the first of the facts that has a value, and not its only one."""
-    for name, value in facts.items():
-        allowed = only.get(name, value)
-        require(value in (None, allowed), f"{name} is {value!r:.80}, must be {allowed!r}")
-
-
 @contextmanager
 def blame(complaint: str, errors=Exception) -> Iterator[None]:
     """What is raised inside is a mistake of the user's: the complaint, and what went wrong. Where
@@ -65,32 +57,40 @@ def blame(complaint: str, errors=Exception) -> Iterator[None]:
     try:
         yield
     except errors as error:
-        wrong = repr(error) if isinstance(error, LookupError) else str(error)
-        raise UserError(f"{complaint} ({shorten(wrong, 300)})") from error
+        raise UserError(f"{complaint} ({shorten(str(error), 300)})") from error
 
 
-def flag(default, help, low=0, high=math.inf, choices=(), group=None, only_with=None):
+LARGE = 10**9  # no number is larger
+
+
+def flag(
+    default,
+    help,
+    low=0,
+    high=LARGE,
+    choices=(),
+    group=None,
+    only_with=(),
+    flag=True,
+):
     """One field: its default, its help text, the values that are allowed.
 
     The first flag of a group names it: it is a heading of --help-all. only_with: another field ->
     the values that it must have, or this one stays at its default ("": it is not given).
     """
-    facts = {"help": help, "allowed": (low, high, choices), "group": group}
-    return field(default=default, metadata=facts | {"only_with": only_with or {}, "flag": True})
+    return field(default=default, metadata=locals())  # all of these are facts about it
 
 
-def one_of(help, *choices, only_with=None):
+def one_of(help, *choices, **facts):
     """A field with few values; the first is its default."""
-    return flag(choices[0], help, choices=choices, only_with=only_with)
+    return flag(choices[0], help, choices=choices, **facts)
 
 
-def constant(default, help, low=0, high=math.inf, choices=(), only_with=None):
-    """A field without a flag: `--set NAME=VALUE`."""
-    facts = {"help": help, "allowed": (low, high, choices), "group": None}
-    return field(default=default, metadata=facts | {"only_with": only_with or {}, "flag": False})
-
+# fields without a flag: `--set NAME=VALUE`
+constant, constant_of = partial(flag, flag=False), partial(one_of, flag=False)
 
 PAIRED = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
+SPARSE = {"attention": ("dsa",)}
 IN_GROUP = {"advantage": ("grpo", "mean", "rloo")}
 
 
@@ -101,8 +101,7 @@ class Config:
     task: str = flag(
         "guess",
         "guess, reverse[:N], sort[:N], sum[:N], recall[:TOKENS], hops[:N[:RATE]], "
-        "add[:N], "
-        "jsonl:PATH, gym:NAME or your own file.py[:ARGUMENT]; several with commas",
+        "add[:N], jsonl:PATH, gym:NAME or your own file.py[:ARGUMENT]; several with commas",
         group="what is learned",
     )
     ratio: str = flag("", "shares of several tasks, such as 2,1,1 ('': alike)")
@@ -126,10 +125,8 @@ class Config:
     chat: str = one_of("prompts by the folder's chat template", "no", "yes")
     system: str = flag("", "what a chat begins with", only_with={"chat": ("yes",)})
     attention: str = one_of("dense, or sparse (dsa)", "dense", "dsa")
-    chunk_size: int = flag(
-        16, "keys in a chunk, a power of two", 1, 512, only_with={"attention": ("dsa",)}
-    )
-    top_k: int = flag(8, "chunks that a query attends to", 1, only_with={"attention": ("dsa",)})
+    chunk_size: int = flag(16, "keys in a chunk, a power of two", 1, 512, only_with=SPARSE)
+    top_k: int = flag(8, "chunks that a query attends to", 1, only_with=SPARSE)
 
     slots: int = flag(
         128,
@@ -179,33 +176,31 @@ class Config:
 
     eval_every: int = flag(20, "steps between evaluations", 1, group="watching")
 
-    scoring: str = constant(
-        "mean", "of chunks", choices=("mean", "indexer"), only_with={"attention": ("dsa",)}
+    scoring: str = constant_of("of chunks", "mean", "indexer", only_with=SPARSE)
+    qk_norm: str = constant_of(
+        "RMSNorm of queries and keys", "no", "yes", only_with={"model": SIZES}
     )
-    qk_norm: str = constant(
-        "no", "RMSNorm of queries and keys", choices=("no", "yes"), only_with={"model": SIZES}
-    )
-    think: str = constant("no", "in a chat", choices=("no", "yes"), only_with={"chat": ("yes",)})
+    think: str = constant_of("in a chat", "no", "yes", only_with={"chat": ("yes",)})
     top_p: float = constant(
         1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with={"teacher": ("",)}
     )
-    kernels: str = constant("auto", "of attention", choices=("auto", "spec", "triton"))
-    recompute: str = constant("no", "activations in the backward pass", choices=("no", "yes"))
+    recompute: str = constant_of("activations in the backward pass", "no", "yes")
     threads: int = constant(
         -1,
         "CPU threads of each process (0: share the cores out; -1: 1, with a folder for --model 0)",
         -1,
     )
-    on_stale: str = constant("wait", "drop: discard what is too old", choices=("wait", "drop"))
-    reference_every: int = constant(5, "steps between looks at the reference (0: it has none)")
-    eval_when: str = constant("live", "late: on kept weights, at the end", choices=("live", "late"))
+    on_stale: str = constant_of("drop: discard what is too old", "wait", "drop")
+    reference_every: int = constant(
+        5, "steps between looks at the reference (0: it has none)", only_with=PAIRED
+    )
+    eval_when: str = constant_of("late: on kept weights, at the end", "live", "late")
     checkpoint_every: int = constant(100, "steps between checkpoints", 1)
     reward_seconds: float = constant(2.0, "time limit of a verdict or a reply", 0.01)
     reward_memory: float = constant(1024.0, "MiB that a verdict or a reply may take", 1.0)
     max_failures: float = constant(0.5, "share of failed episodes that stops the run", 0, 1)
     restarts: int = constant(3, "of a worker in an hour; then the run stops")
     silence: float = constant(20.0, "seconds without a sign of life of a worker", 1.0)
-    stall: float = constant(300.0, "seconds without any progress until the run stops", 1.0)
 
     @property
     def team_size(self) -> int:
@@ -219,71 +214,60 @@ class Config:
         coarsest = max(self.dtype, self.rollout_weights, key=DTYPES.index)
         return self.dtype if self.lora else coarsest
 
-    @property
-    def cut(self) -> tuple:
-        """What sampling is cut to, top-k and top-p; () where every token may come."""
-        return (0, self.top_p) if self.top_p < 1 else ()
+
+# name -> type
+CONSTANTS = {f.name: f.type for f in fields(Config) if not f.metadata["flag"]}
 
 
-def written(name: str, value: object = "", constant: bool = False) -> str:
+def written(name: str, value: object = "") -> str:
     """A field as it stands on the command line."""
-    if constant:
-        return f"--set={name}={value}"
+    if name in CONSTANTS:
+        return f"--set={name}={value}".rstrip("=")
     return f"--{name.replace('_', '-')} {value!s:.80}".rstrip()
 
 
 def words(changes: dict) -> list[str]:
     """The command line that sets these fields."""
-    constants = {f.name for f in fields(Config) if not f.metadata["flag"]}
-    texts = [written(name, "", name in constants) for name in changes]
-    both = zip(texts, changes.values(), strict=True)
-    return [f"{text}{value}" if "--set" in text else f"{text}={value}" for text, value in both]
+    return [f"{written(name)}={value}" for name, value in changes.items()]
 
 
 def check(config: Config) -> Config:
     """Return config, or raise UserError for the first value that is not allowed."""
     for f in fields(config):
-        value, (low, high, choices) = getattr(config, f.name), f.metadata["allowed"]
-        must = f"{written(f.name, value, not f.metadata['flag'])}: must be"
+        value, choices = getattr(config, f.name), f.metadata["choices"]
+        must = f"{written(f.name, value)}: must be"
         right = type(value) is f.type or (f.type, type(value)) == (float, int)
         require(right, f"{must} of type {f.type.__name__}")
         require(not choices or value in choices, f"{must} one of {', '.join(choices)}")
         if f.type is not str:
-            fits = low <= value <= high and value < math.inf
-            most = f" and at most {high}" if math.isfinite(high) else ""
-            require(fits, f"{must} at least {low}{most}")
-    if hasattr(config, "chunk_size"):
-        size = config.chunk_size
-        require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
-    for f in fields(config):
-        for other, values in f.metadata["only_with"].items():
-            value, beside = getattr(config, f.name), getattr(config, other)
-            needed = f"be {f.default!r}" if f.default else "be left out"
-            must = f"{written(f.name, value, not f.metadata['flag'])}: must {needed}"
+            low, high = f.metadata["low"], f.metadata["high"]
+            require(low <= value <= high, f"{must} at least {low} and at most {high}")
+        for other, values in dict(f.metadata["only_with"]).items():
+            beside = getattr(config, other)
+            needed = repr(f.default) if f.default else "left out"
             fits = value == f.default or beside in values
-            require(fits, f"{must} with {written(other, beside)}")
-    if getattr(config, "model", "tiny") not in SIZES:
-        needed = "must be tiny, small, medium or a Hugging Face folder"
-        there = "(config.json, *.safetensors, tokenizer.json)"
-        whole = os.path.isfile(f"{config.model}/config.json")
-        require(whole, f"--model {config.model}: {needed} {there}")
+            require(fits, f"{must} {needed} with {written(other, beside)}")
+    size = getattr(config, "chunk_size", 1)
+    require(size.bit_count() == 1, f"--chunk-size {size}: must be a power of two")
     if isinstance(config, Config):
-        check_sizes(config)
+        check_together(config)
     return config
 
 
-def check_sizes(config: Config) -> None:
-    """UserError for numbers of which each is allowed, and not all of them together."""
-    n, samples = config.group_size, config.groups_per_step * config.group_size
+def check_together(config: Config) -> None:
+    """UserError for what is allowed alone, and not with the rest."""
+    known = config.model in SIZES or os.path.isfile(f"{config.model}/config.json")
+    folder = "a Hugging Face folder (config.json, *.safetensors, tokenizer.json)"
+    require(known, f"--model {config.model}: must be tiny, small, medium or {folder}")
     alone = config.teacher or config.advantage == "gae"  # needs no siblings
-    require(n > 1 or alone, f"--group-size {n}: must be at least 2 with {config.advantage}")
+    must = f"--group-size {config.group_size}: must be at least 2 with {config.advantage}"
+    require(config.group_size > 1 or alone, must)
+    samples = config.groups_per_step * config.group_size
     must = f"--learners {config.learners}: must be at most the {samples} samples of a step"
     require(config.learners <= samples, must)
     least = 2 * config.reward_seconds
     must = f"--set=silence={config.silence}: must be at least {least} (2 time limits)"
     require(config.silence >= least, must)
-    must = "--set=reference_every=0: must be at least 1 with dpo, which compares with the reference"
-    require(config.reference_every or config.objective != "dpo", must)
 
 
 def parse(description: str, argv: list[str], program: type = Config) -> Config:
@@ -299,35 +283,32 @@ def parse(description: str, argv: list[str], program: type = Config) -> Config:
     )
     parser.error = lambda text: require(False, text)
     everything = program is not Config or "--help-all" in argv
-    flags = [f for f in fields(program) if f.metadata["flag"]]
     if program is Config:
         parser.add_argument("--help-all", action="help", help="show every flag and exit")
-    for f in flags:
-        text, (*_, choices), heading = (f.metadata[name] for name in ("help", "allowed", "group"))
-        if heading:
-            group = parser.add_argument_group(heading)
-        shown = everything or f.name in FIRST
+    constants = []
+    for f in fields(program):
+        text = f"{f.metadata['help']} (default {f.default!r})"
+        if not f.metadata["flag"]:
+            constants.append(f"{f.name}: {text}")
+            continue
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
         group.add_argument(
             written(f.name),
             type=f.type,
             default=f.default,
-            metavar="|".join(choices) or f.type.__name__,
-            help=f"{text} (default {f.default!r})" if shown else argparse.SUPPRESS,
+            metavar="|".join(f.metadata["choices"]) or f.type.__name__,
+            help=text if everything or f.name in FIRST else argparse.SUPPRESS,
         )
-    constants = {f.name: f for f in fields(program) if not f.metadata["flag"]}
+    text = f"a constant, one of {'; '.join(constants)}" if everything else argparse.SUPPRESS
     if constants:
-        lines = [f"{name} ({f.default}): {f.metadata['help']}" for name, f in constants.items()]
-        text = f"a constant, one of {'; '.join(lines)}" if everything else argparse.SUPPRESS
         group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=text)
     values, unknown = parser.parse_known_args(argv)
-    if unknown:
-        require(False, f"{unknown[0]:.80}: must be a flag (--help-all lists them)")
+    require(not unknown, f"{' '.join(unknown):.80}: must be a flag (--help-all lists them)")
     values = vars(values)
     for text in values.pop("set", ()):
         name, _, value = text.partition("=")
-        require(name in constants, f"--set {text:.80}: must be one of {', '.join(constants)}")
-        with blame(
-            f"--set {text:.80}: must be of type {constants[name].type.__name__}", ValueError
-        ):
-            values[name] = constants[name].type(value)
+        require(name in CONSTANTS, f"--set {text:.80}: must be one of {', '.join(CONSTANTS)}")
+        with blame(f"--set {text:.80}: must be of type {CONSTANTS[name].__name__}", ValueError):
+            values[name] = CONSTANTS[name](value)
     return check(program(**values))

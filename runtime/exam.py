@@ -4,9 +4,10 @@
 C, forks or ends its process must not do so there: a pool of its own has it (runtime/verifier.py).
 """
 
+from collections import defaultdict
 from dataclasses import replace
-
-import numpy as np
+from operator import ge
+from statistics import fmean
 
 from reward import Task, problem_of
 from rollout import Generator, generate
@@ -20,48 +21,44 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
     """A greedy answer to every held-out problem, by the weights as they are between two steps.
 
     Returns `solved` (share), `reward` (mean) and `turns` (mean); a failed episode counts as a
-    reward of 0, and `failures` tells how many there are of each kind, with the words of the first.
-    With several tasks these are of all problems, and `tasks` has those of each.
+    reward of 0, and `failures` has the words of the first of each kind. With several tasks these
+    are of all problems, and `tasks` has those of each.
     """
-    plain = {"group_size": 1, "temperature": 0.0, "top_p": 1.0}
-    plain |= {"seed": ~config.seed, "slots": min(config.slots, task.eval_size)}  # a seed of no run
+    greedy = replace(
+        config,
+        group_size=1,
+        temperature=0.0,
+        top_p=1.0,
+        seed=~config.seed,  # of no run
+        slots=min(config.slots, task.eval_size),
+    )
     environment = make_environment(config, task, outside=True)
-    generator = Generator(learner.model, environment, replace(config, **plain), task.context)
+    generator = Generator(learner.model, environment, greedy, task.context)
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     groups = generate(generator, groups, pool)
-    verify_all(groups, pool)
-    by_task = {}
+    pool.verify(groups)
+    left = {group.group_id: group for group in groups}
+    while left:
+        for _, message in pool.receive(0.5):
+            if isinstance(message, Answer):
+                apply_judgement(left.pop(message.group_id), message.judgement)
+    by_task = defaultdict(list)
     for group in groups:
-        by_task.setdefault(group.problem.get("task", task.name), []).append(group)
+        by_task[group.problem.get("task")].append(group)
     result = result_of(task, groups)
     if len(by_task) > 1:
         result["tasks"] = {name: result_of(task, groups) for name, groups in by_task.items()}
     return result
 
 
-def verify_all(groups: list[Group], pool: Pool) -> None:
-    """Have groups judged by a reward worker."""
-    left = {group.group_id: group for group in groups}
-    pool.verify(groups)
-    while left:
-        for _, message in pool.receive(0.5):
-            if isinstance(message, Answer):
-                apply_judgement(left.pop(message.group_id), message.judgement)
-
-
 def result_of(task: Task, groups: list[Group]) -> dict:
     """What the part of an evaluation that is one task's says."""
-    episodes = [t for group in groups for t in group.trajectories]
+    episodes = [group.trajectories[0] for group in groups]
     rewards = [0.0 if t.failed else t.reward for t in episodes]
     needed = [group.problem.get("solved", task.solved) for group in groups]
-    failures = {}
-    for t in episodes:
-        if t.failed:
-            count, first = failures.get(t.finish, (0, t.failure))
-            failures[t.finish] = count + 1, first
     return {
-        "solved": float(np.mean(np.array(rewards) >= needed)),
-        "reward": float(np.mean(rewards)),
-        "turns": float(np.mean([len(t.turns) for t in episodes])),
-        "failures": failures,
+        "solved": fmean(map(ge, rewards, needed)),
+        "reward": fmean(rewards),
+        "turns": fmean([len(t.turns) for t in episodes]),
+        "failures": {t.finish: t.failure for t in reversed(episodes) if t.failed},
     }

@@ -22,7 +22,7 @@ from torch import Tensor
 from methods.lora import merged
 from model import GPT, PRESETS, ModelConfig
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, UserError, blame, require, require_only
+from runtime.config import Config, UserError, blame, require
 from runtime.folder import read_json, write_json
 from runtime.runlog import stored_config
 from runtime.terminal import fail, printable
@@ -91,8 +91,10 @@ def read_shape(folder: Path, context: int) -> dict:
         name, bias, norms = FAMILIES[family]
         ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
         rope = ropes[0] | ropes[1]
-        for part in (facts, rope):
-            require_only(part, ONLY | {"architectures": [name]})
+        only = ONLY | {"architectures": [name]}
+        for key, value in (*facts.items(), *rope.items()):
+            allowed = only.get(key, value)
+            require(value in (None, allowed), f"{key} is {value!r:.80}, must be {allowed!r}")
         types = {*(facts.get("layer_types") or ())}
         require(types <= {"full_attention"}, f"layer_types are {types}")
         scaling, ways = (), {x.get("rope_type", x.get("type", "default")) for x in ropes}

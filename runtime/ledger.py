@@ -14,16 +14,14 @@ The log says where each group must be, the trainer's data say where it is: `bala
  Left out: who writes the events (train_async.py).
 """
 
-import json
 import math
-import os
 import sys
 from collections import Counter
 from pathlib import Path
 
-from runtime.config import UserError, require
+from runtime.config import UserError, blame, require
 from runtime.folder import read_json, refuse_links, scan
-from runtime.terminal import fail, printable
+from runtime.terminal import fail
 
 WORKER, BUFFER, LOST = "with a worker", "in the buffer", "lost"
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
@@ -106,11 +104,8 @@ def read_books(path: Path, size: float = math.inf) -> Ledger:
     was changed, or whose event cannot be."""
     ledger = Ledger()
     for event, _ in scan(path, size):
-        try:
+        with blame(f"{path}, line {ledger.events + 1}: must follow from those before"):
             ledger.note(event)
-        except (KeyError, TypeError, ValueError) as error:
-            line = f"{path}, line {ledger.events}"
-            raise UserError(f"{line}: {error}\n  {json.dumps(event)}") from error
     return ledger
 
 
@@ -122,18 +117,19 @@ def audit(run: Path) -> Ledger:
     require(mode == "async", f"{run}: must be a run of train_async.py")
     ledger = read_books(run / "events.jsonl")
     if (run / "summary.json").is_file():
-        summary = read_json(run / "summary.json")
-        here, there = [ledger.steps, ledger.totals()], [*map(summary.get, ("steps", "ledger"))]
-        require(here == there, f"steps and totals: {here} in the log, {there} in summary.json")
+        summary, sums = read_json(run / "summary.json"), ledger.totals()
+        same = (ledger.steps, sums) == (summary.get("steps"), summary.get("ledger"))
+        require(same, f"{run}/summary.json: must have {ledger.steps} steps, and {sums}")
     return ledger
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not os.path.isdir(sys.argv[1]):
+    folder = Path(sys.argv[-1])
+    if not folder.is_dir():
         fail("usage: python -m runtime.ledger RUN, which must be a run folder")
     try:
-        books = audit(Path(sys.argv[1]))
+        books = audit(folder)
     except UserError as problem:
-        sys.exit(printable(str(problem)))
+        fail(problem, 1)
     print(table(books.totals()))
     print(f"{books.events:,} events in {books.steps:,} steps: every one fits")

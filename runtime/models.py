@@ -31,7 +31,7 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
         shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
     else:
         shape = read_shape(Path(config.model), context)
-    for name in ("attention", "scoring", "chunk_size", "top_k", "kernels", "lora"):
+    for name in ("attention", "scoring", "chunk_size", "top_k", "lora"):
         shape[name] = getattr(config, name)
     shape["recompute"] = config.recompute == "yes"
     return base_model(config, ModelConfig(**shape), stored is not None)
@@ -39,7 +39,7 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
 
 def model_of(stored: dict, config: Config, task: Task) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
-    shape, weights = stored["shape"] | {"kernels": config.kernels}, stored["weights"]
+    shape, weights = {**stored["shape"]}, stored["weights"]
     shape["recompute"], context = config.recompute == "yes", task.context
     if shape["positions"] != "learned":
         shape["context"] = context

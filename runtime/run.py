@@ -144,7 +144,7 @@ def open_run(config: Config, mode: str) -> Run:
             log.say(f"{folder} goes on at step {learner.version}; {words.format(*rates)}")
             return run
         try:
-            log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
+            log.metrics({"t": 0.0, "step": 0, "eval": evaluate_now(run)})
             save(run)  # so that a run can always be resumed
         except BaseException:
             log.close()  # the error is the last line on the screen
@@ -200,8 +200,8 @@ def resumed(config: Config, flag: str = "resume") -> tuple[Config, dict]:
 def evaluate_now(run: Run) -> dict:
     """Evaluate the learner; what has failed is said."""
     result = evaluate(run.learner, run.config, run.task, run.exam)
-    for reason, (count, words) in result["failures"].items():
-        run.log.say(f"evaluation: {count} failed, {': '.join(filter(None, (reason, words)))}")
+    for reason, words in result["failures"].items():
+        run.log.say(f"an evaluation failed: {reason}: {words}")
     return result
 
 
@@ -216,7 +216,7 @@ def end_run(run: Run) -> None:
         "seed": config.seed,
         "steps": learner.version,
         "stopped_early": learner.version < config.steps,
-        "wall_s": round(log.close(), 2),
+        "wall_s": log.close(),
         "weights_sha256": sha256_of(learner.weights),
         "utilization": busy_shares(run),
         "staleness_bound": 0,
@@ -226,7 +226,7 @@ def end_run(run: Run) -> None:
         facts["staleness_bound"] = config.max_staleness
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
-        log.metrics({"step": version, "eval": evaluate_now(run)}, at=seconds)
+        log.metrics({"t": seconds, "step": version, "eval": evaluate_now(run)})
     run.exam.close()
     print(printable(summarise(run.folder, facts)))
 

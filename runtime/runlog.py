@@ -56,8 +56,7 @@ def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
         stored = read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
-        mode = stored["mode"]
-        require(mode in ("sync", "async"), f"mode {mode!r}: must be sync or async")
+        require(stored["mode"] in ("sync", "async"), "its mode must be sync or async")
         return check(Config(**values)), stored
 
 
@@ -106,27 +105,25 @@ class RunLog:
             total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
         )
         self.events = []  # not on disk yet
-        self.shown = {}  # beside the bar
         self.seconds = Counter()  # of all spans, by kind
         self.failure = ""  # what the first failed episode died of
         self.kept = []  # (seconds, version, weights) of evaluations that are to come
 
     def now(self) -> float:
         """Seconds since the run began."""
-        return time.time() - self.start
+        return round(time.time() - self.start, 3)
 
     @contextmanager
     def timed(self, process: str, kind: str, **details):
         """Note what lasts as long as its block; the block may add to the details."""
         begin = time.time()
         yield details
-        seconds = time.time() - begin
-        self.seconds[kind] += seconds
-        self.event(process, kind, begin, seconds=seconds, **details)
+        self.event(process, kind, begin, seconds=time.time() - begin, **details)
 
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
         """Note one event; `at` is on the wall clock, in the log it is seconds of the run."""
         seconds = (at or time.time()) - self.start
+        self.seconds[kind] += details.get("seconds", 0.0)
         self.events.append({"t": round(seconds, 6), "process": process, "kind": kind, **details})
 
     def take(self, process: str, events: list) -> None:
@@ -134,19 +131,18 @@ class RunLog:
         for at, kind, group_id, version, details in events:
             self.event(process, kind, at, **details, group=group_id, version=version)
 
-    def step(self, record: dict, **shown) -> None:
+    def step(self, record: dict) -> None:
         """One step is done: write its metrics and everything that happened, move the bar."""
         self.metrics(record)
         self.written = record["step"]
         self.flush()
-        self.shown |= shown
-        self.bar.set_postfix(self.shown, refresh=False)
+        shown = f"reward {record['reward']:.2f}, staleness {record['staleness_mean']:.1f}"
+        self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update()
 
-    def metrics(self, record: dict, at: float | None = None) -> None:
-        """Write a line of metrics; `at`: seconds of the run."""
-        seconds = self.now() if at is None else at
-        self.logs["metrics"].append([{"t": round(seconds, 3), **record}])
+    def metrics(self, record: dict) -> None:
+        """Write a line of metrics, as of now or of the record's own `t`."""
+        self.logs["metrics"].append([{"t": self.now(), **record}])
 
     def say(self, text: str) -> None:
         """Print above the progress bar."""

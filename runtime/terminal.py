@@ -6,16 +6,8 @@ Exit codes: 0, 1 (training cannot go on), 2 (a mistake of the user's), 128 + the
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from runtime.config import (
-    AttemptLost,
-    Config,
-    TrainingStopped,
-    UserError,
-    parse,
-    words,
-)
+from runtime.config import AttemptLost, Config, TrainingStopped, UserError, parse, words
 
 
 def run_main(main: Callable[[Config], None], description: str, program: type = Config) -> None:
@@ -23,14 +15,13 @@ def run_main(main: Callable[[Config], None], description: str, program: type = C
     --help shows what the program is and how it is run, the first two paragraphs."""
     open_streams()
     try:
-        main(parse("\n\n".join((description or "").split("\n\n")[:2]), sys.argv[1:], program))
+        main(parse("\n\n".join(description.split("\n\n")[:2]), sys.argv[1:], program))
     except UserError as error:
         fail(error)
     except AttemptLost as error:
         begin_again(error)
     except (TrainingStopped, OSError) as error:
-        sys.stderr.write(f"\nstopped: {printable(str(error))}\n")
-        raise SystemExit(1) from error
+        fail(f"stopped: {error}", 1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
@@ -40,22 +31,19 @@ def begin_again(error: AttemptLost) -> None:
     happened `restarts` times. What runs in other processes has ended with the attempt."""
     folder, config = error.run
     attempt = int(os.environ.get("NANOGLM_ATTEMPT", 0)) + 1
-    sys.stderr.write(f"\n{printable(str(error))}; ")
     if attempt > config.restarts:
-        sys.stderr.write(f"stopped: --set restarts={config.restarts} are used up\n")
-        raise SystemExit(1) from error
-    sys.stderr.write(f"begins again (attempt {attempt + 1}) from the newest checkpoint\n")
+        fail(f"{error}; stopped: --set restarts={config.restarts} are used up", 1)
+    what = f"begins again (attempt {attempt + 1}) from the newest checkpoint"
+    sys.stderr.write(printable(f"\n{error}; {what}\n"))
     os.environ["NANOGLM_ATTEMPT"] = str(attempt)
-    changes = {"resume": folder, "task": config.task, "cluster": config.cluster}
-    given = {name: value for name, value in changes.items() if value != getattr(Config, name)}
-    os.execv(sys.executable, [sys.executable, sys.argv[0], *words(given)])
+    flags = words({"resume": folder, "task": config.task, "cluster": config.cluster})
+    os.execv(sys.executable, [sys.executable, sys.argv[0], *flags])
 
 
-def fail(error: Exception | str) -> None:
-    """Print one line to stderr and end the process with exit code 2."""
-    text = printable(" ".join(str(error).split()))
-    sys.stderr.write(f"{Path(sys.argv[0]).name}: {text}\n")
-    raise SystemExit(2)
+def fail(error: Exception | str, code: int = 2) -> None:
+    """Print one line to stderr and end the process with an exit code."""
+    sys.stderr.write(printable(" ".join(str(error).split())) + "\n")
+    raise SystemExit(code)
 
 
 def printable(text: str) -> str:

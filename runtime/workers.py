@@ -45,7 +45,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
 
         mailbox = RemoteMailbox(mailbox_place, model.flat, form)
     gc.freeze()  # as in open_run (run.py)
-    born, active = time.time(), False
+    active = False
     span = None  # of generation with one version: when it began, the version, counts before it
     line.beat()
 
@@ -67,7 +67,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
             span = None
         if active:
             span = span or (begin, generator.version, before)
-        line.status = {**generator.counts, "alive": time.time() - born}
+        line.status = {**generator.counts}
         answers = []
         for group in generator.take_finished():
             judgement = judge(group, task, config, advice, line.beat) if advice else None

@@ -27,7 +27,7 @@ def test_at_the_first_step_nothing_is_bent(name):
     damped, scale = DAMPERS[name](gradient, {}, metrics, CONFIG)
     torch.testing.assert_close(damped, gradient, rtol=0, atol=0)
     assert scale == (0.5 if name == "ess" else 1.0), "ess takes the root, the others do not look"
-    assert tuple(DAMPERS) == config_room.DAMPERS and Config().damper == "kl"
+    assert list(DAMPERS) == config_room.DAMPERS and Config().damper == "kl"
 
 
 @pytest.mark.parametrize("turn", [-0.9, -0.05, 0.05, 0.4, 5.0])

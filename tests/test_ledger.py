@@ -10,14 +10,7 @@ import pytest
 
 from buffer import Buffer
 from runtime.folder import Log
-from runtime.ledger import (
-    BUFFER,
-    LOST,
-    WORKER,
-    Ledger,
-    audit,
-    table,
-)
+from runtime.ledger import BUFFER, LOST, WORKER, Ledger, audit, table
 from runtime.messages import Group
 
 ROOT = Path(__file__).parent.parent
@@ -164,8 +157,12 @@ def test_the_command_prints_the_table_or_the_first_event_that_does_not_fit(tmp_p
     assert table(totals) in good.stdout and "every one fits" in good.stdout
     for broken, steps, words in (
         (log[:score] + log[score + 1 :], 12, f"group {group}: "),
-        ([*log[:train], log[train] | {"version": 7}, *log[train + 1 :]], 12, f"line {train + 1}: "),
-        ([*log[:2], {"t": 0.0}, *log[2:]], 12, "line 3: 'kind'"),
+        (
+            [*log[:train], log[train] | {"version": 7}, *log[train + 1 :]],
+            12,
+            f"line {train + 1}: must follow",
+        ),
+        ([*log[:2], {"t": 0.0}, *log[2:]], 12, "line 3: must follow from those before ('kind')"),
         (log[: len(log) // 2], 12, "summary.json"),
         (log, 5, "summary.json"),  # a run that goes on has no summary
     ):

@@ -200,7 +200,7 @@ def test_a_mistake_costs_one_line(run, tmp_path, capsys):
     assert "look: must be given a run folder" in refused()
     assert "look nowhere: must be a run folder" in refused("nowhere")
     assert "--groups -1" in refused(str(folder), "--groups", "-1")
-    assert "--pages: must be a flag" in refused(str(folder), "--pages", "2")
+    assert "--pages 2: must be a flag" in refused(str(folder), "--pages", "2")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "must be a run folder" in refused(str(empty))
