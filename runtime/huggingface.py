@@ -28,7 +28,8 @@ from runtime.runlog import stored_config
 from runtime.terminal import fail, printable
 from runtime.tokenizer import VOCABULARY, check_folder
 
-LAST, LONGEST = "lm_head.weight", "max_position_embeddings"
+LAST = "lm_head.weight"
+LONGEST = "max_position_embeddings"
 FIELDS = {  # of ModelConfig -> of config.json
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -96,7 +97,8 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
 
     stored: a checkpoint or the mailbox will bring all that is trained: it has no values yet.
     """
-    dtype, preset = getattr(torch, config.dtype), config.model in PRESETS
+    dtype = getattr(torch, config.dtype)
+    preset = config.model in PRESETS
     with blame(f"--model {config.model}: must be of a sound shape, and must fit into memory"):
         # what is frozen, or comes later, needs no more than models compute in
         model = GPT(shape, None, dtype if stored or config.lora else torch.float32)
@@ -111,7 +113,8 @@ def base_model(config: Config, shape: ModelConfig, stored: bool = False) -> GPT:
 def load_weights(model: GPT, folder: Path) -> None:
     """Read every weight of a folder into its place, one tensor at a time; UserError."""
     check_folder(folder)
-    files, views = {}, named_weights(model)
+    files = {}
+    views = named_weights(model)
     whole = "must be a whole safetensors file, of the shape in config.json"
     for place in sorted(folder.glob("model*.safetensors")):  # without a number, it counts most
         with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
@@ -137,8 +140,9 @@ def load_weights(model: GPT, folder: Path) -> None:
 def named_weights(model: GPT) -> dict[str, Tensor]:
     """Every weight under the name and shape that it has in a folder, as a view: copying into it
     changes the model. Without adapters, learned positions and the indexer, which no folder has."""
-    c, words = model.config, model.embed_tokens
-    views = {"model.embed_tokens.weight": words.weight, "model.norm.weight": model.norm.weight}
+    c = model.config
+    views = {"model.embed_tokens.weight": model.embed_tokens.weight}
+    views["model.norm.weight"] = model.norm.weight
     heads = [count * c.head_width for count in (c.heads, c.kv_heads, c.kv_heads)]
     for number, layer in enumerate(model.layers):
         for name, whole in layer.named_parameters(recurse=False):
@@ -164,6 +168,7 @@ def export(model: GPT, config: Config, folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     require(not any(folder.iterdir()), f"{folder}: must be new or an empty folder")
     source = VOCABULARY if config.model in PRESETS else Path(config.model)
+    check_folder(source)
     for name in COPIED.split():
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)

@@ -39,9 +39,11 @@ def model_of(stored: dict, config: Config, task: Task) -> GPT:
     shape = stored["shape"] | {"kernels": config.kernels, "recompute": config.recompute == "yes"}
     if shape["positions"] != "learned":
         shape["context"] = task.context
-    most, needed = shape["context"], f"{task.context} positions for task {config.task}"
+    most = shape["context"]
+    needed = f"{task.context} positions for task {config.task}"
     require(task.context <= most, f"{needed}, has {most}")
-    found, words = shape["vocab_size"], task.tokenizer.size
+    found = shape["vocab_size"]
+    words = task.tokenizer.size
     require(found == words, f"{found} tokens, and {words} of --model {config.model}")
     model = GPT(ModelConfig(**shape), None)
     model.flat.copy_(stored["weights"])

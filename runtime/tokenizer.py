@@ -33,7 +33,8 @@ class Tokenizer:
 
     def __init__(self):
         facts = read_json(VOCABULARY / "tokenizer.json")
-        words, (cut, _) = facts["model"]["vocab"], facts["pre_tokenizer"]["pretokenizers"]
+        words = facts["model"]["vocab"]
+        cut, _ = facts["pre_tokenizer"]["pretokenizers"]
         self.encoding = tiktoken.Encoding(
             "nanoglm",
             pat_str=cut["pattern"]["Regex"],
@@ -41,7 +42,9 @@ class Tokenizer:
             mergeable_ranks={bytes(map(words.get, word)): i for word, i in words.items()},
             special_tokens={"<|end|>": END, "<|pad|>": PAD},
         )
-        self.size, self.stop, self.alphabet = self.encoding.n_vocab, (END,), [*range(PAD)]
+        self.size = self.encoding.n_vocab
+        self.stop = (END,)
+        self.alphabet = [*range(PAD)]
 
     @property
     def end(self) -> int:
@@ -67,7 +70,8 @@ class FolderTokenizer(Tokenizer):
     folder that `tokenizers` cannot read."""
 
     def __init__(self, folder: Path, chat: bool = False, system: str = "", think: str = "no"):
-        path, facts = folder / "tokenizer.json", read_json(folder / "config.json")
+        path = folder / "tokenizer.json"
+        facts = read_json(folder / "config.json")
         with blame(f"{path}: must be what the library tokenizers reads"):
             from tokenizers import Tokenizer as Library
 
@@ -75,9 +79,11 @@ class FolderTokenizer(Tokenizer):
         self.literal.encode_special_tokens = True
         if (folder / "generation_config.json").exists():
             facts |= read_json(folder / "generation_config.json")
-        self.chat, self.think = chat, think == "yes"
+        self.chat = chat
+        self.think = think == "yes"
         self.system = [{"role": "system", "content": system}] if system else []
-        self.size, stop = facts.get("vocab_size", 0), facts.get("eos_token_id", [])
+        self.size = facts.get("vocab_size", 0)
+        stop = facts.get("eos_token_id", [])
         stop = stop if isinstance(stop, list) else [stop]
         if chat:
             with blame(f"--chat: must be no, {folder} has no sound chat template"):
@@ -128,7 +134,8 @@ def read_template(folder: Path):
     error where there is none."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    path, facts = folder / "chat_template.jinja", read_json(folder / "tokenizer_config.json")
+    path = folder / "chat_template.jinja"
+    facts = read_json(folder / "tokenizer_config.json")
     text = path.read_text() if path.is_file() else facts["chat_template"]
     named = {name: x for name, x in facts.items() if x and name.endswith("_token")}
     named = {name: x["content"] if isinstance(x, dict) else x for name, x in named.items()}
