@@ -356,7 +356,7 @@ def ask(
 def split_answers(task: Task, tokens, turns) -> list:
     """The text of each turn (start, stop) in a trajectory's tokens, without its stop token.
 
-    Bytes that are not UTF-8 become U+FFFD; ValueError for a token id outside the vocabulary.
+    Bytes that are not UTF-8 become U+FFFD; almost any error for a token id outside the vocabulary.
     """
     ids = np.asarray(tokens).tolist()
     return [_text(tuple(ids[start:stop]), task.stop, task.tokenizer) for start, stop in turns]

@@ -43,10 +43,9 @@ def own_gpus(config: Config) -> bool:
 def take_place(config: Config, number: int) -> str:
     """The device of this process, which gets it and its share of the cores; number: among all
     learners and then all rollout workers."""
-    learners, rollouts = pick_devices(config)
-    device = [*learners, *rollouts][number]
-    set_threads(config, len(learners) + len(rollouts), device)
-    return device
+    places = sum(pick_devices(config), [])
+    set_threads(config, len(places), places[number])
+    return places[number]
 
 
 def cores() -> int:
@@ -63,18 +62,15 @@ def set_threads(config: Config, processes: int, device: str) -> None:
 
 def quick_dtype(device: str) -> str:
     """bfloat16 where a device has instructions for it, else float32."""
-    if device != "cpu":
-        return "bfloat16"
-    flags = CPUINFO.read_text()
-    return "bfloat16" if re.search(r"\b(avx512_bf16|amx_bf16|bf16)\b", flags) else "float32"
+    quick = device != "cpu" or "bf16" in CPUINFO.read_text()
+    return "bfloat16" if quick else "float32"
 
 
 def describe_machine() -> dict:
     """Versions and hardware, for the record of every measurement."""
-    named = re.search("model name.*: (.*)", CPUINFO.read_text())
-    cpu = named[1] if named else platform.machine()
+    named = re.findall("model name.*: (.*)", CPUINFO.read_text()) or [platform.machine()]
     return {
-        "cpu": f"{cpu} ({torch.backends.cpu.get_cpu_capability()})",
+        "cpu": f"{named[0]} ({torch.backends.cpu.get_cpu_capability()})",
         "cores": cores(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": platform.platform(),

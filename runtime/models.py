@@ -10,7 +10,6 @@ from reward import Task
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
 from runtime.huggingface import base_model, read_shape
-from tasks import limits
 
 
 def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
@@ -19,18 +18,16 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
 
     stored: a checkpoint, which has the shape of --init and newer weights. Raises UserError.
     """
-    context = task.context
     if config.init:
         require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
         needed = "must be a weights file of pretrain.py, or a run folder, that fits"
-        with blame(f"--init {config.init}: {needed}", (Exception, limits.OutOfTime)):
-            stored = stored or newest_weights(Path(config.init))
-            return model_of(stored, config, task)
+        with blame(f"--init {config.init}: {needed}"):
+            return model_of(stored or newest_weights(Path(config.init)), config, task)
     if config.model in PRESETS:
-        shape = PRESETS[config.model] | {"positions": config.positions, "context": context}
+        shape = PRESETS[config.model] | {"positions": config.positions, "context": task.context}
         shape |= {"vocab_size": task.tokenizer.size, "qk_norm": config.qk_norm == "yes"}
     else:
-        shape = read_shape(Path(config.model), context)
+        shape = read_shape(Path(config.model), task.context)
     for name in ("attention", "scoring", "chunk_size", "top_k", "lora"):
         shape[name] = getattr(config, name)
     shape["recompute"] = config.recompute == "yes"
@@ -39,21 +36,15 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
 
 def model_of(stored: dict, config: Config, task: Task) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
-    shape, weights = {**stored["shape"]}, stored["weights"]
-    shape["recompute"], context = config.recompute == "yes", task.context
+    shape = stored["shape"] | {"recompute": config.recompute == "yes"}
     if shape["positions"] != "learned":
-        shape["context"] = context
-    # what a stranger calls a shape may be larger than any memory, and a tensor than what it stores
-    stored_bytes = weights.untyped_storage().nbytes()
-    with limits.time_limit(60.0), limits.memory_limit(4096 + stored_bytes / 2**18):
-        model = GPT(ModelConfig(**shape), config.seed)
-    same = (weights.dtype, weights.shape) == (model.flat.dtype, model.flat.shape)
-    require(same, f"{weights.dtype} {list(weights.shape)} for its shape")
-    most, words = model.config.context, task.tokenizer.size
-    require(context <= most, f"{context} positions for task {config.task}, has {most}")
-    if config.model not in PRESETS:
-        words = read_shape(Path(config.model), context)["vocab_size"]
-    found = model.config.vocab_size
+        shape["context"] = task.context
+    most = shape["context"]
+    needed = f"{task.context} positions for task {config.task}"
+    require(task.context <= most, f"{needed}, has {most}")
+    found = shape["vocab_size"]
+    words = task.tokenizer.size
     require(found == words, f"{found} tokens, and {words} of --model {config.model}")
-    model.flat.copy_(weights)
+    model = GPT(ModelConfig(**shape), None)
+    model.flat.copy_(stored["weights"])
     return model

@@ -23,7 +23,8 @@ def noise_keys(seed: int, group_id: int, group_size: int) -> list:
     Two lanes of 32 bits, ours: each part goes through `mix` in both, and the second hears the
     first. The constants are odd numbers without a pattern; tests check what comes out.
     """
-    low, high = 0x9E3779B9, 0x85EBCA6B
+    low = 0x9E3779B9
+    high = 0x85EBCA6B
     for part in (seed, group_id, group_id >> 32, np.arange(group_size)):
         low = mix((low ^ part) & 0xFFFFFFFF)
         high = mix((high + part * 0xC2B2AE35 + low) & 0xFFFFFFFF)
