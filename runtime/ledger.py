@@ -15,7 +15,6 @@ The log says where each group must be, the trainer's data say where it is: `bala
 """
 
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -101,11 +100,11 @@ def table(totals: dict) -> str:
     return f"{totals['admitted']:,} groups admitted = {numbers}; {again}"
 
 
-def read_books(path: Path, size: float = math.inf) -> Ledger:
-    """The books by the events in a log (as far as byte `size`); UserError names the first line that
-    was changed, or whose event cannot be."""
+def read_books(path: Path, mark: tuple[int, int] | None = None) -> Ledger:
+    """The books by the events in a log (as far as a mark); UserError names the first line that was
+    changed, or whose event cannot be."""
     ledger = Ledger()
-    for event, _ in scan(path, size):
+    for event in scan(path, mark):
         try:
             ledger.note(event)
         except (KeyError, TypeError, ValueError) as error:

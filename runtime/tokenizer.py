@@ -24,7 +24,6 @@ from tasks import limits
 VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
-LARGEST = 1 << 27  # bytes of tokenizer.json
 PROBE = "Wenn 7+5=12, then 0.5 < 1; été\n"  # vocabularies that agree on it are taken for one
 TEMPLATE_SECONDS = 2.0  # a stranger's template may loop
 # GPT-2's vocabularies write each byte as a character: its own, if that is visible
@@ -87,7 +86,7 @@ class FolderTokenizer(Tokenizer):
         path, facts = folder / "tokenizer.json", read_json(folder / "config.json")
         with blame(f"--model {folder}: must have the package tokenizers", ImportError):
             from tokenizers import Tokenizer as Library
-        text = json.dumps(read_json(path, LARGEST))
+        text = json.dumps(read_json(path))
         with blame(f"{path}: must be what the library tokenizers reads"):
             self.literal, self.parsing = Library.from_str(text), Library.from_str(text)
         self.literal.encode_special_tokens = True
