@@ -22,17 +22,15 @@ import time
 from learner import learner_step, new_groups
 from runtime.books import check_progress, close_step, keep, log_discards, settle
 from runtime.config import Config
-from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
+from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement, pack
 from runtime.pipes import Worker
 from runtime.replay import replay
 from runtime.run import (
     Run,
     end_run,
-    exit_code,
     log_spawn,
-    open_async,
+    running,
     save,
-    send_batch,
 )
 from runtime.terminal import run_main
 
@@ -41,7 +39,7 @@ def train(config: Config) -> None:
     """The asynchronous algorithm: one loop that admits, collects, trains and publishes."""
     if config.replay:
         return replay(config)
-    with open_async(config) as run:
+    with running(config, "async") as run:
         config, learner, log = run.config, run.learner, run.log
         batch = None
         issue(run, "requeue", run.interrupted)
@@ -64,7 +62,6 @@ def train(config: Config) -> None:
         log.close()
         save(run)
         end_run(run)  # before anything is torn down
-    exit_code(run)
 
 
 def learn(run: Run, batch: list) -> dict:
@@ -74,7 +71,8 @@ def learn(run: Run, batch: list) -> dict:
     version = learner.version
     run.training = [group.group_id for group in batch]
     with run.log.timed("learner", "train", version=version, groups=run.training) as event:
-        send_batch(run, batch)
+        for worker in run.pool.of("learner"):
+            run.pool.tell(worker, [*map(pack, batch)])
         metrics = learner_step(learner, batch, config)
         run.training = []
         event |= {name: metrics[name] for name in ("loss", "grad_norm")}

@@ -15,13 +15,17 @@ from runtime.advice import judge
 from runtime.books import close_step, keep
 from runtime.config import Config
 from runtime.messages import apply_judgement
-from runtime.run import end_run, exit_code, open_sync, save
+from runtime.run import (
+    end_run,
+    running,
+    save,
+)
 from runtime.terminal import run_main
 
 
 def train(config: Config) -> None:
     """The synchronous algorithm: generate, verify, learn, and nothing at the same time."""
-    with open_sync(config) as run:
+    with running(config, "sync") as run:
         config = run.config
         learner = run.learner
         log = run.log
@@ -48,7 +52,6 @@ def train(config: Config) -> None:
         log.close()
         save(run)
         end_run(run)
-    exit_code(run)
 
 
 if __name__ == "__main__":

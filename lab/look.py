@@ -32,7 +32,7 @@ from runtime.config import Config, TrainingStopped, UserError, blame, flag, pars
 from runtime.folder import read_lines, write_file
 from runtime.messages import Trajectory
 from runtime.pictures import score_curves
-from runtime.replay import played_again, read_script, recorded
+from runtime.replay import played_again, recorded
 
 PAGE = Path(__file__).with_name("look.html")
 USUAL, MOST = 25_000, 70_000  # tokens in a page: about 1 MB, at most 3.5 MB
@@ -63,10 +63,10 @@ def look(words: list[str]) -> str:
     asked = parse(said, named + words, LookConfig)
     require(asked.run, "look: must be given a run folder, as in look runs/NAME")
     try:
-        config, summary = recorded(Config(replay=asked.run, task=asked.task or Config.task))
+        config, *script = recorded(Config(replay=asked.run, task=asked.task or Config.task))
     except UserError as error:
         raise UserError(str(error).replace("--replay", "look", 1)) from error
-    page = look_into(config, summary, asked.groups)
+    page = look_into(config, script, asked.groups)
     path = Path(asked.run, "look.html")
     text = PAGE.read_text().replace("{{run}}", to_json(page))
     with blame(f"look {asked.run}: must be writable", OSError):
@@ -83,15 +83,15 @@ def to_json(page: dict) -> str:
     return json.dumps(page, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def look_into(config: Config, summary: dict, groups: int) -> dict:
+def look_into(config: Config, script: list, groups: int) -> dict:
     """All that the page shows."""
     run, task = Path(config.replay), task_of(config)
-    steps, scores = read_script(run)
+    _, steps, scores = script
     events, rows = read_lines(run / "events.jsonl"), read_lines(run / "metrics.jsonl")
     lives, wanted = lives_of(events), choose(steps, scores, groups)
     shown, room, trouble = [], MOST, ""
     try:
-        for learner, event, batch in played_again(config, summary, steps, scores):
+        for learner, event, batch in played_again(config, *script):
             own = [group for group in batch if group.group_id in wanted]
             if own:
                 known, times = facts_of(learner, batch, own, config)

@@ -9,6 +9,7 @@ on with the newest one that is whole and whose logs are, too.
 
 import hashlib
 import io
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,8 @@ import torch
 from torch import Tensor
 
 from learner import Learner, round_weights
-from reward import specs_of
-from runtime.config import Config, UserError, blame, require
-from runtime.folder import check_log, open_plain, refuse_links, write_file
+from runtime.config import SIZES, Config, UserError, blame, require
+from runtime.folder import open_plain, refuse_links, scan, write_file
 from runtime.ledger import Ledger
 from runtime.messages import Group, pack, unpack
 from runtime.runlog import LOGS
@@ -35,18 +35,22 @@ def sha256_of(flat: Tensor) -> str:
     return hashlib.sha256(flat.detach().cpu().contiguous().numpy()).hexdigest()
 
 
-def base_of(learner: Learner) -> str:
-    """Fingerprint of the weights that are not trained (LoRA): some of them are enough."""
-    return sha256_of(learner.model.frozen[::4099].float())
-
-
 def named_files(config: Config) -> dict[str, str]:
-    """The sha256 of every file that the flags name, and of those in a folder that they name."""
-    folders = filter(None, (config.init, config.teacher, config.reward_model))
-    paths = [path for name in folders for path in (Path(name), *Path(name).rglob("*"))]
-    paths += [Path(word) for spec in specs_of(config.task) for word in spec.split(":")[:2]]
-    files = [path for path in paths if path.is_file()]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    """Size and sha256 of every file that the flags name, and of those in a folder that they name;
+    of a larger file the sha256 of its first 64 MiB.
+
+    A model is one of them: a run of adapters (--lora) has no copy of what they adapt.
+    """
+    paths = [*map(Path, re.split("[,:]", config.task))]
+    for name in (config.init, config.teacher, config.reward_model, config.model):
+        if name not in ("", *SIZES):
+            paths += [Path(name), *Path(name).rglob("*")]
+    digests = {}
+    for path in filter(Path.is_file, paths):
+        with path.open("rb") as file:
+            digest = hashlib.sha256(file.read(1 << 26)).hexdigest()
+        digests[str(path)] = f"{path.stat().st_size} {digest}"
+    return digests
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -54,8 +58,8 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / "checkpoints" / f"step{step:07d}.pt"
 
 
-def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path:
-    """Write a checkpoint that is whole or not there, and remove all but the last `keep`.
+def save_checkpoint(folder: Path, step: int, state: dict) -> Path:
+    """Write a checkpoint that is whole or not there, and remove all but the last three.
 
     The file is what torch.save writes, and then the sha256 of that. Raises OSError.
     """
@@ -63,7 +67,7 @@ def save_checkpoint(folder: Path, step: int, state: dict, keep: int = 3) -> Path
     torch.save(state, memory)
     data = memory.getvalue()  # no copy; a view of it in a traceback would crash Python 3.12.1
     write_file(path, data, hashlib.sha256(data).digest())
-    for old in sorted(path.parent.glob("step*.pt"))[:-keep]:
+    for old in sorted(path.parent.glob("step*.pt"))[:-3]:
         old.unlink()
     return path
 
@@ -73,18 +77,14 @@ def load_tensors(path: Path, digest: bool = False) -> dict:
 
     digest: its sha256 stands behind it.
     """
-    with open_plain(path) as file:
-        data = file.read()
-    if digest:
-        whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
-        require(whole, f"{path}: is damaged (wrong sha256)")
     with blame(f"{path}: must hold a dict of tensors and plain data, saved by torch"):
-        return unpickled(data)
-
-
-def unpickled(data: bytes) -> dict:
-    """What torch.save has written: tensors and plain data, no code."""
-    return {**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)}
+        with open_plain(path) as file:
+            data = file.read()
+        if digest:
+            whole = hashlib.sha256(data[:-32]).digest() == data[-32:]
+            require(whole, "it is damaged: wrong sha256")
+        # weights_only: no code
+        return {**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)}
 
 
 def load_checkpoint(folder: Path, logs: Sequence = LOGS) -> dict:
@@ -95,7 +95,8 @@ def load_checkpoint(folder: Path, logs: Sequence = LOGS) -> dict:
         try:
             state = load_tensors(path, digest=True)
             for name in logs:
-                check_log(folder / f"{name}.jsonl", state["marks"][name])
+                for _ in scan(folder / f"{name}.jsonl", state["marks"][name]):
+                    pass
             return state
         except (UserError, LookupError, TypeError) as error:  # of odd marks
             wrong = str(error)
@@ -116,15 +117,6 @@ def newest_weights(place: Path) -> dict:
     return state
 
 
-def drop_what_follows(folder: Path, state: dict) -> None:
-    """Remove what came after a checkpoint: it is done again. (Opening the logs cuts them; a summary
-    is of a run that has ended.)"""
-    for path in (folder / "checkpoints").glob("step*"):
-        if path.suffix == ".partial" or path > checkpoint_path(folder, state["version"]):
-            path.unlink()
-    (folder / "summary.json").unlink(missing_ok=True)
-
-
 def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """What a checkpoint holds of the training: tensors and plain data.
 
@@ -132,10 +124,10 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     """
     reference = learner.reference
     return {
-        "base": base_of(learner),
         "shape": vars(learner.model.config),
         "weights": learner.weights.detach().cpu(),
-        "optimizer": whole_moments(learner),
+        "moments": whole_moments(learner),
+        "adamw_step": float(learner.slices[0][1]["step"]),
         "damping": learner.damping,
         "reference": reference and reference.flat.cpu(),
         "method": learner.method.state(),
@@ -145,17 +137,14 @@ def state_of(learner: Learner, in_flight=(), completed=()) -> dict:
     }
 
 
-def whole_moments(learner: Learner) -> dict[str, Tensor] | None:
-    """What AdamW remembers of all weights [P]. Of several learners each has a slice: rank 0 gathers
+def whole_moments(learner: Learner) -> Tensor | None:
+    """AdamW's MOMENTS of all weights [2, P]. Of several learners each has a slice: rank 0 gathers
     them, the others return None."""
-    team, slices = learner.team, [moments for _, moments in learner.slices]
     if learner.version == 0:  # zeros, of which one is stored
-        whole = learner.weights.new_zeros(()).expand(len(MOMENTS), len(learner.weights))
-    else:
-        whole = torch.stack([torch.cat([moments[name] for moments in slices]) for name in MOMENTS])
-        whole = gather_moments(team, whole) if team.apart else whole
-    if whole is not None:
-        return {"step": slices[0]["step"], **dict(zip(MOMENTS, whole.cpu(), strict=True))}
+        return torch.zeros(()).expand(len(MOMENTS), len(learner.weights))
+    slices = [torch.stack([own[name] for name in MOMENTS]) for _, own in learner.slices]
+    whole = torch.cat(slices, dim=1).cpu()
+    return gather_moments(learner.team, whole) if learner.team.apart else whole
 
 
 def load_state(learner: Learner, state: dict) -> None:
@@ -165,10 +154,11 @@ def load_state(learner: Learner, state: dict) -> None:
     round_weights(learner)
     if learner.reference:
         learner.reference.flat.copy_(state["reference"])
-    for rank, (_, moments) in zip(learner.team.ranks, learner.slices, strict=True):
-        moments["step"].copy_(state["optimizer"]["step"])
-        for name in MOMENTS:
-            moments[name].copy_(state["optimizer"][name].tensor_split(learner.team.size)[rank])
+    shares = state["moments"].tensor_split(learner.team.size, dim=1)
+    for rank, (_, own) in zip(learner.team.ranks, learner.slices, strict=True):
+        own["step"].fill_(state["adamw_step"])
+        for name, stored in zip(MOMENTS, shares[rank], strict=True):
+            own[name].copy_(stored)
     device, damping = learner.weights.device, state["damping"]
     learner.damping = {
         name: x.to(device) if isinstance(x, Tensor) else x for name, x in damping.items()
@@ -192,11 +182,8 @@ def completed_groups(state: dict) -> list[Group]:
 def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> None:
     """Fill a learner from a checkpoint; UserError when that does not fit it, or the ledger."""
     with blame(f"--resume {config.resume}: its checkpoint must fit the run"):
-        for name, value in vars(learner.model.config).items():
-            stored = state["shape"].get(name)
-            require(stored == value, f"its shape {name} is {stored!r}, and this run's is {value!r}")
-        base = base_of(learner)
-        require(state["base"] == base, f"its base is {state['base']}, and this run's is {base}")
+        odd = vars(learner.model.config).items() - state["shape"].items()
+        require(not odd, f"its shape must have {dict(odd)}")
         load_state(learner, state)
         require(bool(learner.weights.isfinite().all()), "its weights are not finite")
         flying = set(state["in_flight"])

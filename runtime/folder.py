@@ -15,60 +15,53 @@ import platform
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import BinaryIO
 
 from runtime.config import UserError, blame, require
 
-LONGEST_TEXT = 1 << 20  # bytes of config.json, summary.json
-LONGEST_LINE = 1 << 25  # bytes of a line of a log
+LONGEST = 1 << 27  # bytes of a JSON file, or of a line of a log
 
 
-def own_folder(folder: Path) -> TextIO:
-    """Lock a run folder for this process; returns the open file that holds the lock.
+def own_folder(folder: Path) -> None:
+    """Lock a run folder for as long as this process lives.
 
-    It goes with the process, however that ends, and children do not have it (a POSIX record lock;
-    also on NFS, if its server has locks). UserError names who has it.
+    The lock goes with the process, however that ends, and children do not have it (a POSIX record
+    lock; also on NFS, if its server has locks). UserError names who has it.
     """
     with blame(f"{folder}: must be writable", OSError):
-        file = (folder / "lock").open("a+", errors="replace")
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        raise UserError(f"{folder}: must not be in use, but {file.read(200)} has it") from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}")
-    file.flush()
-    return file
+        owner = os.read(lock, 200).decode(errors="replace")
+        raise UserError(f"{folder}: must not be in use, but {owner} has it") from error
+    os.ftruncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
 
 
 def refuse_links(folder: Path) -> None:
     """UserError for the first thing in a folder that is neither a folder nor a file of its own."""
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):  # its owner is at work
             facts = path.lstat()
-        except FileNotFoundError:  # its owner is at work
-            continue
-        plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
-        said = f"{path}: must be a plain file, is a link, a pipe or a device"
-        require(plain or stat.S_ISDIR(facts.st_mode), said)
+            plain = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
+            said = f"{path}: must be a plain file, is a link, a pipe or a device"
+            require(plain or stat.S_ISDIR(facts.st_mode), said)
 
 
 def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
     """Open a file to read; UserError unless it is a plain one of at most so many bytes."""
     with blame(f"{path}: must be a file that can be read", OSError):
-        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    facts = os.fstat(file.fileno())
-    if not stat.S_ISREG(facts.st_mode) or facts.st_size > most:
-        file.close()
-        raise UserError(f"{path}: must be a plain file of at most {most:,} bytes")
-    return file
+        fits = path.stat().st_size <= most and path.is_file()
+        require(fits, f"{path}: must be a plain file of at most {most:,} bytes")
+        return path.open("rb")
 
 
-def read_json(path: Path, most: int = LONGEST_TEXT) -> dict:
-    """The object in a file of at most so many bytes; UserError for anything else."""
-    with open_plain(path, most) as file:
+def read_json(path: Path) -> dict:
+    """The object in a file of at most LONGEST bytes; UserError for anything else."""
+    with open_plain(path, LONGEST) as file:
         return to_record(file.read(), path)
 
 
@@ -149,30 +142,23 @@ class Log:
         return self.mark
 
 
-def scan(path: Path, end: float = math.inf) -> Iterator[tuple[dict, tuple[int, int]]]:
-    """The records of a log up to byte `end`, each with the mark behind it; UserError names the
-    first line that is not as it was written."""
+def scan(path: Path, mark: tuple[int, int] | None = None) -> Iterator[dict]:
+    """The records of a log, or of what it had at a mark; UserError names the first line that is not
+    as it was written, and a log that has never had this mark."""
     size, checksum = 0, 0
     with open_plain(path) as file:
-        lines = iter(lambda: file.readline(LONGEST_LINE), b"")
+        lines = iter(lambda: file.readline(LONGEST), b"")
         for number, line in enumerate(lines, start=1):
-            if size >= end:
-                return
+            if mark and size >= mark[0]:
+                break
             text, _, told = line.rpartition(b', "crc": ')
             size, checksum = size + len(line), zlib.crc32(text, checksum)
             place = f"{path}, line {number}"
             require(told == b"%d}\n" % checksum, f"{place}: torn or changed (wrong checksum)")
-            yield to_record(text + b"}", place), (size, checksum)
+            yield to_record(text + b"}", place)
+    require(mark in (None, (size, checksum)), f"{path}: must be whole up to {mark}")
 
 
 def read_lines(path: Path) -> list[dict]:
     """The records of a log, [] when there is none."""
-    return [record for record, _ in scan(path)] if path.exists() else []
-
-
-def check_log(path: Path, mark: tuple[int, int]) -> None:
-    """UserError when a log does not begin with what it had at this mark."""
-    marks = [(0, 0)]
-    if mark != marks[0]:  # of a log that is still empty there may be no file
-        marks += [found for _, found in scan(path, mark[0])]
-    require(mark == marks[-1], f"{path}: must be whole up to byte {mark[0]:,}")
+    return list(scan(path)) if path.exists() else []

@@ -14,7 +14,6 @@ The log says where each group must be, the trainer's data say where it is: `bala
  Left out: who writes the events (train_async.py).
 """
 
-import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -99,11 +98,11 @@ def table(totals: dict) -> str:
     return f"{totals['admitted']:,} groups admitted = {numbers}; {again}"
 
 
-def read_books(path: Path, size: float = math.inf) -> Ledger:
-    """The books by the events in a log (as far as byte `size`); UserError names the first line that
-    was changed, or whose event cannot be."""
+def read_books(path: Path, mark: tuple[int, int] | None = None) -> Ledger:
+    """The books by the events in a log (as far as a mark); UserError names the first line that was
+    changed, or whose event cannot be."""
     ledger = Ledger()
-    for event, _ in scan(path, size):
+    for event in scan(path, mark):
         with blame(f"{path}, line {ledger.events + 1}: must follow from those before"):
             ledger.note(event)
     return ledger

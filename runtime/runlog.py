@@ -10,7 +10,6 @@ written (folder.py).
 """
 
 import os
-import shutil
 import signal
 import time
 from collections import Counter
@@ -28,43 +27,37 @@ from runtime.terminal import printable
 LOGS = ("metrics", "events", "samples")
 
 
-@contextmanager
-def new_folder(config: Config, mode: str, facts: dict):
+def new_folder(config: Config, mode: str) -> Path:
     """Make a run folder and lock it; UserError where something is already there.
 
-    mode: "sync" or "async"; facts: what else it remembers. Yields the folder and its lock. When
-    what follows fails, it is as if nothing had been tried, unless a log has something to say.
+    mode: "sync" or "async".
     """
     name = f"{Path(config.task.split(':')[0]).stem}-{mode}-{time.strftime('%m%d-%H%M%S')}"
     run = Path(config.out or f"runs/{name}")
     with blame(f"--out {run}: must be writable", OSError):
         run.mkdir(parents=True, exist_ok=True)
         require(not any(run.iterdir()), f"--out {run}: must be new or an empty folder")
-        lock = own_folder(run)
-    try:
-        write_config(run, {"mode": mode, **asdict(config), **facts})
-        yield run, lock
-    except BaseException:
-        if not any(log.stat().st_size for log in run.glob("logs/*")):
-            shutil.rmtree(run, ignore_errors=True)
-        raise
+        own_folder(run)
+    return run
 
 
 def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
     """The configuration of a run folder, and all that its config.json holds; UserError."""
     refuse_links(run)
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
-        stored = read_json(run / "config.json")
+        stored = {"files": {}} | read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
         require(stored["mode"] in ("sync", "async"), "its mode must be sync or async")
-        return check(Config(**values)), stored
+        require(isinstance(stored["files"], dict), "its files must be an object")
+        return check(Config(**values)), stored | values
 
 
-def write_config(run: Path, record: dict) -> None:
-    """Every setting, and the machine; and the folders for what follows."""
+def write_config(run: Path, config: Config, mode: str, files: dict) -> None:
+    """Every setting, checksums of named files, the machine; and the folders for what follows."""
     for name in ("checkpoints", "logs"):
         (run / name).mkdir(exist_ok=True)
-    write_json(run / "config.json", record | {"machine": describe_machine()})
+    facts = {"mode": mode, "files": files, "machine": describe_machine()}
+    write_json(run / "config.json", asdict(config) | facts)
 
 
 STOPPING = b"\nstopping: a checkpoint comes first (once more: at once, without one)\n"

@@ -8,7 +8,7 @@ each. A step of all of them:
     share_facts     every learner hears what the others have seen: losses, diagnostics, lessons
     share_weights   every learner gives its slice of the new weights to the others
 
-Rank 0 is the parent. It sends the others the checkpoint with which they begin, and every batch; for
+Rank 0 is the parent. It sends the others the state with which they begin, and every batch; for
 a checkpoint it calls them to `gather_moments`. One that does not come within LEARNER_SECONDS ends
 the attempt (AttemptLost): the parent starts itself again from the newest checkpoint (terminal.py).
 Sums are in the order of ranks, so a run and its replay, which is all learners in one process, agree
@@ -36,7 +36,7 @@ class Begin(NamedTuple):
 
     address: str  # a file or a port, by which they find each other
     own_gpus: bool
-    checkpoint: bytes  # a file, as checkpoint.py writes it
+    state: dict  # what a checkpoint holds
 
 
 class GatherMoments(NamedTuple):

@@ -18,7 +18,7 @@ from model import ModelConfig
 from reward import task_of
 from rollout import COUNTED, Generator, make_generator
 from runtime.advice import advice_of, judge
-from runtime.checkpoint import load_state, unpickled, whole_moments
+from runtime.checkpoint import load_state, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
@@ -98,8 +98,8 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig):
     while True:
         for message in line.receive(0.5):
             match message:
-                case Begin(_, _, stored):
-                    load_state(learner, unpickled(stored))
+                case Begin(_, _, state):
+                    load_state(learner, state)
                     join_team(learner.team, message)
                 case GatherMoments():
                     whole_moments(learner)

@@ -158,7 +158,7 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
 
 
 def resume(in_flight, completed, next_group, version, groups_per_step, max_staleness):
-    """As an asynchronous run begins (`open_async`): `restore`, then `admit` for all that is left.
+    """As an asynchronous run begins (`take_up`): `restore`, then `admit` for all that is left.
     A run never has more in flight than may be admitted again; a case of the exercise has."""
     buffer = Buffer(groups_per_step, max_staleness)
     for group_id, start in completed.items():

@@ -42,6 +42,8 @@ def state(value: float) -> dict:
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
+    for name in LOGS:
+        (tmp_path / f"{name}.jsonl").touch()
     return tmp_path
 
 
@@ -51,7 +53,7 @@ def names(folder) -> list[str]:
 
 def test_the_newest_is_loaded_and_the_last_ones_are_kept(folder):
     for step in range(1, 6):
-        save_checkpoint(folder, step, state(step), keep=3)
+        save_checkpoint(folder, step, state(step))
     assert names(folder) == [f"step{step:07d}.pt" for step in (3, 4, 5)]
     assert load_checkpoint(folder)["weights"].tolist() == [5.0] * 5
 
@@ -74,7 +76,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, capsys):
     for damaged in (bytes(flipped), *cut, whole + b"x", bytes(len(whole))):
         path.write_bytes(damaged)
         assert load_checkpoint(folder)["weights"].tolist() == [1.0] * 5
-        assert "step0000002.pt: is damaged" in capsys.readouterr().err
+        assert "is damaged: wrong sha256" in capsys.readouterr().err
     path.write_bytes(whole)
     assert load_checkpoint(folder)["weights"].tolist() == [2.0] * 5
     for old in (1, 2):
@@ -155,8 +157,8 @@ def test_any_number_of_learners_goes_on_from_a_checkpoint_of_any(trained, size):
             stored = copy.deepcopy(state_of(team))
         load_state(team, stored)
         assert torch.equal(team.weights, stored["weights"]) and team.version == 1
-        for name, moments in whole_moments(team).items():
-            assert torch.equal(moments, stored["optimizer"][name]), name
+        assert torch.equal(whole_moments(team), stored["moments"])
+        assert team.slices[-1][1]["step"] == stored["adamw_step"] == 1
         learner_step(team, groups[1:], setting)
         weights.append(team.weights.detach())
     assert not torch.equal(weights[0], stored["weights"])
@@ -192,11 +194,11 @@ def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(tmp_path, monkeypa
     events = []
     save = lambda run, *_: events.extend(read_lines(run / "events.jsonl"))  # noqa: E731
     monkeypatch.setattr(run_room, "save_checkpoint", save)
-    run = run_room.open_run(Config(task="guess", out=str(tmp_path / "run"), **SMALL), "async")
+    config = Config(task="guess", out=str(tmp_path / "run"), **SMALL)
+    with pytest.raises(SystemExit), run_room.running(config, "sync"):
+        pass
     (event,) = events
     assert (event["kind"], event["version"], event["groups"]) == ("checkpoint", 0, [])
-    run.log.close()
-    run.exam.close()
 
 
 def test_full_disk_costs_one_line_and_leaves_no_half_file(folder, monkeypatch):

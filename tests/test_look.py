@@ -16,7 +16,7 @@ from lab import look
 from model import pack_tokens
 from runtime.config import Config
 from runtime.folder import read_lines
-from runtime.replay import played_again, read_script, recorded
+from runtime.replay import played_again, recorded
 
 LOW, HIGH = 1 - losses.PUBLISHED.double_low, 1 + losses.PUBLISHED.double_high
 EVIL = '</script><script>window.evil=1</script><img src=x onerror="window.evil=2"><!--'
@@ -45,8 +45,8 @@ def run(tmp_path_factory):
 
 def batches_of(folder):
     """Every step of a run again, as the replay plays it: it compares each with the log."""
-    config, summary = recorded(dataclasses.replace(Config(), replay=str(folder)))
-    for learner, event, batch in played_again(config, summary, *read_script(folder)):
+    config, *script = recorded(dataclasses.replace(Config(), replay=str(folder)))
+    for learner, event, batch in played_again(config, *script):
         yield config, learner, event, batch
 
 

@@ -26,7 +26,7 @@ from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
 from runtime.messages import Answer, Group, Judgement, Lost, pack, unpack
 from runtime.models import make_model
-from runtime.run import open_run
+from runtime.run import evaluate_now, open_run
 
 FLAGS = {"groups_per_step": 3, "group_size": 3, "slots": 8, "steps": 8, "max_staleness": 4}
 FLAGS |= {"eval_every": 1000, "reference_every": 2, "reward_seconds": 10.0, "silence": 20.0}
@@ -75,6 +75,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
     run = open_run(config, "async")
+    run.log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
     run.pool = pool = Workers(config, run.task, workers)
     config, learner, buffer, lives = run.config, run.learner, run.buffer, 2
 

@@ -217,9 +217,9 @@ def test_slow_environments_cost_only_their_own_episodes():
 
 
 def test_one_learner_only():
-    with pytest.raises(UserError, match="--learners 2: must be 1 in train_sync.py"):
+    with pytest.raises(UserError, match="--learners 2: must be left out in train_sync.py"):
         train_sync.train(config_of(learners=2))
-    message = "--rollout-weights bfloat16: must be float32 in train_sync.py"
+    message = "--rollout-weights bfloat16: must be left out in train_sync.py"
     with pytest.raises(UserError, match=message):
         train_sync.train(config_of(rollout_weights="bfloat16"))
 
@@ -460,9 +460,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     path.write_text(path.read_text().replace('"positions": "learned"', '"positions": "rope"'))
     resume = dataclasses.replace(Config(), resume=str(tmp_path / "run"), steps=2)
     before = sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
-    with pytest.raises(
-        UserError, match="its shape positions is 'learned', and this run's is 'rope'"
-    ):
+    with pytest.raises(UserError, match="its shape must have {'positions': 'rope'}"):
         train_sync.train(resume)
     assert before == sorted(p.name for p in (tmp_path / "run/checkpoints").iterdir())
 
@@ -578,13 +576,10 @@ def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, dtype", [("sse2 avx512_bf16 amx_tile", "bfloat16"), ("avx2", "float32")]
 )
-def test_dtype_auto_is_what_the_processor_has_instructions_for(
-    tmp_path, monkeypatch, capsys, flags, dtype
-):
+def test_dtype_auto_is_what_the_processor_has_instructions_for(tmp_path, monkeypatch, flags, dtype):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"model name\t: x\nflags\t: {flags} sse\n")
     monkeypatch.setattr(devices, "CPUINFO", cpuinfo)
     config = config_of(tmp_path / "run", dtype="auto", steps=1)
     train_sync.train(config)
-    assert f"--dtype auto: {dtype}" in capsys.readouterr().out
     assert json.loads((tmp_path / "run/config.json").read_text())["dtype"] == dtype
