@@ -224,7 +224,10 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
         metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, sum(loss for loss, *_ in facts), metrics)
     metrics |= learner.method.learn(lessons) if parts and not learner.skipped else {}
-    counts = {"micro_batches": len(batches), "dead_groups": int(dead.sum())}
+    counts = {
+        "micro_batches": len(batches),
+        "dead_groups": int(dead.sum()),
+    }
     return metrics | counts | {"seconds": time.monotonic() - begin}
 
 

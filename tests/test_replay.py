@@ -75,7 +75,7 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
     config = dataclasses.replace(Config(), out=str(folder), seed=seed, **FLAGS | flags)
     choose = random.Random(seed)
     run = open_run(config, "async")
-    run.log.metrics({"step": 0, "eval": evaluate_now(run)}, at=0.0)
+    run.log.metrics({"t": 0.0, "step": 0, "eval": evaluate_now(run)})
     run.pool = pool = Workers(config, run.task, workers)
     config, learner, buffer, lives = run.config, run.learner, run.buffer, 2
 

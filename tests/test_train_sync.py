@@ -81,7 +81,7 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     assert 0 < summary["utilization"]["rollout"] < 1 and 0 < summary["utilization"]["learner"] < 1
     for name in ("reward.png", "timeline.png", "config.json", "metrics.jsonl", "events.jsonl"):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
-    assert capsys.readouterr().out.count("\n") == 4  # the verdict
+    assert capsys.readouterr().out.count("\n") == 3  # the verdict
     assert [r["step"] for r in rows_of(tmp_path / "run")] == list(range(7))
 
 
