@@ -89,17 +89,15 @@ def verdict(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         words = shlex.join(["--resume", str(run), "--task", config["task"]])
         stopped = f"stopped at step {summary['steps']} of {config['steps']}"
         lines.append(f"{stopped}; go on with: python train_{config['mode']}.py {words}")
-    if summary["cut"] > 0.2:
-        lines.append(
-            f"{summary['cut']:.0%} of the answers were cut: a longer limit (jsonl: TOKENS), or "
-            "--overlong drop"
-        )
+    if (cut := mean(last, "cut")) > 0.2:
+        said = f"in the last {len(last)} steps the limit of tokens has cut {cut:.0%} of the answers"
+        lines.append(f"{said}: a longer one (jsonl: TOKENS), or --overlong drop")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if not config.get("teacher") and dead > 0.85 * groups and after["solved"] <= 0.5:
         lines += [
             f"little to learn from: in {dead:.0f} of {groups:.0f} groups of the last {len(last)} "
             "steps all answers got the same reward.",
-            "try partial credit (jsonl: the verifier `similar`), fewer or shorter answers, "
+            "try partial credit (jsonl: the verifier `similar`), shorter problems, "
             "--group-size, --temperature or --entropy larger",
         ]
     return lines
