@@ -540,7 +540,7 @@ def test_answers_that_were_cut_are_counted_and_can_be_left_out(tmp_path, capsys)
         summary = json.loads((run / "summary.json").read_text())
         assert 0.2 < summary["cut"] < 1 and 1 < summary["answer_tokens"] < 3
         assert set(summary["failures"]) == ({"overlong"} if overlong == "drop" else set())
-    assert "of the answers were cut: a longer limit" in capsys.readouterr().out
+    assert "of the answers: a longer one" in capsys.readouterr().out
 
 
 def test_a_run_outlives_its_pictures(tmp_path, monkeypatch, capsys):
