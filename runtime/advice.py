@@ -9,56 +9,42 @@ Left out: what the learner makes of it (learner.py, methods/distillation.py).
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from reward import Task, verify_group
 from runtime.config import Config
 from runtime.messages import Group, Judgement
 
 
-@dataclass
-class Advice:
-    """What a reward worker has besides the task; None where it is not configured."""
+class Judge:
+    """The task, with the configured teacher and reward model; UserError for what does not fit."""
 
-    teacher: object = None  # a Teacher
-    reward_model: object = None  # a RewardModel, the newest of its folder
+    def __init__(self, config: Config, task: Task):
+        self.config, self.task = config, task
+        self.teacher = self.reward_model = None
+        if config.teacher:
+            from methods.distillation import teacher_of
 
+            self.teacher = teacher_of(config, task)
+        if config.reward_model:
+            from methods.reward_model import serve_newest
 
-def advice_of(config: Config, task: Task) -> Advice:
-    """The configured teacher and reward model; UserError for what does not fit."""
-    advice = Advice()
-    if config.teacher:
-        from methods.distillation import teacher_of
+            self.reward_model = serve_newest(config, task, None)
 
-        advice.teacher = teacher_of(config, task)
-    if config.reward_model:
-        from methods.reward_model import serve_newest
+    def judge(self, group: Group, alive: Callable = lambda: None) -> Judgement:
+        """Verify a group, or score it, and ask the teacher; and say how long that took."""
+        began, teacher, version = time.time(), (), 0
+        if self.reward_model:
+            from methods.reward_model import serve_newest, verdicts_by
 
-        advice.reward_model = serve_newest(config, task, None)
-    return advice
+            self.reward_model = serve_newest(self.config, self.task, self.reward_model)
+            verdicts, version = verdicts_by(self.reward_model, group), self.reward_model.version
+        else:
+            verdicts = verify_group(group, self.task, self.config, alive)
+        if self.config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
+            both = zip(group.trajectories, verdicts, strict=True)
+            verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
+        if self.teacher:
+            from methods.distillation import ask_teacher
 
-
-def judge(
-    group: Group,
-    task: Task,
-    config: Config,
-    advice: Advice,
-    alive: Callable = lambda: None,
-) -> Judgement:
-    """Verify a group, or score it, and ask the teacher; and say how long that took."""
-    began, teacher, version = time.time(), (), 0
-    if config.reward_model:
-        from methods.reward_model import serve_newest, verdicts_by
-
-        advice.reward_model = serve_newest(config, task, advice.reward_model)
-        verdicts, version = verdicts_by(advice.reward_model, group), advice.reward_model.version
-    else:
-        verdicts = verify_group(group, task, config, alive)
-    if config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
-        both = zip(group.trajectories, verdicts, strict=True)
-        verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
-    if advice.teacher:
-        from methods.distillation import ask_teacher
-
-        teacher = ask_teacher(advice.teacher, group.trajectories, verdicts)
-    return Judgement(verdicts, began, time.time() - began, teacher, version)
+            teacher = ask_teacher(self.teacher, group.trajectories, verdicts)
+        return Judgement(verdicts, began, time.time() - began, teacher, version)

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TextIO
@@ -22,7 +23,7 @@ from learner import Learner, make_learner
 from model import GPT
 from reward import Task, own_files, problem_of, task_of
 from runtime import workers
-from runtime.advice import Advice, advice_of
+from runtime.advice import Judge
 from runtime.checkpoint import (
     checkpoint_path,
     completed_groups,
@@ -40,7 +41,7 @@ from runtime.exam import evaluate
 from runtime.folder import own_folder
 from runtime.ledger import LOST, Ledger, read_books
 from runtime.mailbox import Mailbox
-from runtime.messages import Answer, Group, flaw, pack
+from runtime.messages import Answer, Group, flaw
 from runtime.models import make_model
 from runtime.pipes import Worker, start_here
 from runtime.pool import Pool
@@ -68,7 +69,7 @@ class Run:
     log: RunLog
     stop: Stop
     exam: Pool  # of evaluations, and of what train_sync.py has outside
-    advice: Advice
+    judge: Callable
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
     buffer: Buffer
@@ -95,7 +96,7 @@ def open_run(config: Config, mode: str) -> Run:
 
     mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
     """
-    stop, state, ledger, lock = Stop(), None, Ledger(), None
+    state, ledger, lock = None, Ledger(), None
     if config.resume:
         folder = Path(config.resume)
         config, record = resumed(config)
@@ -119,7 +120,7 @@ def open_run(config: Config, mode: str) -> Run:
     must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
     require(served or not task.outside, must)
     config = replace(config, steps=config.steps or task.steps)
-    advice = advice_of(config, task)
+    judge = Judge(config, task).judge
     learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
     if state:
         restore(learner, state, config, ledger)
@@ -136,7 +137,7 @@ def open_run(config: Config, mode: str) -> Run:
         log = RunLog(folder, config, state)
         buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
         run = Run(
-            config, task, folder, lock, learner, log, stop, exam, advice, ledger, state, buffer
+            config, task, folder, lock, learner, log, Stop(), exam, judge, ledger, state, buffer
         )
         if state:
             rates = [config.lr * (1 - learner.version / x) for x in (record["steps"], config.steps)]
@@ -296,7 +297,7 @@ def open_async(config: Config):
 def open_team(run: Run) -> None:
     """Wait until all learners are there; they begin with the newest checkpoint."""
     workers, config, learner = run.pool.of("learner"), run.config, run.learner
-    while any(worker.last_word == "spawn" and not worker.lost for worker in workers):
+    while any(worker.last_word == "spawn" for worker in workers) and not run.pool.closing:
         time.sleep(0.05)
     meeting = run.folder.resolve() / "checkpoints" / "meeting"
     meeting.unlink(missing_ok=True)
@@ -310,10 +311,8 @@ def open_team(run: Run) -> None:
 
 def send_batch(run: Run, batch: list[Group]) -> None:
     """The other learners get the batch that this one is about to train."""
-    if learners := run.pool.of("learner"):
-        packed = [*map(pack, batch)]
-        for worker in learners:
-            run.pool.tell(worker, packed)
+    for worker in run.pool.of("learner"):
+        run.pool.tell(worker, batch)
 
 
 def save(run: Run) -> None:
@@ -357,7 +356,7 @@ def start_workers(run: Run) -> Pool:
     _, rollouts = pick_devices(config)
     judges = replace(config, threads=torch.get_num_threads())  # as many as a replay has
     roles = {
-        "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.place),
+        "rollout": (workers.rollout_worker, len(rollouts), config, shape, run.mailbox.reader),
         "reward": (reward_worker, config.reward_workers, judges),
         "learner": (workers.learner_worker, config.team_size - 1, config, shape),
     }
