@@ -185,7 +185,7 @@ def converted(episode: dict, convert) -> dict:
 
 def to_tensors(group: Group) -> dict:
     """A group as plain data, with tensors in place of arrays."""
-    episodes = [converted(vars(t), torch.from_numpy) for t in group.trajectories]
+    episodes = [converted(vars(t), torch.tensor) for t in group.trajectories]
     return vars(group) | {"trajectories": episodes}
 
 

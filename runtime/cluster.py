@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import os
 import platform
-import secrets
 import socket
 import threading
 import time
@@ -45,7 +44,7 @@ def run_worker(name: str, function, number: int, arguments: list, address: tuple
     """A worker's process: dial back to the parent, and do the work."""
     os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: the configuration decides
     connection = Client(address, authkey=key)
-    connection.send((name, os.getpid()))
+    connection.send(name)
     with contextlib.suppress(SystemExit):  # the end of the run, which is no error to Ray
         function(Line(connection, number), *arguments)
 
@@ -148,7 +147,7 @@ class ClusterMailbox:
         here = On(ray.get_runtime_context().get_node_id(), soft=False)  # it dies with the parent
         self.actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Newest).remote()
         self.reader = partial(RemoteMailbox, self.actor, form.dtype)  # for rollout workers
-        self.key = secrets.token_bytes(16)
+        self.key = os.urandom(16)
         self.listener = Listener((ray.util.get_node_ip_address(), 0), authkey=self.key)
         self.remotes = {}  # name -> its newest process
         threading.Thread(target=self._accept, daemon=True).start()
@@ -176,8 +175,7 @@ class ClusterMailbox:
             # somebody without the key may dial, or one that dies at once
             with contextlib.suppress(Exception):
                 connection = self.listener.accept()
-                name, pid = connection.recv()
-                self.remotes[name].pid, self.remotes[name].connection = pid, connection
+                self.remotes[connection.recv()].connection = connection
 
     def meeting_address(self) -> str:
         """Where learners of several nodes find each other: a free port of this one."""
@@ -197,7 +195,8 @@ class Remote:
 
     def __init__(self, name: str, log: str, task):
         self.name, self.log, self.task = name, log, task
-        self.pid, self.exitcode, self.connection = 0, None, None  # None: it has not dialled yet
+        self.exitcode = self.connection = None  # it has not dialled yet
+        self.pid = 0  # of another machine: it says nothing here
 
     def kill(self) -> None:
         with contextlib.suppress(Exception):  # it may be gone, and Ray, too

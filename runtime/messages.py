@@ -143,7 +143,7 @@ class Call(NamedTuple):
     """From a generator to an environment outside: what does it say to the newest of these answers?
     Without answers: the episode is over."""
 
-    key: tuple  # group id, sample index; the pool puts in front of them who asks
+    key: tuple  # group id, sample index; the pool puts in front of them who asks: a serial, or -1
     problem: dict
     answers: tuple | None
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from runtime.config import AttemptLost, TrainingStopped
+from runtime.config import AttemptLost, Config, TrainingStopped
 from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, Silent
 from runtime.pipes import Worker, start_here
 
@@ -40,8 +40,8 @@ class Pool:
 
     roles: name -> function, number of workers, and arguments: each runs function(line, *arguments).
     A group that comes back without a judgement goes on to the reward workers, at once.
-    silence: seconds without a sign of life, of each role. flaw(answer, group): what is wrong with
-    an answer, or None; a worker that sends nonsense is replaced.
+    flaw(answer, group): what is wrong with an answer, or None; a worker that sends nonsense is
+    replaced.
     start(name, function, number, log, arguments): a new process (name, pid, exitcode, kill, join)
     with the `connection` to it.
     """
@@ -49,16 +49,15 @@ class Pool:
     def __init__(
         self,
         roles: dict,
+        config: Config,
         *,
         logs: Path,
-        restarts: int,
-        silence: dict,
         flaw,
         start=start_here,
         prefix="",  # of the workers' names
     ):
-        self.roles, self.logs, self.restarts, self.silence = roles, logs, restarts, silence
-        self.flaw, self.start, self.prefix = flaw, start, prefix
+        self.roles, self.config, self.logs, self.flaw = roles, config, logs, flaw
+        self.start, self.prefix = start, prefix
         # Guards all that follows: of this process only, never shared with a worker.
         self.books = threading.Condition(threading.RLock())
         self.workers = {}  # name -> Worker
@@ -102,7 +101,7 @@ class Pool:
     def ask(self, calls: list[Call]) -> None:
         """Send calls of a generator in this process: a `Result` to each will come."""
         for call in calls:
-            self._ask(-1, call)
+            self._ask(call._replace(key=(-1, *call.key)))
 
     def tell(self, worker: Worker, message) -> None:
         """Send a message."""
@@ -214,7 +213,7 @@ class Pool:
         """What is answered is not out with this worker any more; ValueError for nonsense."""
         with self.books:
             if isinstance(answer, Call):
-                return self._ask(worker.serial, answer)
+                return self._ask(answer._replace(key=(worker.serial, *answer.key)))
             result = isinstance(answer, Result)
             key = answer.key if result else answer.group_id
             asked = worker.work.get(key)
@@ -231,14 +230,13 @@ class Pool:
                 self.waiting.append(answer.group)
             self._put(worker, answer)
 
-    def _ask(self, asker: int, call: Call) -> None:
+    def _ask(self, call: Call) -> None:
         """A call goes to the reward worker that has the episode's state, or will have it; the end
-        of all episodes of a generator goes to every one. asker: -1, or the serial of a worker."""
+        of all episodes of a generator goes to every one."""
         with self.books:
-            workers = self.of("reward")
-            if call.key:
-                workers = [workers[sum(call.key) % len(workers)]]
-            call = call._replace(key=(asker, *call.key))
+            workers, (_, *episode) = self.of("reward"), call.key
+            if episode:
+                workers = [workers[sum(episode) % len(workers)]]
             for worker in workers:
                 if call.answers is not None:
                     worker.work[call.key] = call
@@ -265,12 +263,16 @@ class Pool:
         self.workers[name] = Worker(role, number, process, log, time.monotonic())
 
     def _silence(self, worker: Worker, seconds: float) -> str | None:
-        """Tell of a silence, once; returns that it is too long."""
-        new = worker.last_word == "spawn"
+        """Tell of a silence, once; returns that it is too long. A reward worker is heard after
+        every time limit; who asks a model may need longer."""
+        config, new = self.config, worker.last_word == "spawn"
+        limit = START_SECONDS if new else config.silence
+        if worker.role == "reward" and not (new or config.teacher or config.reward_model):
+            limit = min(limit, 2 * config.reward_seconds + 2)
         if seconds > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
             worker.noticed = worker.heard
             self._put(worker, Silent(f"is silent for {seconds:.0f} s"))
-        if seconds > (START_SECONDS if new else self.silence[worker.role]):
+        if seconds > limit:
             return f"was silent for {seconds:.0f} s"
 
     def _replace(self, worker: Worker, reason: str) -> None:
@@ -284,15 +286,15 @@ class Pool:
             times = [t for t in self.times[worker.name] if now - t < REFILL_SECONDS]
             if worker.role != "reward" or not worker.answered:
                 times.append(now)
-            if len(times) > self.restarts:
+            if len(times) > self.config.restarts:
+                used = f"{self.config.restarts} restarts are used up"
                 last = f"(last: {worker.last_word}; log: {worker.log})"
-                text = f"{worker.name} {reason}; {self.restarts} restarts are used up {last}"
-                raise TrainingStopped(text)
+                raise TrainingStopped(f"{worker.name} {reason}; {used} {last}")
             self.times[worker.name] = times
             self._spawn(worker.role, worker.number)
             work = [*worker.work.values()]
             if worker.role == "rollout":
-                self._ask(worker.serial, Call((), {}, None))  # its episodes are over
+                self._ask(Call((worker.serial,), {}, None))  # its episodes are over
                 return self._put(worker, Lost(reason, work))
             self._put(worker, Lost(reason, []))
             for item in work:
@@ -304,7 +306,7 @@ class Pool:
         if isinstance(item, Call):
             if guilty:
                 return self._tell(Result(item.key, failure=f"env_error: {reason}"))
-            return self._ask(item.key[0], item._replace(key=item.key[1:]))
+            return self._ask(item)
         self.deaths[item.group_id] += guilty
         if self.deaths[item.group_id] < 2:
             return self.waiting.append(item)

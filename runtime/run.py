@@ -49,7 +49,7 @@ from runtime.report import busy_shares, summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
-from runtime.verifier import exam_pool, reward_worker, silence_of
+from runtime.verifier import exam_pool, reward_worker
 
 # what train_sync.py needs: one process, one model
 ONLY_SYNC = {"replay": ("",), "cluster": ("",), "rollout_weights": ("float32",), "learners": (0, 1)}
@@ -366,9 +366,8 @@ def start_workers(run: Run) -> Pool:
 
     return Pool(
         roles,
+        config,
         logs=run.folder / "logs",
-        restarts=config.restarts,
-        silence=dict.fromkeys(roles, config.silence) | {"reward": silence_of(config)},
         flaw=wrong,
         start=run.mailbox.start if config.cluster else start_here,
     )

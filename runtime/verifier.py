@@ -10,6 +10,7 @@ import os
 import random
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,11 +63,8 @@ def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
     turn, (_, *episode) = len(call.answers), call.key
     random.seed(f"{tuple(episode)} {turn}")
     np.random.seed((*episode, turn))
-
-    def talk(call: Call):
-        return advance(task, states, call.key, call.problem, call.answers)
-
-    ((step, failure),) = ask("env", talk, [call], config)
+    talk = partial(advance, task, states, call.key, call.problem)
+    ((step, failure),) = ask("env", talk, [call.answers], config)
     observation, reward, done = step or (None, 0.0, True)
     if done:
         close_states(call.key, task, config, states)
@@ -76,7 +74,7 @@ def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
 def close_states(prefix: tuple, task: Task, config: Config, states: dict) -> None:
     """All episodes are over whose key begins so."""
     keys = [key for key in states if key[: len(prefix)] == prefix]
-    ask("env", lambda key: forget(task, states, key), keys, config)
+    ask("env", partial(forget, task, states), keys, config)
 
 
 # ------------------------------------------------------------------------------- in the parent
@@ -89,17 +87,8 @@ def exam_pool(config: Config, task: Task, logs: Path) -> Pool:
     plain = replace(config, teacher="", reward_model="", overlong="keep")
     return Pool(
         {"reward": (reward_worker, count, plain)},
+        plain,
         logs=logs,
-        restarts=config.restarts,
-        silence={"reward": silence_of(plain)},
         flaw=lambda answer, asked: flaw(answer, asked, 1, 0, 0),
         prefix="exam-",
     )
-
-
-def silence_of(config: Config) -> float:
-    """Seconds without a sign of life of a reward worker: it gives one after every time limit. Who
-    asks a model may need longer."""
-    if config.teacher or config.reward_model:
-        return config.silence
-    return min(config.silence, 2 * config.reward_seconds + 2)

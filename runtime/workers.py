@@ -61,13 +61,13 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
         if active:
             span = span or (begin, generator.version, before)
         line.status = {**generator.counts, "alive": time.time() - born}
-        answers = []
+        messages = generator.take_calls()
         for group in generator.take_finished():
             # events travel with answers: so no group ever arrives without its own
             events, generator.events = generator.events, []
             judgement = judge(group, line.beat) if judge else None
-            answers.append(Answer(group.group_id, group, judgement, events))
-        if messages := [*generator.take_calls(), *answers]:
+            messages.append(Answer(group.group_id, group, judgement, events))
+        if messages:
             line.send(*messages)
         line.beat()
 

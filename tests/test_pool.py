@@ -98,8 +98,8 @@ def wrong(answer, asked):
 
 
 def pool_of(tmp_path, roles: dict, silence=1.6, restarts=3) -> Pool:
-    limits = dict.fromkeys(roles, silence)
-    return Pool(roles, logs=tmp_path, restarts=restarts, silence=limits, flaw=wrong)
+    config = Config(restarts=restarts, silence=silence)
+    return Pool(roles, config, logs=tmp_path, flaw=wrong)
 
 
 @pytest.fixture
