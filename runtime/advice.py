@@ -15,36 +15,33 @@ from runtime.config import Config
 from runtime.messages import Group, Judgement
 
 
-class Judge:
-    """The task, with the configured teacher and reward model; UserError for what does not fit."""
+def judge_of(config: Config, task: Task) -> Callable:
+    """Who judges by the configured task, teacher and reward model: group -> `Judgement`. UserError
+    for what does not fit."""
+    teacher = reward_model = None
+    if config.teacher:
+        from methods.distillation import ask_teacher, teacher_of
 
-    def __init__(self, config: Config, task: Task):
-        self.config, self.task = config, task
-        self.teacher = self.reward_model = None
-        if config.teacher:
-            from methods.distillation import teacher_of
+        teacher = teacher_of(config, task)
+    if config.reward_model:
+        from methods.reward_model import serve_newest, verdicts_by
 
-            self.teacher = teacher_of(config, task)
-        if config.reward_model:
-            from methods.reward_model import serve_newest
+        reward_model = serve_newest(config, task, None)
 
-            self.reward_model = serve_newest(config, task, None)
-
-    def judge(self, group: Group, alive: Callable = lambda: None) -> Judgement:
+    def judge(group: Group, alive: Callable = lambda: None) -> Judgement:
         """Verify a group, or score it, and ask the teacher; and say how long that took."""
-        began, teacher, version = time.time(), (), 0
-        if self.reward_model:
-            from methods.reward_model import serve_newest, verdicts_by
-
-            self.reward_model = serve_newest(self.config, self.task, self.reward_model)
-            verdicts, version = verdicts_by(self.reward_model, group), self.reward_model.version
+        nonlocal reward_model
+        began, said, version = time.time(), (), 0
+        if reward_model:
+            reward_model = serve_newest(config, task, reward_model)
+            verdicts, version = verdicts_by(reward_model, group), reward_model.version
         else:
-            verdicts = verify_group(group, self.task, self.config, alive)
-        if self.config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
+            verdicts = verify_group(group, task, config, alive)
+        if config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
             both = zip(group.trajectories, verdicts, strict=True)
             verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
-        if self.teacher:
-            from methods.distillation import ask_teacher
+        if teacher:
+            said = ask_teacher(teacher, group.trajectories, verdicts)
+        return Judgement(verdicts, began, time.time() - began, said, version)
 
-            teacher = ask_teacher(self.teacher, group.trajectories, verdicts)
-        return Judgement(verdicts, began, time.time() - began, teacher, version)
+    return judge

@@ -154,7 +154,6 @@ class ClusterMailbox:
 
     def publish(self, version: int, flat: Tensor) -> None:
         """Put weights [P] into the object store; it waits for no node and no reader."""
-        assert version > self.version, f"version {version} published after {self.version}"
         packed = pack(flat.detach(), self.form).to("cpu")
         box = [ray.put(packed.view(torch.uint8).numpy())]
         ray.get(self.actor.publish.remote(version, box))
@@ -162,9 +161,9 @@ class ClusterMailbox:
 
     def start(self, name: str, function, number: int, log: str, arguments: list) -> "Remote":
         """A worker where there is room; Ray looks for it, and nobody waits here."""
-        gpu = self.unit == "GPU" and not name.startswith("reward")
-        needs = {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
-        task = ray.remote(max_calls=1, max_retries=0, scheduling_strategy="SPREAD", **needs)
+        gpus = int(self.unit == "GPU" and not name.startswith("reward"))
+        options = {"max_calls": 1, "max_retries": 0, "scheduling_strategy": "SPREAD"}
+        task = ray.remote(num_cpus=1 - gpus, num_gpus=gpus, **options)
         given = name, function, number, arguments, self.listener.address, self.key
         self.remotes[name] = Remote(name, log, task(run_worker).remote(*given))
         return self.remotes[name]

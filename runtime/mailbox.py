@@ -39,7 +39,6 @@ class Mailbox:
         # versions of which writing has begun in buffer 0 and 1, and of which it has ended there
         self.stamps = np.frombuffer(memory, np.int64, 4).reshape(2, 2)
         self.buffers = torch.frombuffer(memory, dtype=form.dtype, offset=HEADER).view(2, -1)
-        self.nbytes = self.buffers[0].nbytes  # of one version
         if not place:
             self.stamps[:] = -1
         if self.device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46

@@ -59,8 +59,8 @@ def child_main(function, connection: Connection, number: int, log: str, parent: 
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
     function(Line(connection, number), *arguments)
 
 

@@ -87,9 +87,7 @@ class Pool:
         with self.books:
             for group in groups:
                 worker = min(self.of("rollout"), key=lambda worker: len(worker.work))
-                worker.work[group.group_id] = group
-                self.out[group.group_id] = worker.name
-                self.tell(worker, group)
+                self._give(worker, group)
             return [self.out[group.group_id] for group in groups]
 
     def verify(self, groups: list[Group]) -> None:
@@ -135,6 +133,12 @@ class Pool:
 
     # ------------------------------------------------------------------------ inside: two threads
 
+    def _give(self, worker: Worker, group: Group) -> None:
+        """A group is out with a worker from here on."""
+        worker.work[group.group_id] = group
+        self.out[group.group_id] = worker.name
+        self.tell(worker, group)
+
     def _guard(self, loop) -> None:
         """A thread of the pool: when it fails, `receive` says so."""
         try:
@@ -149,8 +153,7 @@ class Pool:
                 for worker in self.of("reward"):
                     while self.waiting and sum(type(key) is int for key in worker.work) < AT_ONCE:
                         group = self.waiting.popleft()
-                        worker.work[group.group_id] = group
-                        worker.outbox.append(group)
+                        self._give(worker, group)
                 everyone = self.workers.values()
                 letters = [(w, w.outbox) for w in everyone if w.outbox and w.connection]
                 for worker, _ in letters:

@@ -28,7 +28,7 @@ from tqdm import tqdm
 from learner import Learner, learner_step, make_learner
 from reward import Task, problem_of, task_of
 from rollout import Generator, make_generator
-from runtime.advice import Judge
+from runtime.advice import judge_of
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
@@ -62,7 +62,7 @@ def played_again(config: Config, summary: dict, steps: list, scores: dict) -> It
     model = make_model(config, task).on(device)
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators, begin = make_generators(config, task, learner, scores)
-    judge, done = Judge(config, task).judge, {}  # done: group id -> group
+    judge, done = judge_of(config, task), {}  # done: group id -> group
     simple = not (task.outside or config.reward_model) and sizes == {config.team_size}
     must = "with one number of learners, and a task that answers and judges here"
     require(simple, f"--replay {config.replay}: must be a run {must}")

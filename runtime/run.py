@@ -23,7 +23,7 @@ from learner import Learner, make_learner
 from model import GPT
 from reward import Task, own_files, problem_of, task_of
 from runtime import workers
-from runtime.advice import Judge
+from runtime.advice import judge_of
 from runtime.checkpoint import (
     checkpoint_path,
     completed_groups,
@@ -120,7 +120,7 @@ def open_run(config: Config, mode: str) -> Run:
     must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
     require(served or not task.outside, must)
     config = replace(config, steps=config.steps or task.steps)
-    judge = Judge(config, task).judge
+    judge = judge_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(learners[0]))
     if state:
         restore(learner, state, config, ledger)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from reward import Task, advance, ask, forget, own_files, task_of
-from runtime.advice import Judge
+from runtime.advice import judge_of
 from runtime.config import Config
 from runtime.messages import Answer, Call, Result, flaw
 from runtime.pipes import Line
@@ -35,7 +35,7 @@ def reward_worker(line: Line, config: Config):
     folder = tempfile.mkdtemp(prefix="nanoglm-")  # of the task's files; the parent removes it
     os.environ["TMPDIR"] = tempfile.tempdir = line.status["folder"] = folder
     task = task_of(config)
-    judge, states = Judge(config, task).judge, {}  # states: of episodes, by key of their calls
+    judge, states = judge_of(config, task), {}  # states: of episodes, by key of their calls
     gc.freeze()
     line.beat()
     try:

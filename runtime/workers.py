@@ -15,7 +15,7 @@ from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
 from rollout import COUNTED, make_generator
-from runtime.advice import Judge
+from runtime.advice import judge_of
 from runtime.checkpoint import load_state, unpickled, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
@@ -34,7 +34,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
     model = base_model(config, shape, stored=True).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
-    judge = None if config.reward_workers else Judge(config, task).judge
+    judge = None if config.reward_workers else judge_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = open_mailbox(model.flat)
     gc.freeze()  # as in open_run (run.py)

@@ -20,7 +20,7 @@ from methods.episodes import policy_logprobs
 from model import pack_tokens
 from reward import task_of
 from rollout import make_generator
-from runtime.advice import Judge
+from runtime.advice import judge_of
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
@@ -38,7 +38,7 @@ def taught(tmp_path_factory):
 
 
 def ask(config, groups):
-    judge = Judge(config, task_of(config)).judge
+    judge = judge_of(config, task_of(config))
     for group in groups:
         apply_judgement(group, judge(group))
 
