@@ -125,9 +125,10 @@ def compare_nodes(name: str) -> None:
     """UserError that names the first node whose Python or torch is not this process's."""
     look, here = ray.remote(num_cpus=0)(versions), versions()
     for node in [node for node in ray.nodes() if node["Alive"]]:
-        place = f"{name}: node {node['NodeManagerAddress']} must"
-        there = look.options(scheduling_strategy=On(node["NodeID"], soft=False))
+        address = node["NodeManagerAddress"]  # not its id: a node may be gone, and listed still
+        place = f"{name}: node {address} must"
         with blame(f"{place} be able to run nanoGLM"):
+            there = look.options(resources={f"node:{address}": 0.001})
             found = ray.get(there.remote(), timeout=60)
         for what, value in found.items():
             require(value == here[what], f"{place} have {what} {here[what]}, has {value}")
