@@ -22,7 +22,7 @@ import time
 from learner import learner_step, new_groups
 from runtime.books import check_progress, close_step, keep, log_discards, settle
 from runtime.config import Config
-from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement, pack
+from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
 from runtime.replay import replay
 from runtime.run import (
@@ -72,7 +72,7 @@ def learn(run: Run, batch: list) -> dict:
     run.training = [group.group_id for group in batch]
     with run.log.timed("learner", "train", version=version, groups=run.training) as event:
         for worker in run.pool.of("learner"):
-            run.pool.tell(worker, [*map(pack, batch)])
+            run.pool.tell(worker, batch)
         metrics = learner_step(learner, batch, config)
         run.training = []
         event |= {name: metrics[name] for name in ("loss", "grad_norm")}

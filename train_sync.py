@@ -11,7 +11,6 @@ Left out: processes, queues, staleness (here it is always 0).
 
 from learner import learner_step, new_groups
 from rollout import COUNTED, generate, make_generator
-from runtime.advice import judge
 from runtime.books import close_step, keep
 from runtime.config import Config
 from runtime.messages import apply_judgement
@@ -42,7 +41,7 @@ def train(config: Config) -> None:
                     span |= {name: generator.counts[name] - before[name] for name in COUNTED}
                 with log.timed("reward-0", "score"):
                     for group in groups:
-                        apply_judgement(group, judge(group, run.task, config, run.advice))
+                        apply_judgement(group, run.judge(group))
                 batch += keep(run, groups)
             with log.timed("learner", "train", version=version):
                 metrics = learner_step(learner, batch, config)

@@ -9,56 +9,39 @@ Left out: what the learner makes of it (learner.py, methods/distillation.py).
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from reward import Task, verify_group
 from runtime.config import Config
 from runtime.messages import Group, Judgement
 
 
-@dataclass
-class Advice:
-    """What a reward worker has besides the task; None where it is not configured."""
-
-    teacher: object = None  # a Teacher
-    reward_model: object = None  # a RewardModel, the newest of its folder
-
-
-def advice_of(config: Config, task: Task) -> Advice:
-    """The configured teacher and reward model; UserError for what does not fit."""
-    advice = Advice()
+def judge_of(config: Config, task: Task) -> Callable:
+    """Who judges by the configured task, teacher and reward model: group -> `Judgement`. UserError
+    for what does not fit."""
+    teacher = reward_model = None
     if config.teacher:
-        from methods.distillation import teacher_of
+        from methods.distillation import ask_teacher, teacher_of
 
-        advice.teacher = teacher_of(config, task)
-    if config.reward_model:
-        from methods.reward_model import serve_newest
-
-        advice.reward_model = serve_newest(config, task, None)
-    return advice
-
-
-def judge(
-    group: Group,
-    task: Task,
-    config: Config,
-    advice: Advice,
-    alive: Callable = lambda: None,
-) -> Judgement:
-    """Verify a group, or score it, and ask the teacher; and say how long that took."""
-    began, teacher, version = time.time(), (), 0
+        teacher = teacher_of(config, task)
     if config.reward_model:
         from methods.reward_model import serve_newest, verdicts_by
 
-        advice.reward_model = serve_newest(config, task, advice.reward_model)
-        verdicts, version = verdicts_by(advice.reward_model, group), advice.reward_model.version
-    else:
-        verdicts = verify_group(group, task, config, alive)
-    if config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
-        both = zip(group.trajectories, verdicts, strict=True)
-        verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
-    if advice.teacher:
-        from methods.distillation import ask_teacher
+        reward_model = serve_newest(config, task, None)
 
-        teacher = ask_teacher(advice.teacher, group.trajectories, verdicts)
-    return Judgement(verdicts, began, time.time() - began, teacher, version)
+    def judge(group: Group, alive: Callable = lambda: None) -> Judgement:
+        """Verify a group, or score it, and ask the teacher; and say how long that took."""
+        nonlocal reward_model
+        began, said, version = time.time(), (), 0
+        if reward_model:
+            reward_model = serve_newest(config, task, reward_model)
+            verdicts, version = verdicts_by(reward_model, group), reward_model.version
+        else:
+            verdicts = verify_group(group, task, config, alive)
+        if config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
+            both = zip(group.trajectories, verdicts, strict=True)
+            verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
+        if teacher:
+            said = ask_teacher(teacher, group.trajectories, verdicts)
+        return Judgement(verdicts, began, time.time() - began, said, version)
+
+    return judge

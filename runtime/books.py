@@ -74,7 +74,7 @@ def settle(run: Run) -> None:
     for event in run.log.events:
         run.ledger.note(event)
     run.log.flush()
-    places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out().keys(), WORKER)
+    places = dict.fromkeys(run.buffer.outstanding.keys() & run.pool.out.keys(), WORKER)
     run.ledger.balance(places | dict.fromkeys(run.buffer.completed, BUFFER))
 
 
@@ -117,7 +117,7 @@ def show_group(group: Group, task: Task) -> str:
 
 def check_progress(run: Run) -> None:
     """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
-    out, now = run.pool.out(), time.monotonic()
+    out, now = dict(run.pool.out), time.monotonic()
     tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
     signs, (before, since) = (run.learner.version, out, tokens), run.progress
     if signs != before:

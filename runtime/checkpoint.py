@@ -21,7 +21,7 @@ from learner import Learner, round_weights
 from runtime.config import SIZES, Config, UserError, blame, require
 from runtime.folder import open_plain, refuse_links, scan, write_file
 from runtime.ledger import Ledger
-from runtime.messages import Group, pack, unpack
+from runtime.messages import ARRAYS, Group, Trajectory
 from runtime.runlog import LOGS
 from runtime.team import gather_moments
 from runtime.terminal import printable
@@ -168,15 +168,24 @@ def load_state(learner: Learner, state: dict) -> None:
         setattr(learner, name, state[name])
 
 
-def to_tensors(group: Group) -> tuple:
-    """A group as it is packed, with tensors in place of arrays."""
-    *plain, arrays = pack(group)
-    return *plain, [*map(torch.from_numpy, arrays)]
+def converted(episode: dict, convert) -> dict:
+    """The fields of an episode, with something else in place of its arrays."""
+    return episode | {name: convert(episode[name]) for name in ARRAYS}
+
+
+def to_tensors(group: Group) -> dict:
+    """A group as plain data, with tensors in place of arrays."""
+    episodes = [converted(vars(t), torch.tensor) for t in group.trajectories]
+    return vars(group) | {"trajectories": episodes}
 
 
 def completed_groups(state: dict) -> list[Group]:
     """The groups of a checkpoint that wait to be trained, in order of completion."""
-    return [unpack((*plain, [x.numpy() for x in arrays])) for *plain, arrays in state["completed"]]
+    groups = [Group(**stored) for stored in state["completed"]]
+    for group in groups:
+        episodes = [converted(row, Tensor.numpy) for row in group.trajectories]
+        group.trajectories = [Trajectory(**row) for row in episodes]
+    return groups
 
 
 def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> None:

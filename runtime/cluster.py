@@ -13,11 +13,10 @@ import contextlib
 import dataclasses
 import os
 import platform
-import secrets
-import signal
 import socket
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
@@ -35,7 +34,6 @@ try:
 except ImportError:
     ray = None
 
-VERSION = "2.60.0"  # the one that was tried
 LOOK_SECONDS = 0.02  # between two looks of a worker for newer weights
 
 
@@ -46,7 +44,7 @@ def run_worker(name: str, function, number: int, arguments: list, address: tuple
     """A worker's process: dial back to the parent, and do the work."""
     os.environ.pop("OMP_NUM_THREADS", None)  # Ray's: the configuration decides
     connection = Client(address, authkey=key)
-    connection.send((name, os.getpid()))
+    connection.send(name)
     with contextlib.suppress(SystemExit):  # the end of the run, which is no error to Ray
         function(Line(connection, number), *arguments)
 
@@ -54,35 +52,35 @@ def run_worker(name: str, function, number: int, arguments: list, address: tuple
 class Newest:
     """An actor: the newest version, and a box with the reference to its weights."""
 
-    def __init__(self):
-        self.version, self.box = -1, None
+    newest = -1, None
 
-    def publish(self, version: int, box: list) -> None:
-        self.version, self.box = version, box
+    def publish(self, *newest) -> None:
+        self.newest = newest
 
     def read(self) -> tuple:
-        return self.version, self.box
+        return self.newest
 
 
 class RemoteMailbox:
     """What a `Mailbox` is to a rollout worker, where the weights come from another machine."""
 
-    def __init__(self, newest, like: Tensor, form: Form):
-        self.newest, self.device, self.form = newest, like.device, form
-        self.known, self.box, self.looked = -1, None, 0.0
+    def __init__(self, actor, dtype: torch.dtype, like: Tensor):
+        self.actor, self.dtype, self.device = actor, dtype, like.device
+        self.newest, self.looked = (-1, None), 0.0
 
     @property
     def version(self) -> int:
         """The newest version, as far as a look now and then tells."""
         if time.monotonic() - self.looked > LOOK_SECONDS:
-            self.known, self.box = ray.get(self.newest.read.remote())
+            self.newest = ray.get(self.actor.read.remote())
             self.looked = time.monotonic()
-        return self.known
+        return self.newest[0]
 
     def read(self) -> tuple[int, Tensor]:
         """That version, and a private copy of its weights, as they have travelled."""
-        flat = torch.frombuffer(ray.get(self.box[0]).copy(), dtype=self.form.dtype)
-        return self.known, flat.to(self.device)
+        version, box = self.newest
+        flat = torch.frombuffer(ray.get(box[0]).copy(), dtype=self.dtype)
+        return version, flat.to(self.device)
 
 
 def versions() -> dict:
@@ -95,53 +93,45 @@ def versions() -> dict:
 
 def open_cluster(config: Config) -> Config:
     """Connect to the cluster; returns a config that says how many rollout workers it gets.
-    UserError: it cannot be reached, has too little room, or its nodes are not alike."""
+
+    UserError: it cannot be reached, has too little room, or its nodes are not alike.
+    """
     name = f"--cluster {config.cluster}"
-    require(ray, f'{name}: must have Ray (pip install "ray=={VERSION}")')
+    require(ray, f'{name}: must have Ray (pip install "ray==2.60.0")')  # the one that was tried
     ray.shutdown()  # of an earlier run of this process
-    options = {"address": config.cluster}
-    if config.cluster == "local":
-        rollouts = config.rollout_workers or max(1, cores() - config.team_size)
-        config = dataclasses.replace(config, rollout_workers=rollouts)
-        wanted = rollouts + config.team_size + config.reward_workers
-        # a new one, whatever else runs here; with room for successors, too
-        options |= {"num_cpus": 2 * wanted, "include_dashboard": False}
+    options, others = {}, config.team_size - 1 + config.reward_workers
+    if config.cluster == "local":  # a new one, whatever else runs here
+        options["num_cpus"] = max(cores(), config.rollout_workers + others + 1)
+        options["include_dashboard"] = False
     else:
         host, _, port = config.cluster.rpartition(":")
         needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
         with blame(needed, (OSError, ValueError)):  # Ray would wait for minutes
             socket.create_connection((host, int(port)), timeout=5.0).close()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with blame(f"{name}: must be a Ray cluster that answers", (ConnectionError, RuntimeError)):
-        ray.init(log_to_driver=False, logging_level="error", **options)
-    for number, handler in handlers.items():  # Ray takes SIGTERM
-        signal.signal(number, handler)
+        ray.init(config.cluster, log_to_driver=False, logging_level="error", **options)
     compare_nodes(name)
-    return with_room(config, name)
+    unit = unit_of(config)
+    has = int(ray.cluster_resources().get(unit, 0))
+    if unit == "GPU":
+        others -= config.reward_workers
+    rollouts = config.rollout_workers or max(1, has - others)
+    must = f"{name}: must have {rollouts + others} {unit}s, for {rollouts} rollout workers"
+    require(rollouts + others <= has, f"{must} and {others} others; it has {has}")
+    return dataclasses.replace(config, rollout_workers=rollouts)
 
 
 def compare_nodes(name: str) -> None:
     """UserError that names the first node whose Python or torch is not this process's."""
     look, here = ray.remote(num_cpus=0)(versions), versions()
     for node in [node for node in ray.nodes() if node["Alive"]]:
-        on = {f"node:{node['NodeManagerAddress']}": 0.001}
-        with blame(f"{name}: node {node['NodeManagerAddress']} must be able to run nanoGLM"):
-            there = ray.get(look.options(resources=on).remote(), timeout=60)
-        for what, value in there.items():
-            must = f"{name}: node {node['NodeManagerAddress']} must have {what} {here[what]}"
-            require(value == here[what], f"{must}, has {value}")
-
-
-def with_room(config: Config, name: str) -> Config:
-    """UserError when the cluster has too few CPUs or GPUs for the workers that are asked for."""
-    needed = unit_of(config)
-    has, others = int(ray.cluster_resources().get(needed, 0)), config.team_size - 1
-    if needed == "CPU":
-        others += config.reward_workers
-    rollouts = config.rollout_workers or max(1, has - others)
-    must = f"{name}: must have {rollouts + others} {needed}s, for {rollouts} rollout workers"
-    require(rollouts + others <= has, f"{must} and {others} others; it has {has}")
-    return dataclasses.replace(config, rollout_workers=rollouts)
+        address = node["NodeManagerAddress"]  # not its id: a node may be gone, and listed still
+        place = f"{name}: node {address} must"
+        with blame(f"{place} be able to run nanoGLM"):
+            there = look.options(resources={f"node:{address}": 0.001})
+            found = ray.get(there.remote(), timeout=60)
+        for what, value in found.items():
+            require(value == here[what], f"{place} have {what} {here[what]}, has {value}")
 
 
 def unit_of(config: Config) -> str:
@@ -156,41 +146,36 @@ class ClusterMailbox:
     def __init__(self, form: Form, config: Config):
         self.unit, self.form, self.version = unit_of(config), form, -1
         here = On(ray.get_runtime_context().get_node_id(), soft=False)  # it dies with the parent
-        newest = ray.remote(num_cpus=0, scheduling_strategy=here)(Newest)
-        self.place = newest.remote()  # for rollout workers
-        self.key = secrets.token_bytes(16)
+        self.actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Newest).remote()
+        self.reader = partial(RemoteMailbox, self.actor, form.dtype)  # for rollout workers
+        self.key = os.urandom(16)
         self.listener = Listener((ray.util.get_node_ip_address(), 0), authkey=self.key)
         self.remotes = {}  # name -> its newest process
         threading.Thread(target=self._accept, daemon=True).start()
 
     def publish(self, version: int, flat: Tensor) -> None:
         """Put weights [P] into the object store; it waits for no node and no reader."""
-        assert version > self.version, f"version {version} published after {self.version}"
         packed = pack(flat.detach(), self.form).to("cpu")
         box = [ray.put(packed.view(torch.uint8).numpy())]
-        ray.get(self.place.publish.remote(version, box))
+        ray.get(self.actor.publish.remote(version, box))
         self.version = version
 
     def start(self, name: str, function, number: int, log: str, arguments: list) -> "Remote":
         """A worker where there is room; Ray looks for it, and nobody waits here."""
-        gpu = self.unit == "GPU" and not name.startswith("reward")
-        needs = {"num_cpus": 0 if gpu else 1, "num_gpus": 1 if gpu else 0}
-        task = ray.remote(max_calls=1, max_retries=0, scheduling_strategy="SPREAD", **needs)
+        gpus = int(self.unit == "GPU" and not name.startswith("reward"))
+        options = {"max_calls": 1, "max_retries": 0, "scheduling_strategy": "SPREAD"}
+        task = ray.remote(num_cpus=1 - gpus, num_gpus=gpus, **options)
         given = name, function, number, arguments, self.listener.address, self.key
         self.remotes[name] = Remote(name, log, task(run_worker).remote(*given))
         return self.remotes[name]
 
     def _accept(self) -> None:
         """A thread: workers dial back."""
-        while True:
-            try:
+        while self.key:
+            # somebody without the key may dial, or one that dies at once
+            with contextlib.suppress(Exception):
                 connection = self.listener.accept()
-                name, pid = connection.recv()
-            except OSError:
-                if self.key is None:
-                    return  # closed
-                continue  # somebody without the key, or one that has died at once
-            self.remotes[name].pid, self.remotes[name].connection = pid, connection
+                self.remotes[connection.recv()].connection = connection
 
     def meeting_address(self) -> str:
         """Where learners of several nodes find each other: a free port of this one."""
@@ -210,20 +195,20 @@ class Remote:
 
     def __init__(self, name: str, log: str, task):
         self.name, self.log, self.task = name, log, task
-        self.pid, self.exitcode, self.connection = 0, None, None  # None: it has not dialled yet
+        self.exitcode = self.connection = None  # it has not dialled yet
+        self.pid = 0  # of another machine: it says nothing here
 
     def kill(self) -> None:
         with contextlib.suppress(Exception):  # it may be gone, and Ray, too
             ray.cancel(self.task, force=True)
 
-    def join(self, timeout: float | None = None) -> None:
+    def join(self, timeout: float) -> None:
         """Wait for its end; what it died of goes into its log."""
-        with contextlib.suppress(Exception):
-            ended, _ = ray.wait([self.task], timeout=timeout)
-            if ended and self.exitcode is None:
-                self.exitcode = 1
-                try:
-                    ray.get(self.task)
-                    self.exitcode = 0
-                except ray.exceptions.RayError as error:
-                    Path(self.log).write_text(f"{error}"[-10000:])
+        try:
+            ray.get(self.task, timeout=timeout)
+            self.exitcode = 0
+        except TimeoutError:
+            pass
+        except Exception as error:  # its own, or Ray's
+            self.exitcode = 1
+            Path(self.log).write_text(f"{error}"[-10000:])

@@ -1,20 +1,16 @@
 """messages.py: what travels between processes: the record of an episode, and what workers say.
 
-`Trajectory` is one episode, token by token; a `Group` is all answers to one prompt. `pack` makes
-one plain tuple with long arrays of it, for pipes and checkpoints; `unpack` is its inverse; `flaw`
-looks at what a worker has packed before anybody uses it.
+`Trajectory` is one episode, token by token; a `Group` is all answers to one prompt. `flaw` looks at
+what a worker has sent before anybody uses it.
 Boundary: this file knows shapes and ranges, never what a token means.
 Left out: pipes (pipes.py), processes, and who gets which work (pool.py).
 
 Axes: T tokens of an episode, prompt included · M of them generated · K tokens that sampling kept
 """
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -32,6 +28,7 @@ ARRAYS = {
     "kept": np.int32,
     "teacher": np.float32,  # empty where there is none
 }
+arrays_of = attrgetter(*ARRAYS)
 NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -79,7 +76,7 @@ class Trajectory:
         """How many tokens the policy generated."""
         return sum([stop - start for start, stop in self.turns])
 
-    @cached_property  # a complete episode does not change
+    @property
     def oldest(self) -> int:
         """The smallest version among its generated tokens: staleness counts from here."""
         return int(self.versions[self.loss_mask].min(initial=NEVER))
@@ -119,34 +116,6 @@ class Group:
         }
 
 
-# fields that are no arrays
-PLAIN = [f.name for f in dataclasses.fields(Trajectory) if f.name not in ARRAYS]
-plain_of, arrays_of = attrgetter(*PLAIN), attrgetter(*ARRAYS)
-
-
-def pack(group: Group) -> tuple:
-    """A group as plain data: numbers, text, and the arrays of all its episodes laid end to end,
-    which pickles in a third of the time that many short ones take."""
-    rows = [plain_of(t) for t in group.trajectories]
-    columns = [*zip(*map(arrays_of, group.trajectories), strict=True)]
-    lengths = [[*map(len, column)] for column in columns]
-    arrays = [*map(np.concatenate, columns)]
-    return group.group_id, group.start, group.problem, rows, lengths, arrays
-
-
-def unpack(packed: tuple) -> Group:
-    """The inverse of `pack`; ValueError when arrays are not as long as their episodes."""
-    group_id, start, problem, rows, lengths, arrays = packed
-    if [*map(sum, lengths)] != [*map(len, arrays)]:
-        raise ValueError(f"arrays of {[*map(len, arrays)]} numbers, must be {lengths}")
-    pieces = [
-        [array[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
-        for array, sizes in zip(arrays, lengths, strict=True)
-    ]
-    episodes = [Trajectory(*row, *own) for row, *own in zip(rows, *pieces, strict=True)]
-    return Group(group_id, start, problem, episodes)
-
-
 # ------------------------------------------------------------------------------------- messages
 
 
@@ -165,20 +134,18 @@ class Answer(NamedTuple):
     """From a worker: it has generated a group, or verified one, or both."""
 
     group_id: int
-    # what was generated: packed on the way; the pool makes a Group of it, or puts in what it has
-    group: Group | tuple | None = None
+    group: Group | None = None  # what was generated, or (the pool puts it in) was to be judged
     judgement: Judgement | None = None  # without one the group goes on to a reward worker
     events: Sequence[tuple] = ()  # (time, kind, group or -1, version, details) since the last one
 
 
 class Call(NamedTuple):
     """From a generator to an environment outside: what does it say to the newest of these answers?
-    Without answers: the episode is over (with key (): all of this asker's are)."""
+    Without answers: the episode is over."""
 
-    key: tuple  # group id, sample index
+    key: tuple  # group id, sample index; the pool puts in front of them who asks: a serial, or -1
     problem: dict
     answers: tuple | None
-    asker: int = -1  # the serial of the worker that asks; -1: this process
 
 
 class Result(NamedTuple):
@@ -189,7 +156,6 @@ class Result(NamedTuple):
     reward: float = 0.0
     done: bool = False
     failure: str = ""
-    asker: int = -1
 
 
 class Lost(NamedTuple):
@@ -230,19 +196,22 @@ def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) 
     below it. Arrays of all episodes are looked at at once, in half the time.
     """
     ranges = []  # name, values, the least and the largest that may be
-    if answer.group:
-        group_id, start, _, rows, lengths, arrays = answer.group
-        if (group_id, start) != (asked.group_id, asked.start):
-            return f"group {group_id}, start {start}: must be {asked.group_id}, {asked.start}"
-        if [sample_index for _, sample_index, *_ in rows] != [*range(size)]:
-            return f"{len(rows)} samples, must be 0 to {size - 1} in order"
+    if group := answer.group:
+        if (group.group_id, group.start) != (asked.group_id, asked.start):
+            wanted = f"{asked.group_id}, {asked.start}"
+            return f"group {group.group_id}, start {group.start}: must be {wanted}"
+        if [t.sample_index for t in group.trajectories] != [*range(size)]:
+            return f"{len(group.trajectories)} samples, must be 0 to {size - 1} in order"
+        columns = [*zip(*map(arrays_of, group.trajectories), strict=True)]
+        lengths = [[*map(len, column)] for column in columns[:4]]
+        arrays = [*map(np.concatenate, columns)]
         types = [array.dtype for array in arrays]
-        if types != [*ARRAYS.values()] or lengths[1:4] != lengths[:1] * 3:
+        if types != [*ARRAYS.values()] or lengths[1:] != lengths[:1] * 3:
             return f"arrays of {types} and lengths {lengths}"
         tokens, mask, logprobs, versions, *_ = arrays
         ranges.append(("token id", tokens, 0, vocabulary - 1))
         ranges.append(("log-prob", logprobs, *LOGPROBS))
-        ranges.append(("version", versions[mask], start, newest))
+        ranges.append(("version", versions[mask], asked.start, newest))
     if answer.judgement:
         verdicts, judged = answer.judgement.verdicts, len(asked.trajectories) or size
         if len(verdicts) != judged:

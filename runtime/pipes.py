@@ -6,10 +6,10 @@ Left out: who has which work, and what follows when a worker is gone (pool.py).
 """
 
 import ctypes
+import itertools
 import os
 import pickle
 import signal
-import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
@@ -52,20 +52,15 @@ class Line:
             raise SystemExit(0) from None
 
 
-def die_with(parent: int) -> None:
-    """Be killed when the thread that has started this process ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(0)
-
-
 def child_main(function, connection: Connection, number: int, log: str, parent: int, arguments):
     """What runs first in every worker: die with the parent, leave Ctrl-C to it, log to a file."""
-    die_with(parent)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: of the thread that started it
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
     function(Line(connection, number), *arguments)
 
 
@@ -98,17 +93,16 @@ class Worker:
     number: int
     process: object
     log: str
-    serial: int  # no other worker of the pool has had it
     heard: float  # time of its last delivery, or of its start
+    serial: int = field(default_factory=itertools.count().__next__)  # nobody else has had it
     last_word: str = "spawn"  # what its last delivery was about
     status: dict = field(default_factory=dict)  # as it told last
-    # what it was sent and has not answered, in order: by group id, or by asker and key of a call
+    # what it was sent and has not answered, in order: by group id, or by key of a call
     work: dict = field(default_factory=dict)
     outbox: list = field(default_factory=list)  # messages that are not sent yet
+    inbox: bytearray = field(default_factory=bytearray)  # the beginning of a delivery
     noticed: float = 0.0  # `heard` when its silence was reported
-    lock: threading.Lock = field(default_factory=threading.Lock)  # one thread sends at a time
     answered: bool = False
-    lost: bool = False  # nothing more is read from it
 
     @property
     def name(self) -> str:
@@ -119,11 +113,25 @@ class Worker:
         """To its process; None: that has not begun yet, on another machine."""
         return self.process.connection
 
+    def read(self) -> list:
+        """The deliveries that are here as a whole; EOFError at the end. It does not wait for the
+        rest of one, which may never come (the length in 4 bytes is Connection's)."""
+        arrived = os.read(self.connection.fileno(), 1 << 16)
+        if not arrived:
+            raise EOFError
+        self.inbox += arrived
+        deliveries = []
+        while len(self.inbox) >= (end := 4 + int.from_bytes(self.inbox[:4])):
+            deliveries.append(pickle.loads(self.inbox[4:end]))
+            del self.inbox[:end]
+        return deliveries
 
-def last_words(worker: Worker) -> str:
-    """Its exit code; with code 1 the last line of its log, which names the exception it died of."""
-    code, log = worker.process.exitcode, Path(worker.log)
-    # there is no log yet if it died before it could begin
-    text = log.read_text(errors="replace").strip() if log.is_file() else ""
-    last = text.rpartition("\n")[2][:200]
-    return f"exit code {code}: {last}" if last and code == 1 else f"exit code {code}"
+    def last_words(self) -> str:
+        """Its exit code; with code 1 the last line of its log, which names the exception it died
+        of."""
+        self.process.join(1.0)
+        code, log = self.process.exitcode, Path(self.log)
+        # there is no log yet if it died before it could begin
+        text = log.read_text(errors="replace").strip() if log.is_file() else ""
+        last = text.rpartition("\n")[2][:200]
+        return f"exit code {code}: {last}" if last and code == 1 else f"exit code {code}"

@@ -8,37 +8,26 @@ is asked. A call that hangs, or ends the process, has failed; a group may cost t
 Left out: what the answers mean (train_async.py), what runs in a worker (workers.py).
 
 No lock and no queue is shared between processes, so `kill -9` of a worker can neither block nor
-corrupt the others. One thread reads what workers send; another sees to lost workers, and kills one
-that stops in the middle of a message: until then nobody else is read, and no other silence counts.
+corrupt the others. One thread reads what workers send, never waits for one of them alone, and
+replaces whoever is lost or silent. Another one sends: a worker that does not read holds it up until
+that worker is replaced.
 """
 
 import atexit
-import itertools
 import os
 import pickle
 import shutil
 import signal
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from runtime.config import AttemptLost, TrainingStopped
-from runtime.messages import (
-    Answer,
-    Call,
-    Group,
-    Judgement,
-    Lost,
-    Result,
-    Silent,
-    pack,
-    unpack,
-)
-from runtime.pipes import Worker, last_words, start_here
+from runtime.config import AttemptLost, Config, TrainingStopped
+from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, Silent
+from runtime.pipes import Worker, start_here
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 REFILL_SECONDS = 3600.0  # a restart is forgotten after so long: a run may last for days
@@ -51,8 +40,8 @@ class Pool:
 
     roles: name -> function, number of workers, and arguments: each runs function(line, *arguments).
     A group that comes back without a judgement goes on to the reward workers, at once.
-    silence: seconds without a sign of life, of each role. flaw(answer, group): what is wrong with
-    an answer, or None; a worker that sends nonsense is replaced.
+    flaw(answer, group): what is wrong with an answer, or None; a worker that sends nonsense is
+    replaced.
     start(name, function, number, log, arguments): a new process (name, pid, exitcode, kill, join)
     with the `connection` to it.
     """
@@ -60,30 +49,28 @@ class Pool:
     def __init__(
         self,
         roles: dict,
+        config: Config,
         *,
         logs: Path,
-        restarts: int,
-        silence: dict,
         flaw,
         start=start_here,
         prefix="",  # of the workers' names
     ):
-        self.roles, self.logs, self.restarts, self.silence = roles, logs, restarts, silence
-        self.flaw, self.start, self.prefix = flaw, start, prefix
+        self.roles, self.config, self.logs, self.flaw = roles, config, logs, flaw
+        self.start, self.prefix = start, prefix
         # Guards all that follows: of this process only, never shared with a worker.
         self.books = threading.Condition(threading.RLock())
         self.workers = {}  # name -> Worker
-        self.waiting = deque()  # (group, packed) that no reward worker has yet
+        self.waiting = deque()  # groups that no reward worker has yet
+        self.out = {}  # id of a group that `receive` has not given out -> who had it last
         self.news = []  # (worker, message): what `receive` will give out
-        self.deaths, self.times = Counter(), {}  # by group: reward workers; by name: when
-        self.serials = itertools.count()
-        self.losses = SimpleQueue()  # (worker, reason or None)
-        self.talking = {}  # thread -> the worker that it reads or sends to: it may have to wait
+        # by group: reward workers that it has cost; by name: when a worker was replaced
+        self.deaths, self.times = Counter(), defaultdict(list)
         self.closing = False
         for role, (_, count, *_) in roles.items():
             for number in range(count):
                 self._spawn(role, number)
-        loops = self._read, self._watch
+        loops = self._read, self._send
         self.threads = [threading.Thread(target=self._guard, args=(x,), daemon=True) for x in loops]
         for thread in self.threads:
             thread.start()
@@ -97,114 +84,60 @@ class Pool:
 
     def issue(self, groups: list[Group]) -> list[str]:
         """Give each group to the least busy rollout worker; returns the name of each one's."""
-        names = []
         with self.books:
             for group in groups:
                 worker = min(self.of("rollout"), key=lambda worker: len(worker.work))
-                worker.work[group.group_id] = group
-                worker.outbox.append(group)
-                names.append(worker.name)
-        self._send()
-        return names
+                self._give(worker, group)
+            return [self.out[group.group_id] for group in groups]
 
     def verify(self, groups: list[Group]) -> None:
         """Have groups judged: an `Answer` to each will come."""
         with self.books:
-            self.waiting.extend((group, pack(group)) for group in groups)
-        self._send()
+            self.waiting.extend(groups)
+            self.books.notify_all()
 
     def ask(self, calls: list[Call]) -> None:
         """Send calls of a generator in this process: a `Result` to each will come."""
-        with self.books:
-            for call in calls:
-                self._ask(call)
-        self._send()
+        for call in calls:
+            self._ask(call._replace(key=(-1, *call.key)))
 
     def tell(self, worker: Worker, message) -> None:
-        """Send a message that nobody answers."""
+        """Send a message."""
         with self.books:
             worker.outbox.append(message)
-        self._send()
-
-    def out(self) -> dict[int, str]:
-        """Every group that is out, or in a message that `receive` has not given out yet, with the
-        name of its worker."""
-        with self.books:
-            names = {group.group_id: "reward" for group, _ in self.waiting}
-            for worker in self.workers.values():
-                names |= dict.fromkeys(
-                    [key for key in worker.work if type(key) is int], worker.name
-                )
-            for worker, message in self.news:
-                groups = getattr(message, "groups", [getattr(message, "group", None)])
-                names |= {group.group_id: worker.name for group in groups if group}
-            return names
+            self.books.notify_all()
 
     def receive(self, seconds: float) -> list[tuple[Worker, object]]:
         """Everything that happened, waiting at most `seconds` for the first: (worker, message),
         where a message is an `Answer`, `Result`, `Lost` or `Silent`. TrainingStopped when a worker
         is lost and the restarts are used up, AttemptLost when it is a learner."""
         with self.books:
-            idle = not self.news and self.books.wait(seconds)
-        if idle:
-            time.sleep(0.001)  # what comes together is given out together
-        with self.books:
+            self.books.wait_for(lambda: self.news, seconds)
             arrived, self.news = self.news, []
         for _, message in arrived:
-            if isinstance(message, Exception):
-                raise message
+            match message:
+                case Exception():
+                    raise message
+                case Answer(group_id, _, Judgement()):
+                    self.out.pop(group_id, None)
+                case Lost(_, groups):
+                    for group in groups:
+                        del self.out[group.group_id]
         return arrived
 
     def close(self) -> None:
         """End every worker: close its pipe, wait a moment, kill what is left."""
-        with self.books:  # not in the middle of a replacement
-            if self.closing:
-                return
-            self.closing = True  # from here on nobody is replaced
-        self.threads[0].join(2.0)
-        for worker in self.workers.values():
-            if worker.connection:
-                worker.connection.close()
-        deadline = time.monotonic() + 2.0
-        for worker in self.workers.values():
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            self._end(worker)
-        self.threads[1].join(2.0)  # not before: workers die with the thread that started them
+        self.closing = True
+        for thread in self.threads:
+            thread.join()
 
-    # ------------------------------------------------------------------------ inside: what is sent
+    # ------------------------------------------------------------------------ inside: two threads
 
-    def _send(self) -> None:
-        """Give waiting groups to reward workers, and send all that was posted: without the books,
-        so that a worker that does not read holds up its sender alone."""
-        with self.books:
-            for worker in self.of("reward"):
-                while self.waiting and sum(type(key) is int for key in worker.work) < AT_ONCE:
-                    group, packed = self.waiting.popleft()
-                    worker.work[group.group_id] = group
-                    worker.outbox.append(packed)
-            ready = [w for w in self.workers.values() if w.outbox and w.connection]
-            outbox = [(worker, worker.outbox) for worker in ready]
-            for worker in ready:
-                worker.outbox = []
-        thread = threading.get_ident()
-        for worker, messages in outbox:
-            self.talking[thread] = worker
-            with suppress(OSError), worker.lock:  # it is gone: the reader notices
-                worker.connection.send_bytes(pickle.dumps(messages, 5))
-        self.talking.pop(thread, None)
-
-    def _ask(self, call: Call) -> None:
-        """A call goes to the reward worker that has the episode's state, or will have it; the end
-        of all episodes of a generator goes to every one."""
-        workers = self.of("reward")
-        if call.key:
-            workers = [workers[sum(call.key) % len(workers)]]
-        for worker in workers:
-            if call.answers is not None:
-                worker.work[call.asker, *call.key] = call
-            worker.outbox.append(call)
-
-    # -------------------------------------------------------------------- inside: what is received
+    def _give(self, worker: Worker, group: Group) -> None:
+        """A group is out with a worker from here on."""
+        worker.work[group.group_id] = group
+        self.out[group.group_id] = worker.name
+        self.tell(worker, group)
 
     def _guard(self, loop) -> None:
         """A thread of the pool: when it fails, `receive` says so."""
@@ -213,65 +146,114 @@ class Pool:
         except Exception as error:
             self._put(None, error)
 
+    def _send(self) -> None:
+        """The thread that gives waiting groups to reward workers, and sends all that was posted."""
+        while not self.closing:
+            with self.books:
+                for worker in self.of("reward"):
+                    while self.waiting and sum(type(key) is int for key in worker.work) < AT_ONCE:
+                        group = self.waiting.popleft()
+                        self._give(worker, group)
+                everyone = self.workers.values()
+                letters = [(w, w.outbox) for w in everyone if w.outbox and w.connection]
+                for worker, _ in letters:
+                    worker.outbox = []
+                if not letters:  # on another machine a worker may not have begun yet
+                    self.books.wait(0.1)
+            for worker, messages in letters:
+                with suppress(OSError):  # it is gone: the reader notices
+                    worker.connection.send_bytes(pickle.dumps(messages, 5))
+
+    def _read(self) -> None:
+        """The thread that takes what workers send, and replaces whoever is lost, until `close`. It
+        starts workers, which die with it: so it is the one that ends them, too."""
+        looked = time.monotonic()
+        try:
+            while not self.closing:
+                workers = [*self.workers.values()]
+                ready = wait([w.connection for w in workers if w.connection], 0.1)
+                now = time.monotonic()
+                stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
+                for worker in workers:
+                    if stopped or worker.connection in ready:
+                        worker.heard = now
+                    reason = self._hear(worker) if worker.connection in ready else None
+                    if reason := reason or self._silence(worker, now - worker.heard):
+                        self._replace(worker, reason)
+        finally:
+            self.closing = True
+            self.threads[1].join(1.0)
+            deadline = time.monotonic() + 2.0
+            for worker in self.workers.values():
+                if worker.connection:
+                    worker.connection.close()
+            for worker in self.workers.values():
+                worker.process.join(max(0.0, deadline - time.monotonic()))
+                self._end(worker)
+
+    # -------------------------------------------------------------------- inside: what is received
+
     def _put(self, worker: Worker | None, message) -> None:
         """Give out a message; if it is an error, `receive` raises it."""
         with self.books:
             self.news.append((worker, message))
-            self.books.notify()
+            self.books.notify_all()
 
-    def _read(self) -> None:
-        """The thread that takes what workers send. It replaces nobody: messages would wait."""
-        while not self.closing:
-            with self.books:
-                workers = [w for w in self.workers.values() if w.connection and not w.lost]
-                pipes = {worker.connection: worker for worker in workers}
-            self._send()  # to a worker that had not begun, too
-            for connection in wait([*pipes], 0.1):
-                worker, reason = pipes[connection], None
-                self.talking[threading.get_ident()] = worker
-                try:
-                    status, answers = pickle.loads(connection.recv_bytes())
-                    worker.heard, worker.last_word = time.monotonic(), "alive"
-                    worker.status.update(status)
-                    for answer in answers:
-                        self._take(worker, answer)
-                    self._send()
-                except (EOFError, OSError):
-                    worker.lost = True
-                except Exception as error:  # bytes that are no messages raise almost anything
-                    worker.lost, reason = True, f"sent nonsense ({type(error).__name__}: {error})"
-                self.talking.pop(threading.get_ident(), None)
-                if worker.lost:
-                    self.losses.put((worker, reason))
+    def _hear(self, worker: Worker) -> str | None:
+        """Take what a worker has sent; returns what it is lost by."""
+        try:
+            for status, answers in worker.read():
+                worker.last_word = "alive"
+                worker.status |= status
+                for answer in answers:
+                    self._take(worker, answer)
+        except (EOFError, OSError):
+            return f"died ({worker.last_words()})"
+        except Exception as error:  # bytes that are no messages raise almost anything
+            return f"sent nonsense ({type(error).__name__}: {error})"
 
     def _take(self, worker: Worker, answer: Answer | Call | Result) -> None:
         """What is answered is not out with this worker any more; ValueError for nonsense."""
         with self.books:
             if isinstance(answer, Call):
-                return self._ask(answer._replace(asker=worker.serial))
+                return self._ask(answer._replace(key=(worker.serial, *answer.key)))
             result = isinstance(answer, Result)
-            key = (answer.asker, *answer.key) if result else answer.group_id
+            key = answer.key if result else answer.group_id
             asked = worker.work.get(key)
             if asked is None:
                 raise ValueError(f"an answer to {key}, which it does not have")
             if not result and (wrong := self.flaw(answer, asked)):
                 raise ValueError(wrong)
-            group = unpack(answer.group) if not result and answer.group else asked
             del worker.work[key]
             worker.answered, worker.last_word = True, f"answer to {key}"
             if result:
                 return self._tell(answer)
+            answer = answer._replace(group=answer.group or asked)
             if answer.judgement is None:
-                self.waiting.append((group, answer.group))
-            self._put(worker, answer._replace(group=group))
+                self.waiting.append(answer.group)
+            self._put(worker, answer)
+
+    def _ask(self, call: Call) -> None:
+        """A call goes to the reward worker that has the episode's state, or will have it; the end
+        of all episodes of a generator goes to every one."""
+        with self.books:
+            workers, (_, *episode) = self.of("reward"), call.key
+            if episode:
+                workers = [workers[sum(episode) % len(workers)]]
+            for worker in workers:
+                if call.answers is not None:
+                    worker.work[call.key] = call
+                self.tell(worker, call)
 
     def _tell(self, result: Result) -> None:
         """A result goes to whoever has asked, if that still lives."""
-        if result.asker < 0:
+        asker, *key = result.key
+        result = result._replace(key=tuple(key))
+        if asker < 0:
             self._put(None, result)
         for worker in self.of("rollout"):
-            if worker.serial == result.asker:
-                worker.outbox.append(result)
+            if worker.serial == asker:
+                self.tell(worker, result)
 
     # ---------------------------------------------------------------------- inside: who is replaced
 
@@ -281,50 +263,42 @@ class Pool:
         name = f"{self.prefix}{role}-{number}"
         log = str(self.logs / f"{name}.log")
         process = self.start(name, function, number, log, arguments)
-        serial, now = next(self.serials), time.monotonic()
-        self.workers[name] = Worker(role, number, process, log, serial, now)
+        self.workers[name] = Worker(role, number, process, log, time.monotonic())
 
-    def _watch(self) -> None:
-        """The thread that notices every silence, and replaces whoever is lost, until `close`."""
-        looked = time.monotonic()
-        while not self.closing:
-            with suppress(Empty):
-                self._replace(*self.losses.get(timeout=0.2))
-                self._send()
-            now, talking = time.monotonic(), [*self.talking.values()]
-            stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
-            for worker in [*self.workers.values()]:
-                if stopped or talking and worker not in talking:
-                    worker.heard = now
-                silent, new = now - worker.heard, worker.last_word == "spawn"
-                if silent > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
-                    worker.noticed = worker.heard
-                    words = "is still starting, after" if new else "is silent for"
-                    self._put(worker, Silent(f"{words} {silent:.0f} s"))
-                if silent > (START_SECONDS if new else self.silence[worker.role]):
-                    self._replace(worker, f"was silent for {silent:.0f} s")
-                    self._send()
+    def _silence(self, worker: Worker, seconds: float) -> str | None:
+        """Tell of a silence, once; returns that it is too long. A reward worker is heard after
+        every time limit; who asks a model may need longer."""
+        config, new = self.config, worker.last_word == "spawn"
+        limit = START_SECONDS if new else config.silence
+        if worker.role == "reward" and not (new or config.teacher or config.reward_model):
+            limit = min(limit, 2 * config.reward_seconds + 2)
+        if seconds > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
+            worker.noticed = worker.heard
+            self._put(worker, Silent(f"is silent for {seconds:.0f} s"))
+        if seconds > limit:
+            return f"was silent for {seconds:.0f} s"
 
-    def _replace(self, worker: Worker, reason: str | None) -> None:
-        """Report a loss once, and start a successor while the budget lasts; no reason: it died."""
-        with self.books:  # in one go: no group is nowhere meanwhile
-            if self.closing or self.workers[worker.name] is not worker:
-                return
-            if reason is None:
-                worker.process.join(1.0)
-                reason = f"died ({last_words(worker)})"
+    def _replace(self, worker: Worker, reason: str) -> None:
+        """Report a loss, and start a successor while the budget lasts. A reward worker that has
+        worked is lost by what it was asked: that has failed, and is counted; it is no restart."""
+        with self.books:  # in one go: nobody is given work meanwhile
             self._end(worker)
-            work, worker.work, worker.lost = [*worker.work.values()], {}, True
             if worker.role == "learner":
-                return self._put(worker, AttemptLost(f"{worker.name} {reason}"))
-            if not self._may_restart(worker):
+                raise AttemptLost(f"{worker.name} {reason}")
+            now = time.monotonic()
+            times = [t for t in self.times[worker.name] if now - t < REFILL_SECONDS]
+            if worker.role != "reward" or not worker.answered:
+                times.append(now)
+            if len(times) > self.config.restarts:
+                used = f"{self.config.restarts} restarts are used up"
                 last = f"(last: {worker.last_word}; log: {worker.log})"
-                text = f"{worker.name} {reason}; {self.restarts} restarts are used up {last}"
-                return self._put(worker, TrainingStopped(text))
+                raise TrainingStopped(f"{worker.name} {reason}; {used} {last}")
+            self.times[worker.name] = times
             self._spawn(worker.role, worker.number)
+            work = [*worker.work.values()]
             if worker.role == "rollout":
-                self._put(worker, Lost(reason, work))
-                return self._ask(Call((), {}, None, worker.serial))  # its episodes are over
+                self._ask(Call((worker.serial,), {}, None))  # its episodes are over
+                return self._put(worker, Lost(reason, work))
             self._put(worker, Lost(reason, []))
             for item in work:
                 self._again(worker, item, reason, guilty=item is work[0])  # it was at the first
@@ -333,23 +307,14 @@ class Pool:
         """Ask another reward worker what a lost one has not answered. A call that was guilty of it
         has failed, so has a group that has cost two workers."""
         if isinstance(item, Call):
-            if not guilty:
-                return self._ask(item)
-            return self._tell(Result(item.key, failure=f"env_error: {reason}", asker=item.asker))
+            if guilty:
+                return self._tell(Result(item.key, failure=f"env_error: {reason}"))
+            return self._ask(item)
         self.deaths[item.group_id] += guilty
         if self.deaths[item.group_id] < 2:
-            return self.waiting.append((item, pack(item)))
+            return self.waiting.append(item)
         verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(item.trajectories)
         self._put(worker, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
-
-    def _may_restart(self, worker: Worker) -> bool:
-        """Whether the budget allows one more restart; it is noted, and forgotten in time. A reward
-        worker that has worked is lost by what it was asked: that has failed, and is counted."""
-        now = time.monotonic()
-        recent = [t for t in self.times.get(worker.name, ()) if now - t < REFILL_SECONDS]
-        free = worker.role == "reward" and worker.answered
-        self.times[worker.name] = recent if free else [*recent, now]
-        return free or len(recent) < self.restarts
 
     def _end(self, worker: Worker) -> None:
         """Kill a worker; a reward worker with all that its task has forked, and their files."""

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from learner import Learner, learner_step, make_learner
 from reward import Task, problem_of, task_of
 from rollout import Generator, make_generator
-from runtime.advice import advice_of, judge
+from runtime.advice import judge_of
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
@@ -86,14 +86,14 @@ def played_again(config: Config, sha256: str, steps: list, scores: dict) -> Iter
     model = make_model(config, task).on(take_place(config, 0))
     learner = make_learner(config, task, model, tuple(range(config.team_size)))  # all of them
     generators = make_generators(config, task, learner, scores)
-    advice, done = advice_of(config, task), {}  # done: group id -> group
+    judge, done = judge_of(config, task), {}  # done: group id -> group
     for step in tqdm(steps, unit="step", dynamic_ncols=True):
         finished = []
         for generator in generators:
             finished += play(generator, scores, learner)
         for group in sorted(finished, key=lambda group: scores[group.group_id]["line"]):
             event = scores[group.group_id]
-            apply_judgement(group, judge(group, task, config, advice))
+            apply_judgement(group, judge(group))
             if group.digest != event["digest"]:
                 raise differs(event, f"group {group.group_id}: a sample is another one")
             done[group.group_id] = group

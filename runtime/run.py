@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fast.eightbit import form_of
 from learner import Learner, make_learner
 from reward import Task, own_files, problem_of, task_of
 from runtime import workers
-from runtime.advice import Advice, advice_of
+from runtime.advice import judge_of
 from runtime.checkpoint import (
     checkpoint_path,
     completed_groups,
@@ -45,7 +46,7 @@ from runtime.report import busy_shares, summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, GatherMoments, join_team, leave_team
 from runtime.terminal import printable
-from runtime.verifier import exam_pool, reward_worker, silence_of
+from runtime.verifier import exam_pool, reward_worker
 
 # flags that train_sync.py does not have: it is one process with one model
 ONLY_ASYNC = ("replay", "cluster", "rollout_weights", "learners")
@@ -67,7 +68,7 @@ class Run:
     log: RunLog
     stop: Stop
     exam: Pool  # of evaluations, and of what train_sync.py has outside
-    advice: Advice
+    judge: Callable
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
     buffer: Buffer
@@ -126,7 +127,7 @@ def open_run(config: Config, mode: str) -> Run:
     must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
     require(config.reward_workers or alone or not task.outside, must)
     config = replace(config, steps=config.steps or task.steps)
-    advice = advice_of(config, task)
+    judge = judge_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(device))
     if state:
         restore(learner, state, config, ledger)
@@ -148,7 +149,7 @@ def open_run(config: Config, mode: str) -> Run:
         words = "what came later is done again; the learning rate was {:.2g} and is {:.2g}"
         log.say(f"{folder} goes on at step {learner.version}; {words.format(*rates)}")
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
-    return Run(config, task, folder, learner, log, stop, exam, advice, ledger, state, buffer)
+    return Run(config, task, folder, learner, log, stop, exam, judge, ledger, state, buffer)
 
 
 def resumed(config: Config, flag: str = "resume", mode: str = "sync") -> tuple[Config, dict]:
@@ -253,7 +254,7 @@ def running(config: Config, mode: str):
 def open_team(run: Run) -> None:
     """Wait until all learners are there; they begin with the newest checkpoint."""
     workers, config, learner = run.pool.of("learner"), run.config, run.learner
-    while any(worker.last_word == "spawn" and not worker.lost for worker in workers):
+    while any(worker.last_word == "spawn" for worker in workers) and not run.pool.closing:
         time.sleep(0.05)
     meeting = run.folder.resolve() / "checkpoints" / "meeting"
     meeting.unlink(missing_ok=True)
@@ -304,17 +305,17 @@ def start_workers(run: Run) -> None:
     run.mailbox.publish(run.learner.version, model.flat)
     _, rollouts = pick_devices(config)
     judges = replace(config, threads=torch.get_num_threads())  # as many as a replay has
+    open_mailbox = run.mailbox.reader
     roles = {
-        "rollout": (workers.rollout_worker, len(rollouts), config, model.config, run.mailbox.place),
+        "rollout": (workers.rollout_worker, len(rollouts), config, model.config, open_mailbox),
         "reward": (reward_worker, config.reward_workers, judges),
         "learner": (workers.learner_worker, config.team_size - 1, config, model.config),
     }
 
     run.pool = Pool(
         roles,
+        config,
         logs=run.folder / "logs",
-        restarts=config.restarts,
-        silence=dict.fromkeys(roles, config.silence) | {"reward": silence_of(config)},
         flaw=lambda answer, asked: flaw(
             answer, asked, config.group_size, run.mailbox.version, model.config.vocab_size
         ),

@@ -100,19 +100,16 @@ def add_gradients(team: Team, total: Tensor, gradients: list[Tensor]) -> None:
     """
     if team.size == 1:
         return  # it is the total
-    if not team.apart:
-        total.zero_()
-        for gradient in gradients:
-            total += gradient
-        return
-    own, sent = total.tensor_split(team.size)[team.ranks[0]], gradients[0].to(team.wire)
-    parts = sent.new_empty(team.size, len(own))
-    with together(team, "gradients"):
-        sizes = [len(own)] * team.size, [len(part) for part in sent.tensor_split(team.size)]
-        dist.all_to_all_single(parts.view(-1), sent, *sizes)
+    own = total
+    if team.apart:
+        own, sent = total.tensor_split(team.size)[team.ranks[0]], gradients[0].to(team.wire)
+        gradients = sent.new_empty(team.size, len(own))
+        with together(team, "gradients"):
+            sizes = [len(own)] * team.size, [len(part) for part in sent.tensor_split(team.size)]
+            dist.all_to_all_single(gradients.view(-1), sent, *sizes)
     own.zero_()
-    for part in parts:
-        own += part.to(own.device)
+    for gradient in gradients:
+        own += gradient.to(own.device)
     share_weights(team, total)
 
 

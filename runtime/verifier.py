@@ -10,14 +10,15 @@ import os
 import random
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from reward import Task, advance, ask, forget, own_files, task_of
-from runtime.advice import advice_of, judge
+from runtime.advice import judge_of
 from runtime.config import Config
-from runtime.messages import Answer, Call, Result, flaw, unpack
+from runtime.messages import Answer, Call, Result, flaw
 from runtime.pipes import Line
 from runtime.pool import Pool
 
@@ -34,52 +35,46 @@ def reward_worker(line: Line, config: Config):
     folder = tempfile.mkdtemp(prefix="nanoglm-")  # of the task's files; the parent removes it
     os.environ["TMPDIR"] = tempfile.tempdir = line.status["folder"] = folder
     task = task_of(config)
-    advice, states = advice_of(config, task), {}  # states: of episodes, by asker and key
+    judge, states = judge_of(config, task), {}  # states: of episodes, by key of their calls
     gc.freeze()
     line.beat()
     try:
         while True:
             for work in line.receive(0.5):
                 if not isinstance(work, Call):
-                    group = unpack(work)
-                    judgement = judge(group, task, config, advice, line.beat)
-                    answer = Answer(group.group_id, judgement=judgement)
+                    answer = Answer(work.group_id, judgement=judge(work, line.beat))
                 elif work.answers is not None:
                     answer = reply(work, task, config, states)
                 else:
                     answer = None
-                    prefix = (work.asker, *work.key)
-                    over = [key for key in states if key[: len(prefix)] == prefix]
-                    close_states(over, task, config, states)
+                    close_states(work.key, task, config, states)
                 if os.getpid() != here:  # the task has forked, and this is the copy
                     os._exit(0)
                 if answer:
                     line.send(answer)
             line.beat()
     finally:
-        close_states(list(states), task, config, states)
+        close_states((), task, config, states)
 
 
 def reply(call: Call, task: Task, config: Config, states: dict) -> Result:
     """What an environment says to the newest answer. A state that is not there is made again from
     all answers; the random numbers of a call depend on episode and turn alone."""
-    turn, key = len(call.answers), (call.asker, *call.key)
-    random.seed(f"{call.key} {turn}")
-    np.random.seed((*call.key, turn))
-
-    def talk(call: Call):
-        return advance(task, states, key, call.problem, call.answers)
-
-    ((step, failure),) = ask("env", talk, [call], config)
+    turn, (_, *episode) = len(call.answers), call.key
+    random.seed(f"{tuple(episode)} {turn}")
+    np.random.seed((*episode, turn))
+    talk = partial(advance, task, states, call.key, call.problem)
+    ((step, failure),) = ask("env", talk, [call.answers], config)
     observation, reward, done = step or (None, 0.0, True)
     if done:
-        close_states([key], task, config, states)
-    return Result(call.key, observation, reward, done, failure or "", call.asker)
+        close_states(call.key, task, config, states)
+    return Result(call.key, observation, reward, done, failure or "")
 
 
-def close_states(keys: list, task: Task, config: Config, states: dict) -> None:
-    """Episodes are over."""
-    ask("env", lambda key: forget(task, states, key), keys, config)
+def close_states(prefix: tuple, task: Task, config: Config, states: dict) -> None:
+    """All episodes are over whose key begins so."""
+    keys = [key for key in states if key[: len(prefix)] == prefix]
+    ask("env", partial(forget, task, states), keys, config)
 
 
 # ------------------------------------------------------------------------------- in the parent
@@ -92,17 +87,8 @@ def exam_pool(config: Config, task: Task, logs: Path) -> Pool:
     plain = replace(config, teacher="", reward_model="", overlong="keep")
     return Pool(
         {"reward": (reward_worker, count, plain)},
+        plain,
         logs=logs,
-        restarts=config.restarts,
-        silence={"reward": silence_of(plain)},
         flaw=lambda answer, asked: flaw(answer, asked, 1, 0, 0),
         prefix="exam-",
     )
-
-
-def silence_of(config: Config) -> float:
-    """Seconds without a sign of life of a reward worker: it gives one after every time limit. Who
-    asks a model may need longer."""
-    if config.teacher or config.reward_model:
-        return config.silence
-    return min(config.silence, 2 * config.reward_seconds + 2)

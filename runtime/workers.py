@@ -7,43 +7,36 @@ Left out: reward workers (verifier.py), who gets which work, and what happens wh
 (pool.py).
 """
 
-import atexit
 import gc
 import threading
 import time
 
-from fast.eightbit import form_of
 from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
-from rollout import COUNTED, Generator, make_generator
-from runtime.advice import advice_of, judge
+from rollout import COUNTED, make_generator
+from runtime.advice import judge_of
 from runtime.checkpoint import load_state, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
-from runtime.mailbox import Mailbox
-from runtime.messages import Answer, Group, pack, unpack
+from runtime.messages import Answer, Group
 from runtime.pipes import Line
 from runtime.team import Begin, GatherMoments, join_team
 
 
-def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place):
-    """Generate what is asked for, with the newest weights that are in the mailbox."""
+def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox):
+    """Generate what is asked for, with the newest weights that are in the mailbox.
+
+    open_mailbox(weights): the mailbox, whose weights go to where these are.
+    """
     device = take_place(config, config.team_size + line.worker)
     model = base_model(config, shape, stored=True).on(device)
     task = task_of(config)
     generator = make_generator(config, task, model, line.worker)
-    advice = None if config.reward_workers else advice_of(config, task)
+    judge = None if config.reward_workers else judge_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
-    form = form_of(model, config.published)
-    if isinstance(mailbox_place, str):
-        mailbox = Mailbox(model.flat, mailbox_place, form)
-        atexit.register(mailbox.close)
-    else:
-        from runtime.cluster import RemoteMailbox  # importing Ray takes a second
-
-        mailbox = RemoteMailbox(mailbox_place, model.flat, form)
+    mailbox = open_mailbox(model.flat)
     gc.freeze()  # as in open_run (run.py)
     active = False
     span = None  # of generation with one version: when it began, the version, counts before it
@@ -68,24 +61,15 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, mailbox_place
         if active:
             span = span or (begin, generator.version, before)
         line.status = {**generator.counts}
-        answers = []
+        messages = generator.take_calls()
         for group in generator.take_finished():
-            judgement = judge(group, task, config, advice, line.beat) if advice else None
-            events = events_of(generator, group.group_id)
-            answers.append(Answer(group.group_id, pack(group), judgement, events))
-        if messages := [*generator.take_calls(), *answers]:
+            # events travel with answers: so no group ever arrives without its own
+            events, generator.events = generator.events, []
+            judgement = judge(group, line.beat) if judge else None
+            messages.append(Answer(group.group_id, group, judgement, events))
+        if messages:
             line.send(*messages)
         line.beat()
-
-
-def events_of(generator: Generator, group_id: int) -> list[tuple]:
-    """Take a group's events, and those of no group, from a generator. They travel with the group's
-    answer: so no group ever arrives without its events."""
-    events, generator.events = generator.events, []
-    taken = []
-    for event in events:
-        (taken if event[2] in (-1, group_id) else generator.events).append(event)
-    return taken
 
 
 def learner_worker(line: Line, config: Config, shape: ModelConfig):
@@ -104,7 +88,7 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig):
                 case GatherMoments():
                     whole_moments(learner)
                 case batch:
-                    learner_step(learner, [*map(unpack, batch)], config)
+                    learner_step(learner, batch, config)
 
 
 def live(line: Line) -> None:

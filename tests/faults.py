@@ -43,7 +43,7 @@ from runtime import checkpoint, folder, mailbox, team, workers  # noqa: E402
 from runtime import run as run_room  # noqa: E402
 from runtime.config import Config, TrainingStopped, words  # noqa: E402
 from runtime.ledger import audit  # noqa: E402
-from runtime.messages import Answer, Group, Lost, Silent, pack, unpack  # noqa: E402
+from runtime.messages import Answer, Group, Lost, Silent  # noqa: E402
 from runtime.pipes import Line  # noqa: E402
 from runtime.terminal import run_main  # noqa: E402
 from runtime.verifier import reward_worker  # noqa: E402
@@ -158,9 +158,8 @@ class Breaking(Line):
     def receive(self, seconds=0.0):
         messages = super().receive(seconds)
         for message in messages:
-            if isinstance(message, Group) or type(message) is tuple:  # packed
-                number = message.group_id if isinstance(message, Group) else message[0]
-                hurt(self.plan.due("receive", number))
+            if isinstance(message, Group):
+                hurt(self.plan.due("receive", message.group_id))
         return messages
 
 
@@ -172,7 +171,7 @@ def poisoned(kind: str, message: Answer) -> Answer:
         message.judgement.verdicts.pop()
     if kind not in POISON[:3]:
         return message
-    group = unpack(message.group)
+    group = message.group
     episode = group.trajectories[0]
     first = episode.loss_mask.nonzero()[0][0]
     if kind == "token":
@@ -181,7 +180,7 @@ def poisoned(kind: str, message: Answer) -> Answer:
         episode.logprobs[first] = float("nan")
     if kind == "version":
         episode.versions[first] = group.start - 1
-    return message._replace(group=pack(group))
+    return message
 
 
 def broken(place: str, role: str, line: Line, *arguments) -> None:

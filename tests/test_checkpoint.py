@@ -27,7 +27,7 @@ from runtime.checkpoint import (
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
 from runtime.ledger import Ledger
-from runtime.messages import Group, Judgement, Trajectory, apply_judgement, pack, unpack
+from runtime.messages import Group, Judgement, Trajectory, apply_judgement
 from runtime.models import make_model
 from runtime.runlog import LOGS
 
@@ -109,7 +109,7 @@ def trained():
     groups = generate(make_generator(config, task, learner.model), new_groups(learner, task, 3))
     for group in groups:
         apply_judgement(group, Judgement(verify_group(group, task, config), 0.0, 0.0))
-    return config, learner, [unpack(pack(group)) for group in groups]
+    return config, learner, groups
 
 
 def test_completed_groups_come_back_as_they_were(folder, trained):

@@ -24,7 +24,7 @@ from runtime.books import log_discards, settle
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, UserError
 from runtime.folder import Log, read_lines
-from runtime.messages import Answer, Group, Judgement, Lost, pack, unpack
+from runtime.messages import Answer, Group, Judgement, Lost
 from runtime.models import make_model
 from runtime.run import evaluate_now, open_run
 
@@ -63,6 +63,7 @@ class Workers:
             names.append(worker.name)
         return names
 
+    @property
     def out(self) -> dict[int, str]:
         return {group: worker.name for worker in self.of("rollout") for group in worker.work}
 
@@ -111,9 +112,8 @@ def wander(folder: Path, seed: int, workers: int, out_of_time: float = 0.0, **fl
             generator.events = []
             for group in generator.take_finished():
                 verified = Answer(group.group_id, group, judgement_of(group))
-                message = verified._replace(group=unpack(pack(group)))
                 del worker.work[group.group_id]
-                train_async.handle(run, worker, message)
+                train_async.handle(run, worker, verified)
             if lives and generator.busy and learner.version > 1 and choose.random() < 0.1:
                 lives -= 1
                 pool.spawn(worker.number)

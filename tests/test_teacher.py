@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 import shutil
 
 import numpy as np
@@ -19,12 +20,12 @@ from methods.episodes import policy_logprobs
 from model import pack_tokens
 from reward import task_of
 from rollout import make_generator
-from runtime.advice import advice_of, judge
+from runtime.advice import judge_of
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
 from runtime.huggingface import export, stored_model
-from runtime.messages import Answer, Group, Judgement, apply_judgement, flaw, pack, unpack
+from runtime.messages import Answer, Group, Judgement, apply_judgement, flaw
 from runtime.models import make_model
 
 
@@ -37,10 +38,9 @@ def taught(tmp_path_factory):
 
 
 def ask(config, groups):
-    task = task_of(config)
-    advice = advice_of(config, task)
+    judge = judge_of(config, task_of(config))
     for group in groups:
-        apply_judgement(group, judge(group, task, config, advice))
+        apply_judgement(group, judge(group))
 
 
 def asked(taught, **flags):
@@ -80,7 +80,7 @@ def test_a_failed_episode_is_nothing_to_a_teacher(taught, monkeypatch):
 
 def test_log_probs_of_a_teacher_travel_and_are_looked_at(taught):
     _, _, (group, *_) = asked(taught)
-    again = unpack(pack(group))
+    again = pickle.loads(pickle.dumps(group))
     assert again.digest == group.digest
     again.trajectories[1].teacher[0] -= 1
     assert again.digest != group.digest, "a replay must notice another teacher"

@@ -290,7 +290,7 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
 def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     """Everybody says that they live, and nothing moves."""
     now, worker = [100.0], SimpleNamespace(status={})
-    pool = SimpleNamespace(of=lambda role: [worker], out=lambda: {3: "rollout-0"})
+    pool = SimpleNamespace(of=lambda role: [worker], out={3: "rollout-0"})
     run = SimpleNamespace(pool=pool, progress=(None, 0.0))
     run.learner = SimpleNamespace(version=0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
