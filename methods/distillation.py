@@ -2,7 +2,7 @@
 
 On-policy distillation, as GLM-5's between its stages (arXiv 2602.15763): the student generates; a
 token is worth log(pi_teacher / pi), whatever the rewards are. One answer to a prompt is enough.
-Reward workers ask the teacher (runtime/advice.py); its log-probs travel with the trajectory.
+Reward workers ask the teacher (runtime/judge.py); its log-probs travel with the trajectory.
 Left out: several teachers in one run.
 """
 

@@ -26,11 +26,11 @@ from tqdm import tqdm
 from learner import Learner, learner_step, make_learner
 from reward import Task, problem_of, task_of
 from rollout import Generator, make_generator
-from runtime.advice import judge_of
 from runtime.checkpoint import sha256_of
 from runtime.config import Config, TrainingStopped, blame, require
 from runtime.devices import take_place
 from runtime.folder import read_json, read_lines
+from runtime.judge import judge_of
 from runtime.ledger import audit
 from runtime.messages import NO_INTS, Group, Trajectory, apply_judgement
 from runtime.models import make_model

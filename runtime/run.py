@@ -21,7 +21,6 @@ from fast.eightbit import form_of
 from learner import Learner, make_learner
 from reward import Task, own_files, problem_of, task_of
 from runtime import workers
-from runtime.advice import judge_of
 from runtime.checkpoint import (
     checkpoint_path,
     completed_groups,
@@ -36,6 +35,7 @@ from runtime.config import SIZES, Config, check, require, written
 from runtime.devices import own_gpus, pick_devices, quick_dtype, set_threads, take_place
 from runtime.exam import evaluate
 from runtime.folder import own_folder
+from runtime.judge import judge_of
 from runtime.ledger import LOST, Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from reward import Task, advance, ask, forget, own_files, task_of
-from runtime.advice import judge_of
 from runtime.config import Config
+from runtime.judge import judge_of
 from runtime.messages import Answer, Call, Result, flaw
 from runtime.pipes import Line
 from runtime.pool import Pool

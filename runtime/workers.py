@@ -15,11 +15,11 @@ from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
 from rollout import COUNTED, make_generator
-from runtime.advice import judge_of
 from runtime.checkpoint import load_state, whole_moments
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
+from runtime.judge import judge_of
 from runtime.messages import Answer, Group
 from runtime.pipes import Line
 from runtime.team import Begin, GatherMoments, join_team

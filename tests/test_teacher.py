@@ -20,11 +20,11 @@ from methods.episodes import policy_logprobs
 from model import pack_tokens
 from reward import task_of
 from rollout import make_generator
-from runtime.advice import judge_of
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, UserError, check
 from runtime.folder import read_lines
 from runtime.huggingface import export, stored_model
+from runtime.judge import judge_of
 from runtime.messages import Answer, Group, Judgement, apply_judgement, flaw
 from runtime.models import make_model
 

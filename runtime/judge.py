@@ -1,4 +1,4 @@
-"""advice.py: who judges a group: the task, or a reward model; and a teacher, who is asked, too.
+"""judge.py: who judges a group: the task, or a reward model; and a teacher, who is asked, too.
 
 A reward model (`--reward-model`) gives the reward in place of the task. A teacher (`--teacher`)
 says how likely each generated token was. Both are read-only, so every reward worker has its own, in
