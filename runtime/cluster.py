@@ -199,8 +199,9 @@ class Remote:
         self.pid = 0  # of another machine: it says nothing here
 
     def kill(self) -> None:
-        with contextlib.suppress(Exception):  # it may be gone, and Ray, too
-            ray.cancel(self.task, force=True)
+        if self.exitcode is None:  # to cancel what has just ended can abort Ray, and this process
+            with contextlib.suppress(Exception):  # it may be gone, and Ray, too
+                ray.cancel(self.task, force=True)
 
     def join(self, timeout: float) -> None:
         """Wait for its end; what it died of goes into its log."""
