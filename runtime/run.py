@@ -107,6 +107,10 @@ def open_run(config: Config, mode: str) -> Run:
             config = replace(config, **{name: os.path.abspath(path)})
     if config.threads < 0:
         config = replace(config, threads=int(config.model in SIZES))
+    if config.cluster:
+        from runtime.cluster import open_cluster  # it takes a second, and needs Ray
+
+        config = open_cluster(config)
     device = take_place(config, 0)
     if config.dtype == "auto":
         config = replace(config, dtype=quick_dtype(device))
@@ -115,10 +119,6 @@ def open_run(config: Config, mode: str) -> Run:
         from methods.distillation import pinned  # the newest checkpoint that there is now
 
         config = pinned(config)
-    if config.cluster:
-        from runtime.cluster import open_cluster  # it takes a second, and needs Ray
-
-        config = open_cluster(config)
     task = task_of(config)
     if alone:
         set_threads(config, 1, device)

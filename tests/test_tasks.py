@@ -329,7 +329,7 @@ def test_a_missing_or_empty_jsonl_file_is_refused(tmp_path, content):
     ) as error:
         make_task(f"jsonl:{path}")
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="Is a directory"):
+    with pytest.raises(ValueError, match="must be a plain file"):
         make_task(f"jsonl:{tmp_path}")
     with pytest.raises(ValueError, match="cannot read 'a.x00b'"):
         make_task("jsonl:a\x00b")
