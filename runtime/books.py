@@ -119,10 +119,11 @@ def check_progress(run: Run) -> None:
     """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
     out, now = dict(run.pool.out), time.monotonic()
     tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
-    signs, (before, since) = (run.learner.version, out, tokens), run.progress
-    if signs != before:
-        run.progress = signs, now
-    elif now - since > STALL:
+    signs, (before, since, looked) = (run.learner.version, out, tokens), run.progress
+    if signs != before or now - looked > 60.0:  # stopped by Ctrl-Z, nothing could move
+        since = now
+    run.progress = signs, since, now
+    if now - since > STALL:
         moved = f"no step, no verdict and no token for {STALL:.0f} s"
         raise TrainingStopped(f"{moved}; {len(out)} groups are on their way: {out!r:.200}")
 

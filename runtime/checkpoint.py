@@ -9,7 +9,6 @@ on with the newest one that is whole and whose logs are, too.
 
 import hashlib
 import io
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from learner import Learner, round_weights
+from reward import specs_of
 from runtime.config import SIZES, Config, UserError, blame, require
 from runtime.folder import open_plain, refuse_links, scan, write_file
 from runtime.ledger import Ledger
@@ -41,7 +41,7 @@ def named_files(config: Config) -> dict[str, str]:
 
     A model is one of them: a run of adapters (--lora) has no copy of what they adapt.
     """
-    paths = [*map(Path, re.split("[,:]", config.task))]
+    paths = [Path(word) for spec in specs_of(config.task) for word in spec.split(":")[:2]]
     for name in (config.init, config.teacher, config.reward_model, config.model):
         if name not in ("", *SIZES):
             paths += [Path(name), *Path(name).rglob("*")]

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import signal
 import socket
 import threading
 import time
@@ -101,18 +102,23 @@ def open_cluster(config: Config) -> Config:
     ray.shutdown()  # of an earlier run of this process
     options, others = {}, config.team_size - 1 + config.reward_workers
     if config.cluster == "local":  # a new one, whatever else runs here
-        options["num_cpus"] = max(cores(), config.rollout_workers + others + 1)
+        # with room for successors, too
+        options["num_cpus"] = 2 * max(cores(), config.rollout_workers + others + 1)
         options["include_dashboard"] = False
     else:
         host, _, port = config.cluster.rpartition(":")
         needed = f"{name}: must be local, or HOST:PORT of a cluster that answers"
         with blame(needed, (OSError, ValueError)):  # Ray would wait for minutes
             socket.create_connection((host, int(port)), timeout=5.0).close()
+    term = signal.getsignal(signal.SIGTERM)
     with blame(f"{name}: must be a Ray cluster that answers", (ConnectionError, RuntimeError)):
         ray.init(config.cluster, log_to_driver=False, logging_level="error", **options)
+    signal.signal(signal.SIGTERM, term)  # Ray takes it
     compare_nodes(name)
     unit = unit_of(config)
     has = int(ray.cluster_resources().get(unit, 0))
+    if config.cluster == "local" and unit == "CPU":
+        has //= 2  # the other half is for successors
     if unit == "GPU":
         others -= config.reward_workers
     rollouts = config.rollout_workers or max(1, has - others)
@@ -157,8 +163,8 @@ class ClusterMailbox:
         """Put weights [P] into the object store; it waits for no node and no reader."""
         packed = pack(flat.detach(), self.form).to("cpu")
         box = [ray.put(packed.view(torch.uint8).numpy())]
+        self.version = version  # before anybody can read it: what they answer is compared with this
         ray.get(self.actor.publish.remote(version, box))
-        self.version = version
 
     def start(self, name: str, function, number: int, log: str, arguments: list) -> "Remote":
         """A worker where there is room; Ray looks for it, and nobody waits here."""
@@ -208,7 +214,7 @@ class Remote:
         try:
             ray.get(self.task, timeout=timeout)
             self.exitcode = 0
-        except TimeoutError:
+        except ray.exceptions.GetTimeoutError:
             pass
         except Exception as error:  # its own, or Ray's
             self.exitcode = 1

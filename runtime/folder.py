@@ -34,7 +34,7 @@ def own_folder(folder: Path) -> None:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except (BlockingIOError, PermissionError) as error:
         owner = os.read(lock, 200).decode(errors="replace")
         raise UserError(f"{folder}: must not be in use, but {owner} has it") from error
     os.ftruncate(lock, 0)

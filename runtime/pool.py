@@ -9,8 +9,7 @@ Left out: what the answers mean (train_async.py), what runs in a worker (workers
 
 No lock and no queue is shared between processes, so `kill -9` of a worker can neither block nor
 corrupt the others. One thread reads what workers send, never waits for one of them alone, and
-replaces whoever is lost or silent. Another one sends: a worker that does not read holds it up until
-that worker is replaced.
+replaces whoever is lost or silent. Each worker has a thread that sends, which may wait for it.
 """
 
 import atexit
@@ -70,10 +69,7 @@ class Pool:
         for role, (_, count, *_) in roles.items():
             for number in range(count):
                 self._spawn(role, number)
-        loops = self._read, self._send
-        self.threads = [threading.Thread(target=self._guard, args=(x,), daemon=True) for x in loops]
-        for thread in self.threads:
-            thread.start()
+        self.reader = self._thread(self._read)
         atexit.register(self.close)  # however the run ends
 
     # ----------------------------------------------------------------------------- for the trainer
@@ -128,10 +124,9 @@ class Pool:
     def close(self) -> None:
         """End every worker: close its pipe, wait a moment, kill what is left."""
         self.closing = True
-        for thread in self.threads:
-            thread.join()
+        self.reader.join()  # a sender may be blocked, and ends with this process
 
-    # ------------------------------------------------------------------------ inside: two threads
+    # ------------------------------------------------------------------------ inside: the threads
 
     def _give(self, worker: Worker, group: Group) -> None:
         """A group is out with a worker from here on."""
@@ -139,30 +134,29 @@ class Pool:
         self.out[group.group_id] = worker.name
         self.tell(worker, group)
 
-    def _guard(self, loop) -> None:
-        """A thread of the pool: when it fails, `receive` says so."""
-        try:
-            loop()
-        except Exception as error:
-            self._put(None, error)
+    def _thread(self, loop, *given) -> threading.Thread:
+        """Start a thread of the pool."""
+        thread = threading.Thread(target=loop, args=given, daemon=True)
+        thread.start()
+        return thread
 
-    def _send(self) -> None:
-        """The thread that gives waiting groups to reward workers, and sends all that was posted."""
-        while not self.closing:
+    def _send(self, worker: Worker) -> None:
+        """The thread that sends one worker what was posted, as long as it has its place; a reward
+        worker takes waiting groups."""
+        while True:
             with self.books:
-                for worker in self.of("reward"):
-                    while self.waiting and sum(type(key) is int for key in worker.work) < AT_ONCE:
-                        group = self.waiting.popleft()
-                        self._give(worker, group)
-                everyone = self.workers.values()
-                letters = [(w, w.outbox) for w in everyone if w.outbox and w.connection]
-                for worker, _ in letters:
-                    worker.outbox = []
-                if not letters:  # on another machine a worker may not have begun yet
+                if self.closing or self.workers[worker.name] is not worker:
+                    return
+                groups = sum(type(key) is int for key in worker.work)  # calls have other keys
+                if worker.role == "reward" and self.waiting and groups < AT_ONCE:
+                    self._give(worker, self.waiting.popleft())
+                letters = worker.outbox if worker.connection else []  # None: not begun elsewhere
+                if not letters:
                     self.books.wait(0.1)
-            for worker, messages in letters:
-                with suppress(OSError):  # it is gone: the reader notices
-                    worker.connection.send_bytes(pickle.dumps(messages, 5))
+                    continue
+                worker.outbox = []
+            with suppress(OSError, TypeError):  # it is gone, its pipe closed: the reader notices
+                worker.connection.send_bytes(pickle.dumps(letters, 5))
 
     def _read(self) -> None:
         """The thread that takes what workers send, and replaces whoever is lost, until `close`. It
@@ -175,14 +169,16 @@ class Pool:
                 now = time.monotonic()
                 stopped, looked = now - looked > 2.0, now  # with Ctrl-Z: it heard nobody
                 for worker in workers:
-                    if stopped or worker.connection in ready:
+                    if stopped:
                         worker.heard = now
                     reason = self._hear(worker) if worker.connection in ready else None
                     if reason := reason or self._silence(worker, now - worker.heard):
                         self._replace(worker, reason)
+        except Exception as error:
+            self._put(None, error)  # first: what others fail by when they are ended is no reason
+            while not self.closing:
+                time.sleep(0.05)
         finally:
-            self.closing = True
-            self.threads[1].join(1.0)
             deadline = time.monotonic() + 2.0
             for worker in self.workers.values():
                 if worker.connection:
@@ -203,7 +199,7 @@ class Pool:
         """Take what a worker has sent; returns what it is lost by."""
         try:
             for status, answers in worker.read():
-                worker.last_word = "alive"
+                worker.heard, worker.last_word = time.monotonic(), "alive"
                 worker.status |= status
                 for answer in answers:
                     self._take(worker, answer)
@@ -263,7 +259,8 @@ class Pool:
         name = f"{self.prefix}{role}-{number}"
         log = str(self.logs / f"{name}.log")
         process = self.start(name, function, number, log, arguments)
-        self.workers[name] = Worker(role, number, process, log, time.monotonic())
+        worker = self.workers[name] = Worker(role, number, process, log, time.monotonic())
+        self._thread(self._send, worker)
 
     def _silence(self, worker: Worker, seconds: float) -> str | None:
         """Tell of a silence, once; returns that it is too long. A reward worker is heard after
@@ -307,6 +304,9 @@ class Pool:
         """Ask another reward worker what a lost one has not answered. A call that was guilty of it
         has failed, so has a group that has cost two workers."""
         if isinstance(item, Call):
+            asker = item.key[0]
+            if asker >= 0 and asker not in [w.serial for w in self.of("rollout")]:
+                return None  # whoever has asked is gone
             if guilty:
                 return self._tell(Result(item.key, failure=f"env_error: {reason}"))
             return self._ask(item)

@@ -81,7 +81,8 @@ class Run:
     training: list = field(default_factory=list)  # ids of the groups of the step that is computed
     lost: list = field(default_factory=list)  # workers, and of what they died
     began: float = 0.0  # when the first group landed
-    progress: tuple = (None, 0.0)  # what `check_progress` saw last, and when that changed
+    # what `check_progress` saw last, when that changed, and when it looked
+    progress: tuple = (None, 0.0, 0.0)
 
 
 def open_run(config: Config, mode: str) -> Run:
@@ -221,6 +222,7 @@ def running(config: Config, mode: str):
     try:
         if not run.state:
             log.metrics({"t": 0.0, "step": 0, "eval": evaluate_now(run)})
+            log.written = 0
             save(run)  # so that a run can always be resumed
         if learner.team.size > 1:
             open_team(run)
@@ -252,14 +254,19 @@ def running(config: Config, mode: str):
 
 
 def open_team(run: Run) -> None:
-    """Wait until all learners are there; they begin with the newest checkpoint."""
+    """The other learners get what a checkpoint holds; when all have it, they meet."""
     workers, config, learner = run.pool.of("learner"), run.config, run.learner
-    while any(worker.last_word == "spawn" for worker in workers) and not run.pool.closing:
+    state = run.state or state_of(learner)
+    for worker in workers:
+        run.pool.tell(worker, state)
+    while not all("loaded" in worker.status for worker in workers):
+        if any(isinstance(message, Exception) for _, message in run.pool.news):
+            run.pool.receive(0.0)  # raises it
         time.sleep(0.05)
     meeting = run.folder.resolve() / "checkpoints" / "meeting"
     meeting.unlink(missing_ok=True)
     address = run.mailbox.meeting_address() if config.cluster else f"file://{meeting}"
-    begin = Begin(address, own_gpus(config), run.state or state_of(learner))
+    begin = Begin(address, own_gpus(config))
     for worker in workers:
         run.pool.tell(worker, begin)
     join_team(learner.team, begin)

@@ -91,7 +91,8 @@ class RunLog:
     def __init__(self, run: Path, config: Config, state: dict | None):
         """state: the checkpoint of a run that is resumed; what the logs hold behind it is cut."""
         done = state or {"version": 0, "seconds": 0.0, "marks": {}}
-        self.run, self.written = run, done["version"]  # written: the newest step with metrics
+        # the newest step with metrics
+        self.run, self.written = run, done["version"] if state else -1
         self.logs = {n: Log(run / f"{n}.jsonl", *done["marks"].get(n, ())) for n in LOGS}
         self.start = time.time() - done["seconds"]
         self.bar = tqdm(

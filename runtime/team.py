@@ -36,7 +36,6 @@ class Begin(NamedTuple):
 
     address: str  # a file or a port, by which they find each other
     own_gpus: bool
-    state: dict  # what a checkpoint holds
 
 
 class GatherMoments(NamedTuple):

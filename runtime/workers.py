@@ -82,8 +82,10 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig):
     while True:
         for message in line.receive(0.5):
             match message:
-                case Begin(_, _, state):
-                    load_state(learner, state)
+                case dict():  # what a checkpoint holds
+                    load_state(learner, message)
+                    line.status = {"loaded": True}  # `live` tells it
+                case Begin():
                     join_team(learner.team, message)
                 case GatherMoments():
                     whole_moments(learner)

@@ -291,7 +291,7 @@ def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
     """Everybody says that they live, and nothing moves."""
     now, worker = [100.0], SimpleNamespace(status={})
     pool = SimpleNamespace(of=lambda role: [worker], out={3: "rollout-0"})
-    run = SimpleNamespace(pool=pool, progress=(None, 0.0))
+    run = SimpleNamespace(pool=pool, progress=(None, 0.0, 0.0))
     run.learner = SimpleNamespace(version=0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(books, "STALL", 60.0)
