@@ -80,7 +80,7 @@ class Task:
     steps: int = 300  # optimizer steps that a small model needs to learn it; default of --steps
     open: Callable | None = None  # problem -> a state; then `step` is (state, answer) -> Step
     close: Callable = lambda state: None  # however the episode has ended
-    outside: bool = False  # slow or unsafe: each episode gets a process, outside the generator
+    outside: bool = False  # slow or unsafe: its steps run in a reward worker
     solve: Callable = lambda problem: [problem.get("answer", "?")]  # best answers, for samples
     name: str = ""  # the spec; `make_task` writes it
     tokenizer: Tokenizer | None = None  # of the run; `check_task` writes it

@@ -338,15 +338,16 @@ class Generator:
         """After a turn: begin the next one, or end the episode."""
         if reply.reward is not None and not reply.failure:
             slot.episode.turn_rewards.append(float(reply.reward))
-        finish = reply.failure or "stop"
+        stop = self.environment.stop
+        ends = slot.group.problem.get("ends", bool(stop))  # else turns are full, and none is cut
+        cut_off = ends and slot.tokens[-1] not in stop
+        finish = reply.failure or ("length" if cut_off else "stop")
         if reply.observation is not None:  # the environment would go on; is there room to?
             last = self._last_turn(slot)
-            stop = self.environment.stop
             if not last and len(slot.tokens) + len(reply.observation) < self.capacity:
                 self._begin_turn(slot, reply.observation)
                 return
-            cut_off = stop and slot.tokens[-1] not in stop
-            if not last or cut_off:
+            if not last:
                 finish = "length"
             self.calls += self.environment.over(slot.episode.key)
         self._finish(slot, finish)

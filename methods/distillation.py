@@ -62,7 +62,7 @@ class Teacher(NamedTuple):
 def teacher_of(config: Config, task: Task) -> Teacher:
     """The configured teacher, on the CPU; UserError when it does not fit."""
     place = Path(config.teacher)
-    needed = "must be a run folder, or a folder of Qwen3 weights, that fits the student"
+    needed = "must be a run folder, or a Hugging Face folder, that fits the student"
     with blame(f"--teacher {place}: {needed}", (Exception, limits.OutOfTime)):
         run = place.parents[1] if place.parent.name == "checkpoints" else place
         require(run.is_dir(), "there is no such folder")
@@ -84,7 +84,7 @@ def pinned(config: Config) -> Config:
     """The config; a run as teacher becomes the checkpoint that is its newest now. So it teaches the
     same when the teacher learns on, until that has three newer ones and removes it."""
     place = Path(config.teacher)
-    if not config.teacher or not (place / "checkpoints").is_dir():
+    if not (place / "checkpoints").is_dir():
         return config
     with blame(f"--teacher {place}: must be a run folder with a checkpoint"):
         path = checkpoint_path(place, newest_weights(place)["version"])

@@ -7,7 +7,7 @@ problem names its task; limits of its turns travel with it. What differs between
 that is taken together: the policy may emit any of their tokens.
 """
 
-from reward import Step, Task, TaskError
+from reward import Step, Task, TaskError, alphabet_of
 
 
 def mixture_of(tasks: list[Task], ratio: str) -> Task:
@@ -29,7 +29,7 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
             index = cycle * shares[k] + pattern[:turn].count(k)
         task = tasks[k]
         limits = {"turn_tokens": task.turn_tokens, "max_turns": task.max_turns}
-        facts = {"task": task.name, "solved": task.solved}
+        facts = {"task": task.name, "solved": task.solved, "ends": bool(task.stop)}
         return limits | task.reset(index, split) | facts
 
     def step(problem: dict, answers: list) -> Step:
@@ -56,7 +56,7 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
     return Task(
         reset,
         step_episode if stateful else step,
-        alphabet=tuple(sorted({i for task in tasks for i in task.alphabet})),
+        alphabet=tuple({i for task in tasks for i in alphabet_of(task).tolist()}),
         max_prompt_tokens=max(task.max_prompt_tokens for task in tasks),
         turn_tokens=max(task.turn_tokens for task in tasks),
         max_turns=max(task.max_turns for task in tasks),

@@ -9,6 +9,7 @@ on with the newest one that is whole and whose logs are, too.
 
 import hashlib
 import io
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,20 +37,27 @@ def sha256_of(flat: Tensor) -> str:
 
 
 def named_files(config: Config) -> dict[str, str]:
-    """Size and sha256 of every file that the flags name, and of those in a folder that they name;
-    of a larger file the sha256 of its first 64 MiB.
+    """Size and sha256 of every file that the flags name, and of those in a folder that they name
+    (of a run its checkpoints); of a file above 64 MiB the sha256 of 64 pieces.
 
     A model is one of them: a run of adapters (--lora) has no copy of what they adapt.
     """
-    paths = [Path(word) for spec in specs_of(config.task) for word in spec.split(":")[:2]]
+    paths = []
+    for spec in specs_of(config.task):  # a path may have colons
+        words = spec.removeprefix("jsonl:").split(":")
+        paths += [Path(":".join(words[:end])) for end in range(1, len(words) + 1)]
     for name in (config.init, config.teacher, config.reward_model, config.model):
         if name not in ("", *SIZES):
-            paths += [Path(name), *Path(name).rglob("*")]
+            inside = Path(name, "checkpoints").glob("*.pt"), Path(name).glob("[!.]*.*")
+            paths += [Path(name), *itertools.chain(*inside)]
     digests = {}
     for path in filter(Path.is_file, paths):
+        size, digest = path.stat().st_size, hashlib.sha256()
         with path.open("rb") as file:
-            digest = hashlib.sha256(file.read(1 << 26)).hexdigest()
-        digests[str(path)] = f"{path.stat().st_size} {digest}"
+            for place in range(0, size, max(1 << 20, size >> 6)):
+                file.seek(place)
+                digest.update(file.read(1 << 20))
+        digests[str(path)] = f"{size} {digest.hexdigest()}"
     return digests
 
 

@@ -54,8 +54,9 @@ def refuse_links(folder: Path) -> None:
 def open_plain(path: Path, most: float = math.inf) -> BinaryIO:
     """Open a file to read; UserError unless it is a plain one of at most so many bytes."""
     with blame(f"{path}: must be a file that can be read", OSError):
-        fits = path.stat().st_size <= most and path.is_file()
-        require(fits, f"{path}: must be a plain file of at most {most:,} bytes")
+        size = path.stat().st_size
+        require(path.is_file(), f"{path}: must be a plain file")
+        require(size <= most, f"{path}: must have at most {most:,} bytes")
         return path.open("rb")
 
 

@@ -76,7 +76,7 @@ def read_shape(folder: Path, context: int) -> dict:
     with blame(f"{path}: must be a dense Llama, Qwen2 or Qwen3"):
         family = facts["model_type"]
         require(family in ("llama", "qwen2", "qwen3"), f"model_type is {family!r}")
-        facts |= facts.get("rope_scaling") or facts.get("rope_parameters") or {}
+        facts |= (facts.get("rope_scaling") or {}) | (facts.get("rope_parameters") or {})
         way = facts.get("rope_type", facts.get("type", "default"))
         require(way in ("default", "llama3"), f"rope_type is {way!r}, must be default or llama3")
         only = {"architectures": [f"{family.title()}ForCausalLM"]}
@@ -87,6 +87,8 @@ def read_shape(folder: Path, context: int) -> dict:
         if not facts.get("head_dim"):
             facts["head_dim"] = facts["hidden_size"] // facts["num_attention_heads"]
         shape = {name: facts[there] for name, there in FIELDS.items()}
+        odd = shape["heads"] % shape["kv_heads"] or shape["head_width"] % 2
+        require(not odd, "heads must share keys evenly, and head_dim be even")
         scaling = tuple(facts[name] for name in LLAMA3) if way == "llama3" else ()
         most = facts[LONGEST]
     require(context <= most, f"{path}: an episode of {context} tokens: must be at most {most}")
@@ -118,8 +120,10 @@ def load_weights(model: GPT, folder: Path) -> None:
     files = {}
     views = named_weights(model)
     whole = "must be a whole safetensors file, of the shape in config.json"
-    for place in sorted(folder.glob("model*.safetensors")):  # without a number, it counts most
+    alone = folder / "model.safetensors"  # what lies beside it does not count
+    for place in [alone] if alone.exists() else sorted(folder.glob("model-*.safetensors")):
         with blame(f"{place}: {whole}"), safe_open(place, "pt") as file:
+            require(not files.keys() & file.keys(), "it has weights that another file has, too")
             files |= dict.fromkeys(file.keys(), place)
     if LAST in files:  # of a tied model: the embeddings again
         views[LAST] = model.output.weight.detach()

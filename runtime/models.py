@@ -10,6 +10,7 @@ from reward import Task
 from runtime.checkpoint import newest_weights
 from runtime.config import Config, blame, require
 from runtime.huggingface import base_model, read_shape
+from tasks import limits
 
 
 def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
@@ -21,7 +22,7 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
     if config.init:
         require(not config.lora, f"--lora {config.lora}: must be 0 with --init")
         needed = "must be a weights file of pretrain.py, or a run folder, that fits"
-        with blame(f"--init {config.init}: {needed}"):
+        with blame(f"--init {config.init}: {needed}", (Exception, limits.OutOfTime)):
             return model_of(stored or newest_weights(Path(config.init)), config, task)
     if config.model in PRESETS:
         shape = PRESETS[config.model] | {"positions": config.positions, "context": task.context}
@@ -45,6 +46,10 @@ def model_of(stored: dict, config: Config, task: Task) -> GPT:
     found = shape["vocab_size"]
     words = task.tokenizer.size
     require(found == words, f"{found} tokens, and {words} of --model {config.model}")
-    model = GPT(ModelConfig(**shape), None)
-    model.flat.copy_(stored["weights"])
+    weights = stored["weights"]
+    # what a stranger calls a shape may be larger than any memory
+    with limits.time_limit(60.0), limits.memory_limit(4096 + weights.nbytes / 2**18):
+        model = GPT(ModelConfig(**shape), None)
+    require(weights.shape == model.flat.shape, f"{[*weights.shape]} weights for its shape")
+    model.flat.copy_(weights)
     return model

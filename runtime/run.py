@@ -103,7 +103,7 @@ def open_run(config: Config, mode: str) -> Run:
         value = getattr(config, name)
         must = f"{written(name, value)}: must be left out in train_sync.py"
         require(value == getattr(Config, name), must)
-    for name in ("teacher", "reward_model") + ("model",) * (config.model not in SIZES):
+    for name in ("init", "teacher", "reward_model") + ("model",) * (config.model not in SIZES):
         if path := getattr(config, name):  # a run may go on from another folder
             config = replace(config, **{name: os.path.abspath(path)})
     if config.threads < 0:
@@ -146,7 +146,10 @@ def open_run(config: Config, mode: str) -> Run:
     exam = exam_pool(config, task, folder / "logs")
     log = RunLog(folder, config, state)
     if state:
-        rates = [config.lr * (1 - learner.version / x) for x in (record["steps"], config.steps)]
+        rates = [
+            config.lr * (1 - learner.version / x)
+            for x in (record["steps"] or config.steps, config.steps)
+        ]
         words = "what came later is done again; the learning rate was {:.2g} and is {:.2g}"
         log.say(f"{folder} goes on at step {learner.version}; {words.format(*rates)}")
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)

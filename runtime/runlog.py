@@ -1,6 +1,6 @@
 """runtime/runlog.py: what a person and the disk get to see while a run goes on.
 
-    config.json      every setting, and the machine
+    config.json      every setting, checksums of the files that flags name, the machine
     metrics.jsonl    one line a step
     events.jsonl     one line an event: who did what, when, with which policy version
     samples.jsonl    some episodes as text

@@ -53,5 +53,5 @@ def printable(text: str) -> str:
 
 def open_streams() -> None:
     """A terminal that cannot print a character prints its number."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")

@@ -24,6 +24,7 @@ VOCABULARY = Path(__file__).with_name("vocabulary")
 END, PAD = 510, 511  # `<|end|>` ends an answer, `<|pad|>` is never generated
 
 PROBE = "Wenn 7+5=12, then 0.5 < 1; été\n"  # vocabularies that agree on it are taken for one
+READ = (".json", ".safetensors", ".jinja")  # what is read of a folder
 TEMPLATE_SECONDS = 2.0  # a stranger's template may loop
 
 
@@ -93,7 +94,7 @@ class FolderTokenizer(Tokenizer):
         added = self.parsing.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
         ids = {*self.parsing.get_vocab().values()} - special | {*stop}
-        fits = stop and ids <= {*range(self.size)}
+        fits = stop and all(type(i) is int and 0 <= i < self.size for i in ids)
         wrong = f"eos_token_id {stop} and {path.name} must have ids below vocab_size {self.size}"
         require(fits, f"{folder}: {wrong}")
         self.alphabet = sorted(ids)
@@ -142,13 +143,15 @@ def read_template(folder: Path):
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
+    sandbox.globals["strftime_now"] = lambda form: "26 Jul 2024"  # the same in every run
     return sandbox.from_string(text, named)
 
 
 def check_folder(folder: Path) -> None:
     """UserError for a link to elsewhere; those of a hub's cache lead to its blobs."""
     home = folder.resolve()
-    for path in folder.glob("[!.]*.*"):
+    read = [path for path in folder.glob("[!.]*.*") if path.suffix in READ]
+    for path in read:
         inside = path.resolve().parent in (home, home.parent.parent / "blobs")
         must = "must be no link to another folder (`cp -rL` copies what it means)"
         require(inside, f"{path}: {must}")

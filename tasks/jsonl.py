@@ -70,7 +70,7 @@ def read_row(line, verifier, tokenizer):
     except (ValueError, RecursionError):  # RecursionError: nested too deeply
         raise TaskError("not valid JSON") from None
     row = row if isinstance(row, dict) else {}
-    prompt, answer = (next(filter(None, map(row.get, names)), None) for names in NAMES)
+    prompt, answer = (next((row[x] for x in names if x in row), None) for names in NAMES)
     match row.get("messages", prompt):
         case [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]:
             pass

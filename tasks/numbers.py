@@ -7,14 +7,13 @@ An answer means the number directly behind its last "####" or "\boxed{", or else
     3/4  \frac34  \frac{3}{4}  2\frac{1}{2}
     -5  - 5  −5  –5                   below zero, whatever the dash; "7 - 5" means 5
     42%                               42
-    #### Step 2: ...                  a heading, not 2
+    #### Step 2: ...  #### 3. Then    a heading, no number
 
 A right answer in a file is nothing but one such number, alone or behind a mark.
 """
 
 import re
 from fractions import Fraction
-from unicodedata import normalize
 
 # A number is not preceded by a letter, digit, point, slash or exponent, nor followed by more of
 # these: "1e999999999" and "2026/01/02" are no numbers, rather than the digits they end with.
@@ -23,30 +22,34 @@ NUMBER = re.compile(
     r"(?:[eE][-+]?\d{1,2})?(?:/\d+(?:\.\d+)?)?(?![.,/]?\d|[eE][-+]?\d)",
     re.ASCII,
 )
-THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\[,;!]|[\u2009\u202f\u00a0])(?=\d{3})")
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,;!]|[\u2009\u202f\u00a0])(?=\d{3})")
+# full-width characters, and spaces, as ASCII has them
+ASCII = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)}
+ASCII |= dict.fromkeys((0xA0, 0x2009, 0x202F), " ")
 REWRITTEN = (  # what people write -> what NUMBER reads
-    (r"[\u2212\u2013]", "-"),
-    (r"((?:^|[=:#{(])[\s*$]*)- +(?=[\d.$])", r"\1-"),
+    (r"[\u2010-\u2013\u2212]", "-"),
+    (r"((?:^|[=:#{(])[ \t*$]*)(?<!:)- +(?=[\d.$])", r"\1-"),
 )
 PART = r"(?:(\d)|\{(-?[\d,.]{1,40})\})"
-FRACTION = re.compile(rf"(-?)(\d+)?\s?\\[dt]?frac\s?{PART}{PART}", re.ASCII)
+FRACTION = re.compile(rf"(?:(-?)(\d+)\s?|(-?))\\[dt]?frac\s?{PART}{PART}", re.ASCII)
+HEADING = re.compile(r"\d+[.)]\s+[^\W\d]")  # "#### 3. Then" states no number
 NUMBER_CHARACTERS = 64  # a longer number is wrong, whatever it says
 CHARACTERS = 1024  # of an answer that are looked at, so that the work is bounded
 
 
 def as_one(found):
     """A fraction of TeX, or a mixed number, as "a/b"."""
-    sign, whole, *parts = (part.replace(",", "") for part in found.groups(""))
+    sign, whole, other, *parts = (part.replace(",", "") for part in found.groups(""))
     above, below = parts[0] or parts[1], parts[2] or parts[3]
     try:
-        return f"{sign}{Fraction(whole or 0) + Fraction(above) / Fraction(below)}"
+        return f"{sign or other}{Fraction(whole or 0) + Fraction(above) / Fraction(below)}"
     except (ValueError, ZeroDivisionError):
         return f"{above}/{below}"  # is none
 
 
 def plain(text):
     """A text with every number as NUMBER reads it."""
-    text = normalize("NFKC", THOUSANDS.sub(",", text))
+    text = THOUSANDS.sub(",", text).translate(ASCII)
     for pattern, written in REWRITTEN:
         text = re.sub(pattern, written, text)
     return FRACTION.sub(as_one, text)
@@ -73,7 +76,8 @@ def behind_mark(text):
 
 def stated_number(text):
     """The number directly behind the mark; None if there is none."""
-    found = NUMBER.match((behind_mark(text) or "").lstrip(" *$\\(<"))
+    behind = (behind_mark(text) or "").lstrip(" *$\\(<")
+    found = None if HEADING.match(behind) else NUMBER.match(behind)
     return value(found and found[0])
 
 
@@ -89,7 +93,7 @@ def only_number(text):
     """The number that a text is, alone or behind the mark; None if there is anything else."""
     behind = behind_mark(text)
     text = plain(text[:CHARACTERS]) if behind is None else behind
-    found = NUMBER.fullmatch(text.strip(" *$.%\\()\n"))
+    found = NUMBER.fullmatch(text.lstrip(" *$\\()\n").rstrip(" *$.%\\()\n"))
     return value(found and found[0])
 
 
