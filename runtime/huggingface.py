@@ -76,9 +76,10 @@ def read_shape(folder: Path, context: int) -> dict:
     with blame(f"{path}: must be a dense Llama, Qwen2 or Qwen3"):
         family = facts["model_type"]
         require(family in ("llama", "qwen2", "qwen3"), f"model_type is {family!r}")
-        facts |= (facts.get("rope_scaling") or {}) | (facts.get("rope_parameters") or {})
-        way = facts.get("rope_type", facts.get("type", "default"))
-        require(way in ("default", "llama3"), f"rope_type is {way!r}, must be default or llama3")
+        ropes = [facts.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+        ways = {rope.get("rope_type", rope.get("type", "default")) for rope in ropes}
+        require(ways <= {"default", "llama3"}, f"rope_type is {ways}, must be default or llama3")
+        facts |= ropes[0] | ropes[1]
         only = {"architectures": [f"{family.title()}ForCausalLM"]}
         only |= {"layer_types": ["full_attention"] * facts["num_hidden_layers"]}
         for name, allowed in (ONLY | only).items():
@@ -89,7 +90,7 @@ def read_shape(folder: Path, context: int) -> dict:
         shape = {name: facts[there] for name, there in FIELDS.items()}
         odd = shape["heads"] % shape["kv_heads"] or shape["head_width"] % 2
         require(not odd, "heads must share keys evenly, and head_dim be even")
-        scaling = tuple(facts[name] for name in LLAMA3) if way == "llama3" else ()
+        scaling = tuple(facts[name] for name in LLAMA3) if "llama3" in ways else ()
         most = facts[LONGEST]
     require(context <= most, f"{path}: an episode of {context} tokens: must be at most {most}")
     shape |= {"positions": "rope", "context": context, "rope_scaling": scaling}

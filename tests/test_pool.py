@@ -465,6 +465,7 @@ def test_what_waits_for_a_worker_on_another_machine_is_sent_when_it_dials(tmp_pa
     process = SimpleNamespace(name="rollout-0", connection=None, kill=int, join=lambda seconds: 0)
     worker = Worker("rollout", 0, process, "log", time.monotonic())
     pool.workers["rollout-0"] = worker
+    pool._thread(pool._send, worker)
     issued(pool, [1])
     process.connection = here
     assert there.poll(PATIENCE) and pickle.loads(there.recv_bytes())[0].group_id == 1

@@ -302,6 +302,8 @@ def test_data_as_people_have_it(tmp_path):
     rows = [{"question": "q", "answer": 7}, {"problem": "q", "solution": "7"}]
     rows += [{"prompt": "q", "ground_truth": 7}, {"prompt": [user], "answer": "7"}]
     rows.append({"messages": [user, reply]})
+    zero = write_jsonl(tmp_path / "zero.jsonl", [{"prompt": "q", "answer": 0}])
+    assert make_task(f"jsonl:{zero}:numeric").reset(0, "eval")["answer"] == "0"
     lines = "\n".join(map(json.dumps, rows)).encode()
     files = {"d.jsonl": lines, "d.json": json.dumps(rows, indent=1).encode()}
     for name, data in (files | {"d.jsonl.gz": gzip.compress(lines)}).items():
@@ -388,6 +390,12 @@ def test_the_last_number_of_a_text(text, value):
         ("7 - 5", 5),
         ("\\boxed{42%}", 42),
         ("４２", 42),
+        ("The answer is:\n- 42", 42),
+        ("x = \u20115", -5),
+        (r"\boxed{10,\!236}", 10_236),
+        (r"1 - \frac12", Fraction(1, 2)),
+        ("10² is not 102", 102),
+        ("#### 3. Conclusion\nThe answer is 42.", 42),
         ("#### Step 2: add\n5*8=40. So the total is **40**.", 40),
         ("#### 42\n" + "It is right. " * 200, 42),
         (r"\boxed{42}" + " It is not 7." * 200, 42),
@@ -402,6 +410,8 @@ def test_numbers_as_people_and_models_write_them(text, value):
     [
         ("72", 72),
         ("$1,234.50", Fraction(2469, 2)),
+        ("$.50", Fraction(1, 2)),
+        ("10²", None),
         ("- 5", -5),
         ("1.5e3", 1500),
         ("42%", 42),

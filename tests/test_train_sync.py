@@ -438,8 +438,8 @@ def test_evaluation_changes_nothing(tmp_path):
         ({"task": "jsonl:nowhere.jsonl"}, ["nowhere.jsonl"]),
         ({"task": "recall:999999"}, ["recall:999999", "16384"]),
         ({"device": "tpu"}, ["--device tpu"]),
-        ({"init": "nowhere.pt"}, ["--init nowhere.pt", "weights file"]),
-        ({"init": "requirements.txt"}, ["--init requirements.txt", "weights file"]),
+        ({"init": "nowhere.pt"}, ["--init", "nowhere.pt", "weights file"]),
+        ({"init": "requirements.txt"}, ["requirements.txt", "weights file"]),
     ],
 )
 def test_what_the_user_gets_wrong(tmp_path, monkeypatch, capsys, flags, parts):
