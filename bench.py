@@ -1,6 +1,6 @@
 """bench.py: one door to every measurement.
 
-    python bench.py                    # sync against async on two tasks, in 5 minutes
+    python bench.py                    # sync against async on three tasks, in 5 minutes
     python bench.py NAME [flags]       # a measurement of this list; NAME --help has its flags
     python bench.py NAME --record      # the same, and its files are copied to results/
     python bench.py episode [TASK ...] # a sample episode of each task, or of your own file

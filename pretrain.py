@@ -12,7 +12,7 @@ The stages are those of DeepSeek-V3.2-Exp's report and of GLM-5's (arXiv 2602.15
            the dense attention, summed over heads and over the keys of a chunk, made to sum to one.
   sparse   Attention reads what the indexer selects. The indexer learns the same KL among the
            selected chunks only; everything else learns the language-model loss.
-What follows is RL, in which no gradient reaches the indexer: lab/recipe.py does some steps of it.
+What follows is RL, in which no gradient reaches the indexer.
 Neither loss reaches the other's parameters: the indexer's input is detached (model.py), selection
 has no gradient, and p is detached here. The chunk of the query itself is always selected; it has no
 competitor, so p leaves it out.
@@ -215,7 +215,7 @@ def answer(model: GPT, batch: tuple, attend: Callable) -> tuple:
         logits = model.logits(hidden, alphabet)  # [m, V']
         return F.cross_entropy(logits, right, reduction="sum"), logits.argmax(-1) == right
 
-    # as in learner.py: logits of no more than PIECE pairs of a token and a word are there at once
+    # as in logprobs.py: logits of no more than PIECE pairs of a token and a word are there at once
     size = PIECE // model.config.vocab_size
     again = partial(recomputed, piece)
     losses, exact = zip(*map(again, hidden.split(size), right.split(size)), strict=True)

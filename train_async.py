@@ -9,7 +9,8 @@ adds what asynchrony needs: rollout and reward workers in their own processes, a
 that are published while episodes run, and groups that are issued again when a worker dies.
 With --max-staleness 0 exactly the groups of one version are outstanding, and a batch is in the
 order of their numbers: so both trainers train the same batches (docs/design.md, "bit by bit").
-Left out: how processes are kept (runtime/pool.py), set-up, ledger and end (runtime/run.py).
+Left out: how processes are kept (runtime/pool.py), set-up and end (runtime/run.py), ledger and
+metrics (runtime/books.py).
 
 Groups travel: admit -> rollout worker -> reward worker -> buffer -> learner; weights travel back
 through the mailbox. The learner lives in the parent process, so nothing lies between a batch and
