@@ -52,11 +52,10 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
             episode["task"].close(episode["state"])
 
     stateful = any(task.open for task in tasks)
-    lengths = list(zip(shares, tasks, strict=True))
     return Task(
         reset,
         step_episode if stateful else step,
-        alphabet=tuple({i for task in tasks for i in alphabet_of(task).tolist()}),
+        alphabet=tuple(sorted({i for task in tasks for i in alphabet_of(task).tolist()})),
         max_prompt_tokens=max(task.max_prompt_tokens for task in tasks),
         turn_tokens=max(task.turn_tokens for task in tasks),
         max_turns=max(task.max_turns for task in tasks),
@@ -64,7 +63,7 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
         observation_tokens=max(task.observation_tokens for task in tasks),
         eval_size=len(held_out),
         # until each has had as many groups as alone
-        steps=max(-(-task.steps * len(pattern) // n) for n, task in lengths),
+        steps=max(-(-t.steps * len(pattern) // n) for n, t in zip(shares, tasks, strict=True)),
         open=open_episode if stateful else None,
         close=close_episode,
         outside=any(task.outside for task in tasks),
