@@ -537,6 +537,12 @@ def test_a_task_of_ones_own_needs_no_other_file(tmp_path):
     assert verify(task, problems[0], ["x" * 40]).reward == 0.0
 
 
+def test_a_task_may_import_what_lies_beside_it(tmp_path):
+    (tmp_path / "lies_beside_it.py").write_text("LONGEST = 5\n")
+    change = ("turn_tokens=5", "turn_tokens=__import__('lies_beside_it').LONGEST")
+    assert make_task(own_task(tmp_path, change)).turn_tokens == 5
+
+
 def test_the_path_may_be_relative_and_an_argument_may_follow(tmp_path, monkeypatch):
     sized = ("    def reset", "    global size\n    size = int(argument or 4)\n\n    def reset")
     own_task(tmp_path, ("size=4", "size=size"), sized)
