@@ -9,12 +9,16 @@ first is left out, and the next one is taken.
 """
 
 import json
+import os
 from functools import partial
 
 from reward import Step, Task, TaskError
 
 PROBLEMS = 10_000  # of a seed; then they come again. A generator draws from (seed + index)
 LOOKED_AT = 16  # problems of each split, to see how long prompts are
+# these order a set of strings, which Python does in another way in every process
+UNORDERED = "isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note"
+UNORDERED += " word_ladder"  # of version 0.1.25
 FORM = "\nGive the answer alone, without any other words."
 
 
@@ -38,6 +42,8 @@ def generators(name, seed, settings):
         raise TaskError("needs a package: pip install reasoning-gym") from None
     if name not in DATASETS:
         raise TaskError(f"{name!r}: allowed is one of {', '.join(sorted(DATASETS))}")
+    if name in UNORDERED.split() and not os.environ.get("PYTHONHASHSEED", "").isdigit():
+        raise TaskError("set PYTHONHASHSEED=0, or it draws other problems in every process")
     seeds = {"train": PROBLEMS * (1 + seed), "eval": 0}
     how = {"size": PROBLEMS} | settings
     try:

@@ -5,7 +5,7 @@ import pytest
 from reward import TaskError, make_task, problem_of
 
 pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
-NAMES = ["chain_sum", "basic_arithmetic", "count_primes", "spell_backward", "word_ladder", "acre"]
+NAMES = ["chain_sum", "basic_arithmetic", "count_primes", "spell_backward", "maze", "acre"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -30,6 +30,14 @@ def test_settings_reach_the_generator_and_the_seed_moves_training_only():
     assert prompts["eval"] == [other.reset(i, "eval")["prompt"] for i in range(100)]
     assert prompts["train"] != [other.reset(i, "train")["prompt"] for i in range(100)]
     assert prompts["train"] != prompts["eval"]
+
+
+def test_problems_that_depend_on_the_order_of_a_set_need_one_order_in_all_processes(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(TaskError, match="set PYTHONHASHSEED=0"):
+        make_task("gym:word_ladder")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert make_task("gym:word_ladder").eval_size == 128
 
 
 @pytest.mark.parametrize(
