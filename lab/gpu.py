@@ -1,4 +1,4 @@
-"""gpu.py: what one GPU can be asked in 9 minutes, in the order of its worth.
+"""gpu.py: what one GPU can be asked in 12 minutes, in the order of its worth.
 
     python bench.py gpu                     # on an H100 or H200; a page of Markdown at the end
     python bench.py gpu --out DIR           # the same DIR again: it goes on where it stopped
@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 import dsa
+from lab.campaigns import Smollm2Config, bench_smollm2
 from lab.plots import RESULTS, go_on, save_result
 from lab.races import SYNC, run_each, speed_of
 from lab.speed import DTYPE, attention, decoding, measure_model, random_model
@@ -156,15 +157,22 @@ def raced(folder: Path, name: str, flags: dict, task: str) -> None:
         save_result(folder, "async-cuda", result)
 
 
+def published(folder: Path, seeds: int) -> None:
+    """SmolLM2 learns sums, if its folder is there."""
+    if seeds and Path("smollm2").exists():
+        bench_smollm2(folder, Smollm2Config(seeds=seeds))
+
+
 LENGTHS = [8192, 32768, 131072]
 MODEL = "0.6B", [(16, 512), (64, 512), (16, 4096)]  # slots, context
-PARTS = {  # seconds on a card (540 in all), what is called, on a card and in a rehearsal with what
+PARTS = {  # seconds on a card (690 in all), what is called, on a card and in a rehearsal with what
     "kernels": (90, kernels, (False,), (True,)),
     "dsa": (150, attention, (LENGTHS,), ([40], (2, 1, 16), 1)),
     "decode": (60, decoding, (LENGTHS,), ([128], 2)),
     "model": (90, measure_model, MODEL, ("1M", [(2, 64)])),
     "race": (60, race, (), (TINY,)),
     "long": (90, long_answers, ("0.6B", 1024), ("1M", 16)),
+    "smollm2": (150, published, (1,), (0,)),
 }
 
 

@@ -80,7 +80,7 @@ AGENT = {"episodes to the goal": "~goal_samples ,.0f", "seconds to it": "~goal_s
 AGENT |= {"solved": "eval.after.solved .0%", "seconds in all": "command_s .0f"}
 MIXTURE = {f"`{task}`": f"eval.after.tasks.{task}.solved .1%" for task in PARTS}
 SMOLLM2 = {"before": "before .0%", "solved": "solved .0%", "minutes": "minutes .1f"}
-SMOLLM2 |= {"the same by transformers": "same_answers"}
+SMOLLM2 |= {"seconds a step": "step_s .2f", "the same by transformers": "same_answers"}
 FAULTS = {
     "faults injected": "faults",
     "runs of all roles": "runs",
@@ -154,7 +154,8 @@ SECTIONS = {  # title: (the file that is read, what writes of it)
     "Faults": ("faults", partial(fact_lines, FAULTS)),
     "Replay": ("replay", partial(run_lines, "same", {"staleness bound": "max_staleness"}, AGAIN)),
     "Run folders: damaged, killed, hostile": ("disk", partial(fact_lines, DISK)),
-    "Published weights learn": ("smollm2", partial(run_lines, "arm", SMOLLM2, LEARNS)),
+    "Published weights learn": ("smollm2-cpu", partial(run_lines, "arm", SMOLLM2, LEARNS)),
+    "... on a GPU": ("smollm2-cuda", partial(run_lines, "arm", SMOLLM2, LEARNS)),
     "Sparse attention: training it": ("recipe", recipe_lines),
     "Sparse attention: decoding on one CPU thread": ("decode-cpu", partial(row_lines, DECODING)),
     "Sparse attention: decoding on a GPU": ("decode-cuda", partial(row_lines, DECODING)),

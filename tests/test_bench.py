@@ -299,7 +299,7 @@ def test_parts_fail_alone_and_what_is_done_is_not_done_again(monkeypatch, tmp_pa
     monkeypatch.setattr(gpu, "run_part", run_part)
     gpu.bench_gpu(tmp_path, gpu.GpuConfig(rehearse="yes"))
     assert [name for name, _ in asked] == list(gpu.PARTS)
-    assert sum(limit for limit, *_ in gpu.PARTS.values()) <= 9 * 60
+    assert sum(limit for limit, *_ in gpu.PARTS.values()) <= 12 * 60
     lines = tables.tables_of(tmp_path)
     assert any("failed: no memory" in line for line in lines)
     asked.clear()
