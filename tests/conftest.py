@@ -33,7 +33,6 @@ LONG = (  # the longest tests: they begin first, two of them in each process
     "test_a_run_survives_what_befalls_it",
     "test_staleness_is_bounded_and_nothing_is_lost",
     "test_every_child_may_be_killed",
-    "test_a_disk_that_is_full_at_the_start_is_the_last_thing_said",
     "test_staleness_zero_is_bitwise_the_synchronous_algorithm",
     "test_late_evaluations_say_the_same_about_the_same_moments",
 )
@@ -87,6 +86,12 @@ def gpu_memory():
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A trainer sets the threads of its process: give them back before each test."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,7 @@ SHAPES = {  # tied or not; G = 1, 2, 4 query heads to a key head; heads unlike w
     "qwen2": {"family": "Qwen2", "num_key_value_heads": 2, "head_dim": None},
 }
 QUICK = {"groups_per_step": 2, "group_size": 2, "slots": 4, "eval_every": 100, "steps": 2}
+QUICK |= {"threads": 1}  # two processes of tests share two cores
 
 
 @pytest.fixture(scope="module", params=SHAPES)

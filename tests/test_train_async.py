@@ -143,16 +143,15 @@ def kill_when(folder: Path, name: str, steps: int) -> threading.Thread:
 @pytest.mark.parametrize(
     "swap, eta, flags, victim",
     [
-        ("keep", 1, {"rollout_workers": 2}, None),
+        ("keep", 1, {"rollout_workers": 2, "learners": 2}, None),
         ("recompute", 4, {"task": "sum:16", "reward_workers": 2, "rollout_workers": 1}, "reward-0"),
         ("drain", 2, {"on_stale": "drop", "task": "sum:32"}, None),
-        ("keep", 2, {"learners": 2, "rollout_workers": 1}, None),
         ("keep", 2, {"reward_workers": 0, "task": "guess", "rollout_workers": 1}, "rollout-0"),
     ],
 )
 def test_staleness_is_bounded_and_nothing_is_lost(tmp_path, swap, eta, flags, victim):
     """Also when a worker is killed: it is named, and its groups are issued again."""
-    folder, steps = tmp_path / "run", 24 if victim else 12
+    folder, steps = tmp_path / "run", 16 if victim else 8
     if victim:
         thread = kill_when(folder, victim, 3)
     train_async.train(config_of(folder, swap=swap, max_staleness=eta, steps=steps, **flags))
