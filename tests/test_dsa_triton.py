@@ -267,10 +267,9 @@ def test_future_tokens_and_other_sequences_change_nothing(chunk_size, query_bloc
 
 
 @kernels
-@pytest.mark.parametrize("chunk_size", [1, 16])
-def test_what_neighbours_look_at_changes_no_more_than_rounding(chunk_size):
+def test_what_neighbours_look_at_changes_no_more_than_rounding():
     """Later neighbours decide whether a query is alone, and so how its sums are rounded."""
-    n, now = 3 * chunk_size + 40, 2 * chunk_size + 20
+    chunk_size, n, now = 1, 43, 22
     tables = packed(0, n, chunk_size=chunk_size)
     tensors = random_qkv(n, n, (32, 2), dtype=torch.float16)
     want = dsa_triton.dsa_attention(*tensors, tables, 2)[: now + 1]
@@ -400,7 +399,7 @@ TIES = [  # cu_seqlens, chunk size, top_k, longest list the kernel keeps
     ([0, 1, 2, 2, 40, 41], 1, 9, 3),
     ([0, 37, 100], 16, 5, 3),
     ([0, 7, 31], 1, 40, 3),  # all are kept
-    ([0, 60, 100], 2, 6, 3),
+    ([0, 30, 50], 2, 6, 3),
 ]
 
 
@@ -635,9 +634,7 @@ KERNELS = {name: x for name, x in vars(dsa_triton).items() if isinstance(x, trit
 LAUNCHED = {"_forward", "_merge", "_backward_q", "_backward_kv"}
 LAUNCHED |= {"_select", "_score", "_pick", "_unite"}
 SHAPES = {  # D, chunk size, query block, S, cached, indexer heads and width
-    "per query, 64": (64, 64, 1, 16, False, None),
     "per query, 128": (128, 64, 1, 16, False, None),
-    "block of 8, 64": (64, 64, 8, 16, False, None),
     "block of 8, 128": (128, 64, 8, 16, False, None),
     "tokens": (128, 1, 1, 64, False, (4, 64)),
     "2048 tokens": (128, 1, 1, 2048, False, (4, 64)),

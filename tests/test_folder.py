@@ -20,7 +20,7 @@ def runs(tmp_path_factory):
 
 def test_a_run_goes_on_whatever_its_folder_has_suffered_or_says_why_not(runs, tmp_path):
     folder, sha256 = runs["sync"]
-    for seed in range(6):
+    for seed in range(4):
         place = tmp_path / f"{seed}"
         shutil.copytree(folder, place / "run")
         assert disk.damaged(place / "run", "sync", place / "output", sha256, random.Random(seed))

@@ -40,16 +40,14 @@ def trained(way, monkeypatch, **more) -> tuple:
     return log.scores[-1][1], ages
 
 
-@pytest.mark.parametrize(
-    "way, seed", [(nano.train_sync, 0), (nano.train_async, 1), (nano.train_async, 2)]
-)
+@pytest.mark.parametrize("way, seed", [(nano.train_sync, 0), (nano.train_async, 1)])
 def test_it_learns(way, seed, monkeypatch):
     score, ages = trained(way, monkeypatch, seed=seed)
     assert score >= 0.9 and len(ages) == 80
     assert 0 <= max(ages) <= (2 if way is nano.train_async else 0)
 
 
-@pytest.mark.parametrize("sparse, steps", [(False, 60), (True, 30)])
+@pytest.mark.parametrize("sparse, steps", [(False, 30), (True, 15)])
 def test_no_token_is_older_than_eta(sparse, steps, monkeypatch):
     _, ages = trained(nano.train_async, monkeypatch, steps=steps, eta=1, sparse=sparse)
     assert len(ages) == steps and max(ages) == 1
