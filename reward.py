@@ -9,7 +9,7 @@ again from them. So a prompt cursor is one integer, and an episode can be judged
 A turn is rewarded when it happens. What nobody has judged then (the only answer of most tasks) is
 verified at the end (`verify_group`).
 
-Every file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`, and so has a file
+A task's file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`, and so has a file
 of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
 Copy tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and
 alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end`.

@@ -48,9 +48,9 @@ Mean of six held-out rewards of a run, ± their standard deviation over seeds: 3
 READING = """\
 What a method gains, and in brackets the 99% interval of Student's t over seeds: where 0 is inside,
 it cannot be told from chance. An objective is held against none (`reinforce`), on old data by ten
-seeds that were fixed, and not looked at, before; what goes beside one against that objective alone,
-by five: a `--damper` (`kl`: the window at 0.15), or `--advantage opob`. Of a hundred comparisons of
-equals, about one is wrong."""
+seeds that were fixed, and not looked at, before. A `--damper` (`kl`: the window at 0.15) or
+`--advantage opob` is compared with the same objective without it, by five seeds. Of a hundred
+comparisons of equals, about one is wrong."""
 BASELINES = ("cispo", "reinforce")
 # Half of a 99% interval, in standard errors, by the number of seeds (Student 1908). A bootstrap of
 # five means is too sure: it finds a difference in one of ten comparisons of equals.

@@ -80,7 +80,7 @@ AGENT = {"episodes to the goal": "~goal_samples ,.0f", "seconds to it": "~goal_s
 AGENT |= {"solved": "eval.after.solved .0%", "seconds in all": "command_s .0f"}
 MIXTURE = {f"`{task}`": f"eval.after.tasks.{task}.solved .1%" for task in PARTS}
 SMOLLM2 = {"before": "before .0%", "solved": "solved .0%", "minutes": "minutes .1f"}
-SMOLLM2 |= {"seconds a step": "step_s .2f", "the same by transformers": "same_answers"}
+SMOLLM2 |= {"the same by transformers": "same_answers"}
 FAULTS = {
     "faults injected": "faults",
     "runs of all roles": "runs",
