@@ -9,8 +9,8 @@ again from them. So a prompt cursor is one integer, and an episode can be judged
 A turn is rewarded when it happens. What nobody has judged then (the only answer of most tasks) is
 verified at the end (`verify_group`).
 
-A task's file in tasks/ has one function `make(argument, seed, tokenizer) -> Task`, and so has a file
-of your own: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
+A task's file has one function, `make(argument, seed, tokenizer) -> Task`, in tasks/ or anywhere
+else: `--task path/to/file.py` or `--task path/to/file.py:argument` needs no change here.
 Copy tasks/guess.py. What a task writes and reads is text; token ids appear only as sizes and
 alphabet, in the vocabulary of the run: `tokenizer.encode(text)`, `tokenizer.end`.
 Never give model output to `eval`, to an unbounded number parser or to a regular expression that

@@ -339,7 +339,7 @@ class Generator:
         if reply.reward is not None and not reply.failure:
             slot.episode.turn_rewards.append(float(reply.reward))
         stop = self.environment.stop
-        ends = slot.group.problem.get("ends", bool(stop))  # else turns are full, and none is cut
+        ends = slot.group.problem.get("_ends", bool(stop))  # else turns are full, and none is cut
         cut_off = ends and slot.tokens[-1] not in stop
         finish = reply.failure or ("length" if cut_off else "stop")
         if reply.observation is not None:  # the environment would go on; is there room to?

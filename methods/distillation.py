@@ -19,7 +19,7 @@ from learner import GroupMethod, pairs_of
 from losses import log_ratio
 from methods.episodes import policy_logprobs
 from model import GPT
-from reward import Task, alphabet_of
+from reward import Task, alphabet_of, specs_of
 from runtime.checkpoint import checkpoint_path, newest_weights
 from runtime.config import Config, blame, require
 from runtime.models import make_model, model_of
@@ -68,7 +68,7 @@ def teacher_of(config: Config, task: Task) -> Teacher:
         require(run.is_dir(), "there is no such folder")
         if (run / "checkpoints").is_dir():
             other, _ = stored_config(run, "--teacher")
-            known, asked = ({x.split(":")[0] for x in c.task.split(",")} for c in (other, config))
+            known, asked = ({x.split(":")[0] for x in specs_of(c.task)} for c in (other, config))
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
             model = model_of(newest_weights(place), config, task)
         else:
@@ -96,11 +96,11 @@ def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.nda
     failed ones, which it does not see: a replay lacks them, and rounding depends on what is packed
     together."""
     judged = zip(episodes, verdicts, strict=True)
-    sound = [t for t, (*_, error) in judged if not t.failed and error is None]
+    sound = [t for t, (*_, error) in judged if not (t.failed or error)]
     seen = policy_logprobs(teacher.model, sound, teacher, teacher.config)
     logprobs = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
     logprobs |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}
-    return [*logprobs.values()]
+    return list(logprobs.values())
 
 
 METHOD = Distillation

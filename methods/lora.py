@@ -1,8 +1,8 @@
 """lora.py: low-rank adapters, which alone are trained: x @ (W + 2 A B) in place of x @ W.
 
 LoRA (arXiv 2106.09685, with alpha = 2 r). A training step moves and keeps moments of the adapters
-only. A generator adds them up once a version (`weights_to_generate`), so that a token costs no more
-than without them.
+only. In float32 a generator adds them up once a version (`weights_to_generate`), so that a token
+costs no more than without them.
 
 Axes: r rank
 """

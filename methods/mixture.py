@@ -29,14 +29,14 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
             index = cycle * shares[k] + pattern[:turn].count(k)
         task = tasks[k]
         limits = {"turn_tokens": task.turn_tokens, "max_turns": task.max_turns}
-        facts = {"task": task.name, "solved": task.solved, "ends": bool(task.stop)}
+        facts = {"_task": task.name, "_solved": task.solved, "_ends": bool(task.stop)}
         return limits | task.reset(index, split) | facts
 
     def step(problem: dict, answers: list) -> Step:
-        return by_name[problem["task"]].step(problem, answers)
+        return by_name[problem["_task"]].step(problem, answers)
 
     def open_episode(problem: dict) -> dict:
-        task = by_name[problem["task"]]
+        task = by_name[problem["_task"]]
         state = task.open(problem) if task.open else []  # without a state: the answers so far
         return {"task": task, "problem": problem, "state": state}
 
@@ -67,7 +67,7 @@ def mixture_of(tasks: list[Task], ratio: str) -> Task:
         open=open_episode if stateful else None,
         close=close_episode,
         outside=any(task.outside for task in tasks),
-        solve=lambda problem: by_name[problem["task"]].solve(problem),
+        solve=lambda problem: by_name[problem["_task"]].solve(problem),
         name=",".join(names),
         tokenizer=tasks[0].tokenizer,
         longest=max(task.context for task in tasks),

@@ -18,7 +18,6 @@ Axes: N sequences · d model width
 """
 
 import io
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from model import GPT, PRESETS, ModelConfig, pack_tokens
-from reward import Task, alphabet_of, complete, make_task
+from reward import Task, alphabet_of, complete, make_task, specs_of
 from runtime.checkpoint import load_tensors
 from runtime.config import Config, UserError, blame, flag, one_of, require
 from runtime.folder import write_file
@@ -94,18 +93,18 @@ def spoiled(answer: list, words: np.ndarray, random: np.random.Generator, length
 
 def pairs_of(task: Task, split: str, seed: int, lengths: str = "any") -> Iterator[tuple]:
     """(better, worse), token ids of prompt and answer, on one problem after the other."""
-    random, encode, alike = np.random.default_rng(seed), task.tokenizer.encode, 0
+    random, tokenizer, alike = np.random.default_rng(seed), task.tokenizer, 0
     words = np.array([token for token in alphabet_of(task).tolist() if token not in task.stop])
     for index in count():
         problem = task.reset(index if split == "train" else index % task.eval_size, split)
-        prompt = task.tokenizer.encode_prompt(problem["prompt"])
-        best = encode(task.solve(problem)[0])
+        prompt = tokenizer.encode_prompt(problem["prompt"])
+        best = tokenizer.encode(task.solve(problem)[0])[: task.turn_tokens]
         answers = []
         for _ in range(2):
             tokens = spoiled(best, words, random, lengths)
-            text = task.tokenizer.decode_bytes(tokens).decode(errors="replace")
+            text = tokenizer.decode_bytes(tokens).decode(errors="replace")
             (reward,) = complete(task, problem, ((text,), ()))
-            answers.append((reward, [*prompt, *tokens, task.tokenizer.end]))
+            answers.append((reward, [*prompt, *tokens, tokenizer.end]))
         (less, worse), (more, better) = sorted(answers)
         alike = alike + 1 if less == more else 0
         if less < more:
@@ -137,8 +136,8 @@ def learn(task: Task, config: PairConfig, version: int) -> RewardModel:
 def margins(served: RewardModel, batch: list) -> Tensor:
     """How much higher the better answer of each pair scores."""
     better, worse = zip(*batch, strict=True)
-    both = scores(served, [*better, *worse])
-    return both[: len(batch)] - both[len(batch) :]
+    better, worse = scores(served, [*better, *worse]).split(len(batch))
+    return better - worse
 
 
 def train(config: PairConfig) -> float:
@@ -151,14 +150,13 @@ def train(config: PairConfig) -> float:
     served = learn(task, config, newest_version(folder) + 1)
     unseen = pairs_of(task, "eval", config.seed, config.lengths)
     with torch.no_grad():
-        right = margins(served, [next(unseen) for _ in range(512)]) > 0
+        right = (margins(served, [next(unseen) for _ in range(512)]) > 0).float().mean()
     facts = {"shape": vars(served.model.config), "weights": served.model.flat, "head": served.head}
     torch.save(facts | {"task": config.task}, memory := io.BytesIO())
     path = folder / f"{served.version}.pt"
     write_file(path, memory.getvalue())
-    share = right.float().mean().item()
-    print(f"{path}: {share:.1%} of 512 held-out pairs are judged rightly")
-    return share
+    print(f"{path}: {right:.1%} of 512 held-out pairs are judged rightly")
+    return float(right)
 
 
 # ---- serving ----
@@ -166,8 +164,8 @@ def train(config: PairConfig) -> float:
 
 def newest_version(folder: Path) -> int:
     """The largest number of the files 1.pt, 2.pt, ... of a folder; 0 where there are none."""
-    names = [path.stem for path in folder.glob("*.pt") if path.is_file()]
-    return max([int(name) for name in names if re.fullmatch("[1-9][0-9]*", name)], default=0)
+    found = [path.stem for path in folder.glob("[1-9]*.pt")]
+    return max(map(int, filter(str.isdecimal, found)), default=0)
 
 
 def serve_newest(config: Config, task: Task, served: RewardModel | None) -> RewardModel:
@@ -177,13 +175,13 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
     UserError for a first one that does not fit the task.
     """
     newest = newest_version(Path(config.reward_model))
-    if not served:
-        return read_reward_model(config, task, newest)
-    if newest in (0, served.version, served.refused):
+    if served and newest in (0, served.version, served.refused):
         return served
     try:
         return read_reward_model(config, task, newest)
     except UserError as error:
+        if not served:
+            raise
         print(f"{error}; version {served.version} goes on judging", file=sys.stderr, flush=True)
         return served._replace(refused=newest)
 
@@ -191,7 +189,7 @@ def serve_newest(config: Config, task: Task, served: RewardModel | None) -> Rewa
 def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
     """One version of the configured folder; UserError."""
     must = f"--reward-model {config.reward_model}: must be"
-    single = task.max_turns == 1 and "," not in config.task
+    single = task.max_turns == 1 and len(specs_of(config.task)) == 1
     require(single, f"{must} left out with --task {config.task}: several tasks, or several turns")
     needed = "a folder of methods/reward_model.py, for this task"
     with blame(f"{must} {needed}", (Exception, limits.OutOfTime)):
@@ -210,7 +208,12 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
 @torch.no_grad()
 def verdicts_by(served: RewardModel, group: Group) -> list[tuple]:
     """(reward, rewards of turns, None) of the episodes of a group, by a reward model."""
-    sound = [t.tokens for t in group.trajectories if not t.failed]  # a replay has only these
+    end = own_tokenizer().end  # every pair has one; the limit of tokens has cut it
+    sound = [  # a replay has only these
+        t.tokens if t.finish == "stop" else [*t.tokens, end]
+        for t in group.trajectories
+        if not t.failed
+    ]
     scored = iter(torch.sigmoid(scores(served, sound)).tolist() if sound else ())
     verdicts = []
     for t in group.trajectories:

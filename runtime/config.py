@@ -91,6 +91,7 @@ constant, constant_of = partial(flag, flag=False), partial(one_of, flag=False)
 
 PAIRED = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
 SPARSE = {"attention": ("dsa",)}
+ALONE = {"teacher": ("",)}
 IN_GROUP = {"advantage": ("grpo", "mean", "rloo")}
 
 
@@ -144,9 +145,11 @@ class Config:
     max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")
 
     objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
-    advantage: str = one_of("inside a group, or (gae) by a critic", *ADVANTAGES, only_with=PAIRED)
+    advantage: str = one_of(
+        "inside a group, or (gae) by a critic", *ADVANTAGES, only_with=PAIRED | ALONE
+    )
     credit: str = one_of(
-        "what a turn is credited with", "episode", "turn", only_with=PAIRED | IN_GROUP
+        "what a turn is credited with", "episode", "turn", only_with=PAIRED | IN_GROUP | ALONE
     )
     damper: str = one_of("how a step is made smaller when data are stale", *DAMPERS)
     kl_threshold: float = flag(
@@ -161,7 +164,7 @@ class Config:
         "groups whose rewards are all equal; no: replace",
         "yes",
         "no",
-        only_with={"teacher": ("",), "advantage": ("grpo", "mean", "rloo", "opob")},
+        only_with=ALONE | {"advantage": ("grpo", "mean", "rloo", "opob")},
     )
     overlong: str = one_of("answers cut by the limit of tokens; drop: not learned", "keep", "drop")
     lr: float = flag(6e-4, "learning rate of AdamW at the first step, falling to 0", 0, 1.0)
@@ -181,9 +184,7 @@ class Config:
         "RMSNorm of queries and keys", "no", "yes", only_with={"model": SIZES}
     )
     think: str = constant_of("in a chat", "no", "yes", only_with={"chat": ("yes",)})
-    top_p: float = constant(
-        1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with={"teacher": ("",)}
-    )
+    top_p: float = constant(1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with=ALONE)
     recompute: str = constant_of("activations in the backward pass", "no", "yes")
     threads: int = constant(
         -1,

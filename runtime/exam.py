@@ -44,7 +44,7 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
                 apply_judgement(left.pop(message.group_id), message.judgement)
     by_task = defaultdict(list)
     for group in groups:
-        by_task[group.problem.get("task")].append(group)
+        by_task[group.problem.get("_task")].append(group)
     result = result_of(task, groups)
     if len(by_task) > 1:
         result["tasks"] = {name: result_of(task, groups) for name, groups in by_task.items()}
@@ -55,7 +55,7 @@ def result_of(task: Task, groups: list[Group]) -> dict:
     """What the part of an evaluation that is one task's says."""
     episodes = [group.trajectories[0] for group in groups]
     rewards = [0.0 if t.failed else t.reward for t in episodes]
-    needed = [group.problem.get("solved", task.solved) for group in groups]
+    needed = [group.problem.get("_solved", task.solved) for group in groups]
     return {
         "solved": fmean(map(ge, rewards, needed)),
         "reward": fmean(rewards),

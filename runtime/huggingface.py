@@ -11,6 +11,7 @@ Left out: other families, tokenizers (tokenizer.py), the indexer of sparse atten
 
 import shutil
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -197,6 +198,8 @@ def export(model: GPT, config: Config, folder: Path) -> str:
 def stored_model(run: Path) -> tuple[GPT, Config]:
     """The model of a run's newest checkpoint; UserError."""
     config, _ = stored_config(run, "run")
+    if config.lora:  # in bfloat16 rounding would lose most of what adapters add
+        config = replace(config, dtype="float32")
     state = load_checkpoint(run)
     with blame(f"{run}: must have a sound checkpoint"):
         model = base_model(config, ModelConfig(**state["shape"]), stored=True)

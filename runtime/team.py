@@ -16,6 +16,7 @@ bitwise.
 """
 
 import atexit
+import io
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,9 +118,16 @@ def share_facts(team: Team, facts: list) -> list:
     if not team.apart:
         return facts
     shares = [None] * team.size
+    torch.save(facts, memory := io.BytesIO())
     with together(team, "facts"):
-        dist.all_gather_object(shares, facts)
-    return sum(shares, [])
+        dist.all_gather_object(shares, memory.getvalue())
+    how = {"map_location": to_here, "weights_only": False}
+    return sum([torch.load(io.BytesIO(share), **how) for share in shares], [])
+
+
+def to_here(storage, device: str):
+    """What was on another learner's GPU comes to this one's."""
+    return storage if device == "cpu" else storage.cuda()
 
 
 def share_weights(team: Team, flat: Tensor) -> None:

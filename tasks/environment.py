@@ -91,15 +91,15 @@ def call_of(task: Task, request: tuple) -> Call:
 
 
 def reply_of(task: Task, result: Result) -> Reply:
-    """An environment's answer in token ids, or the failure that it is too long."""
+    """An environment's answer in token ids, or the failure that it cannot be read."""
     if result.failure or result.done:
         return Reply(None, result.reward, result.failure)
-    observation = task.tokenizer.encode(result.observation)
+    text = result.observation
+    try:
+        observation = task.tokenizer.encode(text)
+    except ValueError as error:  # half a character cannot be
+        return Reply(None, None, f"env_error: ValueError: observation {text[:40]!r}: {error}")
     if len(observation) <= task.observation_tokens:
         return Reply(observation, result.reward)
-    return Reply(
-        None,
-        None,
-        f"env_error: ValueError: observation {result.observation[:40]!r} has {len(observation)} "
-        f"tokens, observation_tokens declares {task.observation_tokens}",
-    )
+    most = f"{len(observation)} tokens, observation_tokens declares {task.observation_tokens}"
+    return Reply(None, None, f"env_error: ValueError: observation {text[:40]!r} has {most}")

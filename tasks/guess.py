@@ -7,8 +7,8 @@ lines, with one turn.
 
 The rules:
   * `reset(index, split)` returns the same problem for the same index; tasks/problems.py helps with
-    that (`drawn`, `in_turn`). Problems of "eval" should never be seen in "train" (here they are: there
-    are only 16), and do not depend on the seed.
+    that (`drawn`, `in_turn`). Problems of "eval" should never be seen in "train" (here they
+    are: there are only 16), and do not depend on the seed.
   * `step(problem, answers)` judges the newest of the answers so far, and remembers nothing: it is
     called again elsewhere, to verify the episode. Exceptions in it cost that episode only.
   * Give some reward for a part of the answer. From random weights nothing else can be learned.

@@ -10,12 +10,13 @@ first is left out, and the next one is taken.
 
 import json
 import os
+import re
 from functools import partial
 
 from reward import Step, Task, TaskError
 
 PROBLEMS = 10_000  # of a seed; then they come again. A generator draws from (seed + index)
-LOOKED_AT = 16  # problems of each split, to see how long prompts are
+LOOKED_AT = 16  # problems, to see how long prompts are
 # these order a set of strings, which Python does in another way in every process
 UNORDERED = "isomorphic_strings knight_swap list_functions polynomial_multiplication ransom_note"
 UNORDERED += " word_ladder"  # of version 0.1.25
@@ -25,7 +26,7 @@ FORM = "\nGive the answer alone, without any other words."
 def settings_of(text):
     """The settings in "key=value,..."; values are numbers, true, false, lists or text."""
     settings = {}
-    for part in text.split(",") if text else ():
+    for part in re.split(r",(?=\w+=)", text) if text else ():
         key, _, value = part.partition("=")
         try:
             settings[key] = json.loads(value)
@@ -80,7 +81,7 @@ def make(argument: str, seed: int, tokenizer) -> Task:
     settings = settings_of(text)
     tokens = settings.pop("tokens", 64)
     data = generators(name, seed, settings)
-    first = [generator[i]["question"] for generator in data.values() for i in range(LOOKED_AT)]
+    first = [data["eval"][i]["question"] for i in range(LOOKED_AT)]  # the same for every seed
     most = 2 * max(len(tokenizer.encode(question + FORM)) for question in first)
     return Task(
         reset=partial(reset, data, tokenizer.encode, most),

@@ -62,7 +62,8 @@ def step(problem, answers):
     hops, turn, said = len(way) - 1, len(answers), answers[-1]
     made = hops_made(problem, answers[:-1])
     if said in ANSWERS or turn > 2 * hops:
-        failed = sum(number < turn for number in failing)
+        # nonsense costs its turn, whatever the tool would have done
+        failed = sum(answers[n - 1] in problem["facts"] for n in failing if n < turn)
         wasted = turn - 1 - made - failed
         worth = ANSWER - WASTED * wasted / hops
         return Step(None, worth if said == way[-1] else 0.0, True)

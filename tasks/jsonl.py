@@ -94,6 +94,7 @@ def read_rows(path, verifier, tokenizer):
         with open_plain(Path(path)) as file:  # a device or a pipe may have no end
             data = file.read()
         data = gzip.decompress(data) if path.endswith(".gz") else data
+        data = data.removeprefix(b"\xef\xbb\xbf")  # of UTF-8, as some editors write it
         lines = data.split(b"\n")
         if data.lstrip()[:1] == b"[":
             lines = [json.dumps(row).encode() for row in json.loads(data)]

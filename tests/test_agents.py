@@ -149,6 +149,8 @@ def test_a_failing_tool_tells_nothing_and_its_failures_cost_nothing():
     assert told == [" ~ ", " 6 ", " ~ ", " 5 ", None]
     assert rewards == [0.0, 0.0, 0.0, HOP, pytest.approx(0.7 - 0.05)]
     assert task.solve(problem) == ["?4", "?4", "?5", "?5", "!6"]
+    # nonsense costs its turn, also where the tool would have failed
+    assert play(task, problem, ["??", "?4", "?5", "?5", "!6"])[1][-1] == pytest.approx(0.7 - 0.05)
 
 
 @pytest.mark.parametrize("spec, rate", [("hops:8", 0), ("hops:8:0.05", 0.05), ("hops:8:0.4", 0.4)])

@@ -42,6 +42,7 @@ def refused(capsys, monkeypatch, *argv) -> str:
         (["--set", "quiet=1"], ["--set quiet=1", "must be one of scoring"]),
         (["--lr"], ["--lr", "expected one argument"]),
         (["--credit", "turn", "--advantage", "gae"], ["--credit turn", "with --advantage gae"]),
+        (["--advantage", "gae", "--teacher", "RUN"], ["--advantage gae", "with --teacher RUN"]),
         (["--keep-dead", "no", "--teacher", "RUN"], ["--keep-dead no", "with --teacher RUN"]),
         (["--group-size", "1"], ["--group-size", "1", "at least 2"]),
         (["--lr", "nan"], ["--lr", "nan"]),

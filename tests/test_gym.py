@@ -3,6 +3,7 @@
 import pytest
 
 from reward import TaskError, make_task, problem_of
+from tasks.gym import settings_of
 
 pytest.importorskip("reasoning_gym", reason="pip install reasoning-gym")
 NAMES = ["chain_sum", "basic_arithmetic", "count_primes", "spell_backward", "maze", "acre"]
@@ -20,7 +21,7 @@ def test_its_scorer_pays_the_right_answer_and_problems_are_the_same_again(name):
 
 
 def test_settings_reach_the_generator_and_the_seed_moves_training_only():
-    spec = "gym:chain_sum:min_terms=2,max_terms=2,min_digits=2,max_digits=2,tokens=12"
+    spec = "gym:chain_sum:min_terms=2,max_terms=2,min_digits=1,max_digits=9,tokens=12"
     one, other = make_task(spec, seed=0), make_task(spec, seed=1)
     assert one.turn_tokens == 12 and one.alphabet is None
     prompts = {
@@ -30,6 +31,8 @@ def test_settings_reach_the_generator_and_the_seed_moves_training_only():
     assert prompts["eval"] == [other.reset(i, "eval")["prompt"] for i in range(100)]
     assert prompts["train"] != [other.reset(i, "train")["prompt"] for i in range(100)]
     assert prompts["train"] != prompts["eval"]
+    assert one.max_prompt_tokens == other.max_prompt_tokens
+    assert settings_of('a=["+","-"],b=1,c=x y') == {"a": ["+", "-"], "b": 1, "c": "x y"}
 
 
 def test_problems_that_depend_on_the_order_of_a_set_need_one_order_in_all_processes(monkeypatch):

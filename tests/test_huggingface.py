@@ -506,13 +506,14 @@ def test_adapters_are_merged(small, tmp_path):
 
 def test_a_run_with_adapters_is_exported_from_its_checkpoint(small, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
-    train_sync.train(config_of(small, out=str(run), lora=2))
+    train_sync.train(config_of(small, out=str(run), lora=2, dtype="bfloat16"))
     assert len(load_checkpoint(run)["weights"]) < 100_000
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "runtime.huggingface", str(run), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and "for transformers" in done.stdout, done.stderr
     model, _ = stored_model(run)
+    assert model.flat.dtype == torch.float32  # bfloat16 would lose most of what they add
     wanted = named_weights(merged(model))
     assert all(torch.equal(x, wanted[name]) for name, x in named_weights(loaded(out)).items())
     assert not torch.equal(loaded(out).flat, loaded(small).flat)

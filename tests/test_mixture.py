@@ -57,15 +57,32 @@ def test_a_mixture_takes_turns_by_its_ratio():
     alone = {name: make_task(name) for name in ("guess", "reverse:3", "sort:3")}
     problems = [problem_of(task, i, "train") for i in range(40)]
     for name, share in {"guess": 2, "reverse:3": 1, "sort:3": 1}.items():
-        ours = [p for p in problems if p["task"] == name]
+        ours = [p for p in problems if p["_task"] == name]
         assert len(ours) == 10 * share, "exact over whole patterns"
         for index, problem in enumerate(ours):  # none twice, none left out
             assert problem["prompt"] == alone[name].reset(index, "train")["prompt"]
             assert problem["max_turns"] == alone[name].max_turns
-    held_out = [problem_of(task, i, "eval")["task"] for i in range(task.eval_size)]
+    held_out = [problem_of(task, i, "eval")["_task"] for i in range(task.eval_size)]
     assert [held_out.count(name) for name in alone] == [16, 256, 256]
     assert task.context == max(part.context for part in alone.values())
     assert {*task.alphabet} == {token for part in alone.values() for token in part.alphabet}
+
+
+def test_a_problem_may_have_facts_of_any_name(tmp_path):
+    (tmp_path / "mine.py").write_text("""
+from dataclasses import replace
+from reward import make_task
+FACTS = {"ends": [3, 7], "task": "mine", "solved": False}
+def make(argument, seed, tokenizer):
+    task = make_task("reverse:3")
+    def step(problem, answers):
+        assert FACTS.items() <= problem.items()
+        return task.step(problem, answers)
+    return replace(task, reset=lambda i, split: task.reset(i, split) | FACTS, step=step)
+""")
+    task = task_of(config_of(task=f"guess,{tmp_path}/mine.py"))
+    problem = problem_of(task, 1, "train")
+    assert task.step(problem, task.solve(problem)).reward == 1.0
 
 
 def test_a_mixture_with_a_task_that_has_states_keeps_both():
@@ -107,7 +124,7 @@ def test_every_task_has_its_share_and_its_score(tmp_path, eta):
     assert set(rows[-1]["eval"]["tasks"]) == {"guess", "reverse:3", "sort:3"}
     steps = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "train"]
     task = task_of(config_of(**flags))
-    names = [problem_of(task, i, "train")["task"] for event in steps for i in event["groups"]]
+    names = [problem_of(task, i, "train")["_task"] for event in steps for i in event["groups"]]
     shares = Counter(names)
     assert shares["guess"] == 2 * shares["sort:3"] == 2 * shares["reverse:3"]
     train_async.train(dataclasses.replace(Config(), replay=str(run)))

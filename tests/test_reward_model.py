@@ -70,12 +70,14 @@ def test_it_gives_rewards_in_place_of_the_task(judges):
     pair = next(pairs_of(task, "eval", 2))
     prompt = len(task.tokenizer.encode_prompt(task.reset(0, "eval")["prompt"]))
     group = Group(0, 0, {})
-    for i, tokens in enumerate((*pair, pair[0])):
+    for i, tokens in enumerate((*pair, pair[0], pair[0][:-1])):
         spans = [(prompt, len(tokens))]
         group.trajectories.append(Trajectory(0, i, 0, spans, tokens=np.array(tokens, np.int32)))
     group.trajectories[2].finish = "env_error"
+    group.trajectories[3].finish = "length"  # it has no end, which every pair has
     verdicts = verdicts_by(served, group)
     expected = [*torch.sigmoid(scores(served, [*pair])).tolist(), 0.0]
+    expected.append(expected[0])
     assert [reward for reward, *_ in verdicts] == pytest.approx(expected)
     assert [turns for _, turns, _ in verdicts] == [(reward,) for reward, *_ in verdicts]
 
@@ -127,7 +129,6 @@ def test_a_newer_file_that_cannot_be_read_changes_nothing(judges, tmp_path, caps
     assert served.version == 1 and capsys.readouterr().err.count("goes on judging") == 1
     shutil.copy(judges / "1.pt", tmp_path / "3.pt")
     shutil.copy(judges / "1.pt", tmp_path / "04.pt")  # no name of ours
-    (tmp_path / "5.pt").mkdir()
     assert serve(tmp_path, served).version == 3
     for path in tmp_path.glob("[0-4]*.pt"):
         path.unlink()

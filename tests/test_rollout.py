@@ -34,7 +34,7 @@ from runtime.messages import Group, Result
 from runtime.models import make_model
 from runtime.noise import mix, noise_keys, uniforms
 from runtime.tokenizer import own_tokenizer
-from tasks.environment import Environment, Reply
+from tasks.environment import Environment, Reply, make_environment
 
 encode = own_tokenizer().encode
 VOCAB, CONTEXT, LETTERS = 40, 64, 12  # the policy may emit ids 0 .. 11, and no others
@@ -651,6 +651,15 @@ def test_an_observation_longer_than_declared_is_a_failure_that_names_both(longer
             assert t.failure.startswith(f"ValueError: observation {said[:40]!r}")
         else:
             assert t.finish in ("stop", "length") and len(t.turns) > 1
+
+
+def test_an_observation_that_is_no_text_costs_its_episode():
+    lone = "\ud83d"  # half a character
+    said = Step(lone, 0.0, False)
+    task = dataclasses.replace(make_task("guess"), step=lambda problem, answers: said)
+    reply = make_environment(Config(), task).read(Result((0, 0), *said))
+    assert reply.observation is None and reply.failure.startswith("env_error: ValueError")
+    assert all(t.finish == "env_error" for t in talking(task).values())
 
 
 def test_tokens_are_never_made_into_text_and_back():

@@ -233,6 +233,8 @@ def test_jsonl_sizes_verifiers_and_blank_lines(tmp_path):
     assert numeric.step({"prompt": "p", "answer": "two"}, ["two"]).reward == 0, "no number at all"
     assert make_task(f"jsonl:{path}:exact").step(problem, ["4/2"]).reward == 0
     assert make_task(f"jsonl:{path}:9").turn_tokens == 9
+    path.write_bytes(b'\xef\xbb\xbf[{"prompt": "1+1=", "answer": " 2 "}]')
+    assert make_task(f"jsonl:{path}").reset(0, "eval") == problem
 
 
 @pytest.mark.parametrize(
