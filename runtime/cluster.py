@@ -12,7 +12,6 @@ Left out: who gets which work (pool.py), learners' own meetings, which are torch
 import contextlib
 import dataclasses
 import os
-import platform
 import signal
 import socket
 import threading
@@ -84,18 +83,14 @@ class RemoteMailbox:
         return version, flat.to(self.device)
 
 
-def versions() -> dict:
-    """What must be the same on all nodes."""
-    return {"Python": platform.python_version(), "torch": torch.__version__.split("+")[0]}
-
-
 # ------------------------------------------------------------------------------- in the parent
 
 
 def open_cluster(config: Config) -> Config:
     """Connect to the cluster; returns a config that says how many rollout workers it gets.
 
-    UserError: it cannot be reached, has too little room, or its nodes are not alike.
+    UserError: it cannot be reached, or has too little room. Its nodes must have the same torch,
+    which nobody looks at, and the same Python: Ray refuses another one.
     """
     name = f"--cluster {config.cluster}"
     require(ray, f'{name}: must have Ray (pip install "ray==2.60.0")')  # the one that was tried
@@ -114,7 +109,6 @@ def open_cluster(config: Config) -> Config:
     with blame(f"{name}: must be a Ray cluster that answers", (ConnectionError, RuntimeError)):
         ray.init(config.cluster, log_to_driver=False, logging_level="error", **options)
     signal.signal(signal.SIGTERM, term)  # Ray takes it
-    compare_nodes(name)
     unit = unit_of(config)
     has = int(ray.cluster_resources().get(unit, 0))
     if config.cluster == "local" and unit == "CPU":
@@ -125,19 +119,6 @@ def open_cluster(config: Config) -> Config:
     must = f"{name}: must have {rollouts + others} {unit}s, for {rollouts} rollout workers"
     require(rollouts + others <= has, f"{must} and {others} others; it has {has}")
     return dataclasses.replace(config, rollout_workers=rollouts)
-
-
-def compare_nodes(name: str) -> None:
-    """UserError that names the first node whose Python or torch is not this process's."""
-    look, here = ray.remote(num_cpus=0)(versions), versions()
-    for node in [node for node in ray.nodes() if node["Alive"]]:
-        address = node["NodeManagerAddress"]  # not its id: a node may be gone, and listed still
-        place = f"{name}: node {address} must"
-        with blame(f"{place} be able to run nanoGLM"):
-            there = look.options(resources={f"node:{address}": 0.001})
-            found = ray.get(there.remote(), timeout=60)
-        for what, value in found.items():
-            require(value == here[what], f"{place} have {what} {here[what]}, has {value}")
 
 
 def unit_of(config: Config) -> str:

@@ -125,10 +125,6 @@ def test_bad_input_is_one_line(nodes, tmp_path, monkeypatch):
 
     assert "must be local, or HOST:PORT" in refused(cluster="somewhere")
     assert "that answers (" in refused(cluster="127.0.0.1:9")
-    with monkeypatch.context() as patch:
-        patch.setattr(cluster.torch, "__version__", "1.0")  # of this process alone
-        assert "must have torch 1.0, has 2." in refused()
-    monkeypatch.setattr(cluster, "compare_nodes", lambda name: None)
     text = refused(rollout_workers=40)
     assert "must have 41 CPUs, for 40 rollout workers and 1 others; it has " in text
     assert "must have 2 GPUs, for 2 rollout workers" in refused(device="cuda")
