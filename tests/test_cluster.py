@@ -84,8 +84,11 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
     victim = list(nodes.worker_nodes)[0]  # not the one that is added, which has no workers yet
     nodes.add_node(num_cpus=3, **MEMORY)
     nodes.remove_node(victim, allow_graceful=False)
-    wait_for_step(process, folder, steps_of(folder) + 12)  # its workers sit elsewhere
-    assert len(workers_on(nodes.address)) == 3
+    wait_for_step(process, folder, steps_of(folder) + 12)
+    deadline = time.monotonic() + 60
+    while len(workers_on(nodes.address)) != 3:  # its workers sit elsewhere
+        assert time.monotonic() < deadline, workers_on(nodes.address)
+        time.sleep(0.2)
     process.kill()
     process.wait()
     deadline = time.monotonic() + 30

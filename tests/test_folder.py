@@ -38,10 +38,10 @@ def test_a_torn_line_right_behind_a_checkpoint_is_dropped(runs, tmp_path):
 
 def test_a_strangers_folder_does_nothing_outside(tmp_path):
     """Nor do its words reach the terminal."""
-    chosen = [("symlink", "events.jsonl"), ("hard link", "lock"), ("mode", "\x1b[2J")]
+    chosen = [("symlink", "events.jsonl"), ("mode", "\x1b[2J")]
     chosen += [("pickle", "checkpoints/step0000009.pt"), ("task", "evil.py")]
     ends, failures = disk.strangers(tmp_path / "strangers", chosen)
-    assert not failures and sum(ends.values()) == 15
+    assert not failures and sum(ends.values()) == 12
 
 
 EXAM = """
