@@ -19,7 +19,7 @@ PAGE = (ROOT / "docs/workshop.md").read_text()
 SOURCE = (ROOT / "nano.py").read_text()
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
 RUNS = [line for line in COMMANDS if re.match(r"(\w+=\S* )*(python|pytest) ", line)]
-DIFFERENT = {re.sub(r"OMP_\w+=1 | --(steps|eta) \d+", "", line): line for line in RUNS}
+DIFFERENT = {re.sub(r"OMP_\w+=1 | --(steps|eta) \d+| ex\d+", "", line): line for line in RUNS}
 CHANGES = re.findall(r"`([^`\n]+)` → `([^`\n]+)`", PAGE)
 SPANS = set(re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)))
 TRAINER = "--steps 2 --groups-per-step 4 --group-size 4 --slots 16 --out run"
