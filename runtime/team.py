@@ -114,7 +114,7 @@ def add_gradients(team: Team, total: Tensor, gradients: list[Tensor]) -> None:
 
 
 def share_facts(team: Team, facts: list) -> list:
-    """Lists of plain data: those of all learners end to end, by rank."""
+    """Lists of plain data and tensors: those of all learners end to end, by rank."""
     if not team.apart:
         return facts
     shares = [None] * team.size

@@ -142,6 +142,7 @@ def test_groups_land_once_and_are_out_until_then(rollouts):
     [
         ("die", "died (exit code -9)"),
         ("stop in a message", "was silent for"),
+        ("nonsense", "sent nonsense"),
         ("twice", "sent nonsense (ValueError: an answer to 3, which it does not have)"),
         ("a future version", "sent nonsense (ValueError: version 9, must be 0 to 3)"),
     ],

@@ -176,10 +176,7 @@ def test_a_run_ends_at_the_same_weights_again(tmp_path, capsys, swap, workers):
         ("keep", {"task": "sum:16", "on_stale": "drop", "max_staleness": 1}),
         ("recompute", {"attention": "dsa", "chunk_size": 4, "top_k": 2, "positions": "rope"}),
         ("recompute", {"rollout_weights": "float8_e4m3fn", "steps": 6}),
-        (
-            "keep",
-            {"attention": "dsa", "chunk_size": 1, "top_k": 8, "scoring": "indexer", "steps": 6},
-        ),
+        ("keep", {"attention": "dsa", "chunk_size": 1, "scoring": "indexer", "steps": 6}),
     ],
 )
 def test_other_tasks_and_models_end_at_the_same_weights_again(tmp_path, swap, flags):

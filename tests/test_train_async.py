@@ -336,14 +336,15 @@ def test_any_number_of_ctrl_c_ends_without_a_traceback(tmp_path):
 
 
 @linux
-def test_a_learner_that_is_lost_ends_the_attempt_and_the_next_one_goes_on(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_learner_that_is_lost_ends_the_attempt_and_the_next_one_goes_on(tmp_path, number):
     """With eta = 0 the weights are those of an undisturbed run."""
     flags = ["--steps=9", "--learners=2", "--max-staleness=0", "--set=checkpoint_every=2"]
     flags += ["--set=silence=5", "--rollout-workers=1"]
     folder = tmp_path / "run"
     process = start(folder, *flags)
     wait_for_step(folder, 5, process)
-    os.kill(pid_of(folder, "learner-0"), signal.SIGKILL)
+    os.kill(pid_of(folder, "learner-0"), number)
     out, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert "begins again (attempt 2) from the newest checkpoint" in err
