@@ -667,9 +667,6 @@ class _Attention(torch.autograd.Function):
 def block_lead(tables: Tables, query_block: int) -> Tensor:
     """[N] row of the first query of each query's block. A block shares its own chunk, and a
     decoder's queries share nothing."""
-    most = 1 if tables.cached else tables.chunk_size
-    power = query_block.bit_count() == 1 and 1 <= query_block <= most
-    assert power, f"query_block must be a power of two from 1 to {most}, got {query_block}"
     return torch.arange(len(tables.q_pos), device=tables.row.device) - tables.q_pos % query_block
 
 
@@ -680,7 +677,9 @@ def _check_kind(name: str, x: Tensor) -> None:  # the interpreter's bfloat16 ari
 
 def _check(tables: Tables, query_block: int, **tensors: Tensor) -> None:
     """What the kernels ask of tensors, beyond what dsa.py does."""
-    block_lead(tables, query_block)
+    most = 1 if tables.cached else tables.chunk_size
+    power = query_block.bit_count() == 1 and 1 <= query_block <= most
+    assert power, f"query_block must be a power of two from 1 to {most}, got {query_block}"
     whole = query_block == 1 or len(tables.q_pos) == tables.rows
     assert whole, f"query_block must be 1 unless all keys have a query, got {query_block}"
     for name, x in tensors.items():

@@ -373,10 +373,10 @@ class Generator:
             self._event("finish", group.group_id, sum(len(t.tokens) for t in group.trajectories))
 
 
-def make_generator(config: Config, task: Task, model: GPT, worker: int = 0) -> Generator:
-    """The generator that a run uses for training episodes."""
-    graphs = model.flat.is_cuda and captures(model.config)
-    return Generator(model, make_environment(config, task), config, task.context, worker, graphs)
+def make_generator(config: Config, task: Task, model: GPT, worker=0, outside=False) -> Generator:
+    """The generator that a run uses; outside: no code of the task runs in this process."""
+    environment = make_environment(config, task, outside)
+    return Generator(model, environment, config, task.context, worker, captures(model))
 
 
 def generate(generator: Generator, groups: list, pool=None) -> list:

@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from model import ModelConfig
+from model import GPT
 
 FED_PROMPTS = 64  # prompts up to here are fed token by token: a prefill is in no graph
 
 
-def captures(config: ModelConfig) -> bool:
+def captures(model: GPT) -> bool:
     """Whether a decode step can be a CUDA graph: dsa.py makes the host wait for the GPU."""
-    return config.attention == "dense" or config.kernels != "spec"
+    config = model.config
+    return model.flat.is_cuda and (config.attention == "dense" or config.kernels != "spec")
 
 
 class Captured:

@@ -165,14 +165,14 @@ def published(folder: Path, seeds: int) -> None:
 
 LENGTHS = [8192, 32768, 131072]
 MODEL = "0.6B", [(16, 512), (64, 512), (16, 4096)]  # slots, context
-PARTS = {  # seconds on a card (690 in all), what is called, on a card and in a rehearsal with what
+PARTS = {  # seconds on a card (720 in all), what is called, on a card and in a rehearsal with what
     "kernels": (90, kernels, (False,), (True,)),
     "dsa": (150, attention, (LENGTHS,), ([40], (2, 1, 16), 1)),
     "decode": (60, decoding, (LENGTHS,), ([128], 2)),
     "model": (90, measure_model, MODEL, ("1M", [(2, 64)])),
-    "race": (60, race, (), (TINY,)),
-    "long": (90, long_answers, ("0.6B", 1024), ("1M", 16)),
-    "smollm2": (150, published, (1,), (0,)),
+    "race": (80, race, (), (TINY,)),
+    "long": (130, long_answers, ("0.6B", 1024), ("1M", 16)),
+    "smollm2": (120, published, (1,), (0,)),
 }
 
 

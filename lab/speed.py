@@ -213,10 +213,7 @@ def attend(way: Callable, tensors: tuple, backward: bool) -> None:
 # --------------------------------------------------------------------- a model of Qwen3's form
 
 FIELDS = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab_size")
-SIZES = {
-    "1M": (4, 128, 4, 2, 32, 384, 2_000),
-    "0.6B": (28, 1024, 16, 8, 128, 3072, 151_936),
-}
+SIZES = {"1M": (4, 128, 4, 2, 32, 384, 2_000), "0.6B": (28, 1024, 16, 8, 128, 3072, 151_936)}
 PEAK = 989e12  # operations a second in bfloat16, dense, of H100 and H200 SXM (NVIDIA's data sheets)
 DTYPE = "bfloat16" if CUDA else "float32"
 
@@ -252,7 +249,7 @@ def measure_model(folder: Path, size: str, cases: list[tuple]) -> None:
             save_result(folder, "qwen", result)
     if "learner" not in known:
         side = 8192 if CUDA else 1024
-        matrix = model.flat.new_ones(side, side)
+        matrix = torch.randn_like(model.flat.new_empty(side, side))
         product = 2 * side**3 / median_of(lambda: matrix @ matrix)
         speed = learner_speed(model)
         used = 6 * len(model.flat) * speed

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fast.memory import keep_memory
 from runtime.config import Config, require
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -56,8 +57,10 @@ def cores() -> int:
 def set_threads(config: Config, processes: int, device: str) -> None:
     """Give this process its share of the cores, and its GPU."""
     torch.set_num_threads(abs(config.threads) or max(1, cores() // processes))
+    keep_memory()
     if device != "cpu":
         torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it would plan anew for every shape
 
 
 def quick_dtype(device: str) -> str:

@@ -10,11 +10,10 @@ from operator import ge
 from statistics import fmean
 
 from reward import Task, problem_of
-from rollout import Generator, generate
+from rollout import generate, make_generator
 from runtime.config import Config
 from runtime.messages import Answer, Group, apply_judgement
 from runtime.pool import Pool
-from tasks.environment import make_environment
 
 
 def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
@@ -32,8 +31,7 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
         seed=~config.seed,  # of no run
         slots=min(config.slots, task.eval_size),
     )
-    environment = make_environment(config, task, outside=True)
-    generator = Generator(learner.model, environment, greedy, task.context)
+    generator = make_generator(greedy, task, learner.model, outside=True)
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
     groups = generate(generator, groups, pool)
     pool.verify(groups)

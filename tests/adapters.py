@@ -171,9 +171,7 @@ def resume(in_flight, completed, next_group, version, groups_per_step, max_stale
         learner=SimpleNamespace(version=version, cursor=next_group),
         buffer=buffer,
         task=SimpleNamespace(
-            reset=lambda *_: {"prompt": "1"},
-            max_prompt_tokens=1,
-            tokenizer=own_tokenizer(),
+            reset=lambda *_: {"prompt": "1"}, max_prompt_tokens=1, tokenizer=own_tokenizer()
         ),
         pool=SimpleNamespace(issue=lambda groups: ["a worker" for _ in groups]),
         log=SimpleNamespace(event=lambda *args, **details: None),

@@ -39,12 +39,7 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
         part.fill_(7.0)  # left behind by an earlier episode: must not be seen
     prefixes = [13, 1, 16]
     cache.reserve(needed(9, dict(zip(slots, prefixes, strict=True))))
-    prefill(
-        model,
-        cache,
-        slots,
-        [s[:n] for s, n in zip(sequences, prefixes, strict=True)],
-    )
+    prefill(model, cache, slots, [s[:n] for s, n in zip(sequences, prefixes, strict=True)])
     fed, worst = list(prefixes), 0.0
     while any(n < len(s) for n, s in zip(fed, sequences, strict=True)):
         tokens = torch.zeros(9, dtype=torch.int64)  # idle slots feed token 0 at position 0

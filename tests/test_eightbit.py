@@ -10,14 +10,7 @@ from test_model import make
 from test_precision import adapted
 from test_rollout import environment, generator_of, group_of, moved
 
-from fast.eightbit import (
-    FLOAT8,
-    LARGEST,
-    form_of,
-    naive_rounded,
-    pack,
-    take,
-)
+from fast.eightbit import FLOAT8, LARGEST, form_of, naive_rounded, pack, take
 from methods.lora import merged
 from rollout import generate
 from runtime.mailbox import Mailbox

@@ -25,12 +25,7 @@ from reward import task_of
 from rollout import generate, make_generator
 from runtime.checkpoint import load_checkpoint
 from runtime.config import Config, UserError
-from runtime.huggingface import (
-    base_model,
-    export,
-    read_shape,
-    stored_model,
-)
+from runtime.huggingface import base_model, export, read_shape, stored_model
 from runtime.models import make_model
 from runtime.terminal import run_main
 from runtime.tokenizer import FolderTokenizer, own_tokenizer
@@ -324,10 +319,7 @@ DAMAGED = {
     "truncated": (cut_short, "model.safetensors: must be a whole safetensors file"),
     "missing": (change_tensors(lambda t: t.pop(NORM)), f"missing, or .*{NORM}"),
     "more": (change_tensors(lambda t: t.update(x=torch.ones(1))), "none of its own: .*'x'"),
-    "shape": (
-        change_tensors(lambda t: t.update({NORM: torch.ones(3)})),
-        r"\[3\]: must be finite",
-    ),
+    "shape": (change_tensors(lambda t: t.update({NORM: torch.ones(3)})), r"\[3\]: must be finite"),
     "link": (link, "must be no link to another folder .`cp -rL`"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "must be JSON"),
 }

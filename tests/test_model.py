@@ -7,6 +7,7 @@ of a fused matrix shows up as a wrong number. Bitwise claims hold on CPU with on
 import copy
 import math
 import random
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from model_folders import named_weights
 
+from fast.memory import keep_memory
 from fast.prefixes import share_prefixes
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
 
@@ -357,6 +359,15 @@ def test_nobody_waits_for_torchs_compiler():
     code += "; print('torch._dynamo' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert said.stdout == "False\n", said.stderr
+
+
+def test_freed_memory_is_used_again():
+    """Tensors that are made again lie in pages that the process has already."""
+    keep_memory()
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        del [torch.ones(1 << 22) for _ in range(8)][:]  # 32,768 pages
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
 
 
 @pytest.mark.gpu

@@ -16,17 +16,7 @@ from reward import make_task
 from runtime import pool as room
 from runtime.checkpoint import completed_groups, to_tensors
 from runtime.config import AttemptLost, Config, TrainingStopped
-from runtime.messages import (
-    Answer,
-    Call,
-    Group,
-    Judgement,
-    Lost,
-    Result,
-    Silent,
-    Trajectory,
-    flaw,
-)
+from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, Silent, Trajectory, flaw
 from runtime.pipes import Line, Worker
 from runtime.pool import Pool
 from runtime.tokenizer import own_tokenizer

@@ -22,13 +22,7 @@ from fast.racks import make_racks
 from logprobs import token_logprobs
 from model import GPT, ModelConfig
 from reward import Step, make_task, task_of
-from rollout import (
-    Generator,
-    generate,
-    make_generator,
-    naive_generate,
-    sample,
-)
+from rollout import Generator, generate, make_generator, naive_generate, sample
 from runtime.config import Config
 from runtime.messages import Group, Result
 from runtime.models import make_model
@@ -138,10 +132,7 @@ def assert_same(a, b) -> None:
 
 def learners(model: GPT, trajectories: list, alphabet, temperature=1.0) -> np.ndarray:
     """The learner's log-probs of the generated tokens of these trajectories."""
-    learner, config = (
-        SimpleNamespace(alphabet=alphabet),
-        Config(temperature=temperature),
-    )
+    learner, config = (SimpleNamespace(alphabet=alphabet), Config(temperature=temperature))
     with torch.no_grad():
         found, *_ = token_logprobs(model, [(t, 0.0) for t in trajectories], learner, config)
     return found.cpu().numpy()
