@@ -80,7 +80,7 @@ AGENT = {"episodes to the goal": "~goal_samples ,.0f", "seconds to it": "~goal_s
 AGENT |= {"solved": "eval.after.solved .0%", "seconds in all": "command_s .0f"}
 MIXTURE = {f"`{task}`": f"eval.after.tasks.{task}.solved .1%" for task in PARTS}
 SMOLLM2 = {"before": "before .0%", "solved": "solved .0%", "minutes": "minutes .1f"}
-SMOLLM2 |= {"the same by transformers": "same_answers"}
+SMOLLM2 |= {"seconds a step": "step_s .1f", "the same by transformers": "same_answers"}
 FAULTS = {
     "faults injected": "faults",
     "runs of all roles": "runs",
@@ -109,7 +109,9 @@ fewer than five seeds ran beside other programs: its seconds say nothing."""
 TOGETHER = "Solved, in one run with `--ratio 2,1,1`. Alone: see above; `reverse:6` 99.6% to 100.0%."
 OLDEST = "`sum`, over all three swap modes, in versions; a row a bound."
 AGAIN = "Runs of 50 steps, played again from their event logs: are the weights the same?"
-LEARNS = "SmolLM2-135M-Instruct, sums of two numbers of two digits, 30 steps of 128 answers."
+LEARNS = """\
+SmolLM2-135M-Instruct, sums of two numbers of two digits, 30 steps of 128 answers. Prompts whose
+answers are all wrong or all right are replaced by others."""
 
 
 DECODING = "Model `{model}`, {slots} slots with full caches."
