@@ -45,10 +45,8 @@ class Cache:
         parts += [x[:, slot] for x in (self.scored, self.means) if x is not None]
         return [x[:, :length] for x in parts]
 
-    def reserve(self, lengths) -> bool:
-        """Make room for sequences of these lengths [B]; True when memory has moved. Here every row
-        has the capacity."""
-        return False
+    def reserve(self, lengths):
+        """Make room for sequences of these lengths [B]. Here every row has the capacity."""
 
     def attention(self, config: ModelConfig, positions: Tensor) -> Callable:
         """How a step writes the newest key of every slot, and attends: for `GPT.body`."""

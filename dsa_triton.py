@@ -64,8 +64,8 @@ STREAMED = 64  # longest list `_select` keeps in registers (at D = 128, above 32
 ATOMIC_BELOW = 16  # chunk size under which dK and dV are scattered from the dQ kernel
 SCORE_ROWS = 64  # blocks that are scored together
 PIECE_LANES = 8192  # most lanes in a piece of an inverse list
-PROGRAMS = 264  # decode splits its lists to have so many: two for each multiprocessor of an H200
-SPLITS = 64  # ... but never a list in more than these
+PROGRAMS = 2112  # decode splits its lists to have so many: 16 for each multiprocessor of an H200
+SPLITS = 256  # ... but never a list in more than these
 STRIPE = 512  # blocks whose scores are stored at once, for lists of more than STREAMED + 1
 SCORED, READ = 128, 2048  # chunks that are scored, and read again, in a tile
 UNITED = 16  # most neighbours whose lists become one ...
@@ -557,6 +557,8 @@ def _walk(q, k, v, lists, chunk_size, query_block=1, split=False, found=None) ->
     if split:
         tiles = triton.cdiv(rows.shape[2] * chunk_size, walk["BN"])
         splits = min(tiles, SPLITS, max(1, PROGRAMS // (grid[0] * grid[1])))
+        if q.shape[2] < 128 and q.element_size() == 2:  # small tiles: more of them under way
+            walk |= {"num_stages": 4, "num_warps": 2}
     parts = (out, lse)
     if splits > 1:
         parts = (q.new_empty(splits, *q.shape, dtype=exact), lse.new_empty(splits, every))

@@ -12,14 +12,16 @@ from functools import partial
 import numpy as np
 import torch
 
+from fast.fused import fused
 from fast.prefixes import hidden_states
 from methods.sampling import among_kept
 from model import GPT, Packed, pack_tokens, recomputed
 from runtime.config import Config
 
-# logits that are there at once: 256 MiB in float32. Each piece reads and writes the gradient of the
-# whole output matrix: by arithmetic, 151,936 words and a quarter of this double the products' time
+# logits that are there at once: 256 MiB in float32, on a GPU four times as many. Each piece reads
+# and writes the gradient of the whole output matrix
 PIECE = 1 << 26
+LARGE = 8192  # words from which on a GPU fuses what comes of logits
 
 
 def token_logprobs(model: GPT, batch: list, who, config: Config) -> tuple:
@@ -54,7 +56,7 @@ def generated_logprobs(
     state reaches the output matrix. Logits are never there for more than PIECE pairs of a token and
     a word: what is over is computed piece by piece, and again in the backward pass.
     """
-    hidden = hidden_states(model, packed, rows - 1)  # [M, d]
+    hidden, on_gpu = hidden_states(model, packed, rows - 1), rows.is_cuda  # [M, d]
     place_of = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
     place_of[alphabet] = torch.arange(len(alphabet), device=place_of.device)
     targets = place_of[packed.tokens[rows]]  # [M], places in the alphabet
@@ -64,14 +66,19 @@ def generated_logprobs(
         logits = model.logits(hidden, alphabet)  # [m, V']
         if len(kept_sizes):
             logits = among_kept(logits, start, kept_sizes, place_of[kept])
-        logprobs = torch.log_softmax(logits / temperature, -1)
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets[:, None])[:, 0], entropy
+        return fused(judge, on_gpu and len(alphabet) >= LARGE)(logits, targets, temperature)
 
-    size = PIECE // len(alphabet)
+    size = (PIECE << 2 * on_gpu) // len(alphabet)
     apart = piece if len(rows) <= size else partial(recomputed, piece)
     parts = zip(
         hidden.split(size), targets.split(size), range(0, len(rows) or 1, size), strict=True
     )
     logprobs, entropies = zip(*[apart(*part) for part in parts], strict=True)
     return torch.cat(logprobs), torch.cat(entropies), hidden
+
+
+def judge(logits, targets, temperature: float) -> tuple:
+    """Log-probs [m] of the targets by logits [m, V'], and the entropies [m] of all."""
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy

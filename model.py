@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dsa
+from fast.fused import fused
 from fast.kernels import sparse_kernels
 from methods.indexer import Indexer
 from methods.lora import Adapters
@@ -132,6 +133,16 @@ def rotate(x, cos, sin) -> Tensor:
     return torch.addcmul(x * cos, torch.cat([-b, a], dim=-1), sin)
 
 
+def split_heads(qkv, norms, rope, heads, kv_heads, eps) -> tuple:
+    """Queries, keys and values of heads [N, H, D]; queries and keys normed and rotated."""
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q, k = (F.rms_norm(x, w.shape, w, eps) for x, w in zip((q, k), norms, strict=True))
+    if rope is not None:
+        q, k = rotate(q, *rope), rotate(k, *rope)
+    return q, k, v
+
+
 def embedding(tokens: int, width: int) -> nn.Embedding:
     """A table without values yet; `nn.Embedding` would draw some, which on the device "meta" takes
     1.4 s, as torch imports its compiler for that."""
@@ -178,14 +189,9 @@ class Layer(nn.Module):
         c = self.config
         bias = self.qkv_bias if c.qkv_bias else None
         qkv = self.project("qkv", h, bias).view(len(h), -1, c.head_width)
-        q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
-        if c.qk_norm:
-            q = rms_norm(q, self.q_norm, c)
-            k = rms_norm(k, self.k_norm, c)
-        if rope is not None:
-            q = rotate(q, *rope)
-            k = rotate(k, *rope)
-        return q, k, v
+        norms = (self.q_norm, self.k_norm) if c.qk_norm else None
+        apart = fused(split_heads, h.is_cuda and rope is not None)
+        return apart(qkv, norms, rope, c.heads, c.kv_heads, c.norm_eps)
 
     def mlp(self, x: Tensor) -> Tensor:
         """x + SwiGLU(norm x), [N, d]."""
@@ -334,9 +340,10 @@ class GPT(nn.Module):
 
     def logits(self, hidden, alphabet=...) -> Tensor:
         """Logits [N, V'] of the tokens in `alphabet` [V'], by default of all; float32 or better."""
-        if alphabet is ... or 2 * len(alphabet) < self.config.vocab_size:
+        few = alphabet is ... or 2 * len(alphabet) < self.config.vocab_size
+        if few or len(hidden) > self.config.width:
             scores = F.linear(hidden, self.output.weight[alphabet])
-        else:  # most of them: copy no matrix
+        else:  # the logits are fewer numbers than the matrix: these are copied
             scores = F.linear(hidden, self.output.weight).index_select(1, alphabet)
         return dsa.at_least_float32(scores)
 

@@ -233,8 +233,7 @@ class Generator:
                 if slot.cached:
                     prompts[b] = slot.group.group_id, slot.tokens[: slot.cached]
         lengths = [slot.cached + 1 if slot else 1 for slot in self.batch]
-        if self.cache.reserve(lengths) and self.graphs:
-            self.next_tokens.forget()
+        self.cache.reserve(lengths)
         prefill_groups(self.model, self.cache, prompts, self.prompts)
 
     def _begin(self, b: int, group: Group, sample_index: int) -> Slot:

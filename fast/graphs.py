@@ -23,15 +23,11 @@ class Captured:
     """Calls `step`, a function of tensors that returns tensors, as a CUDA graph.
 
     A graph repeats what was done with the same memory. So inputs are copied to a fixed place, and
-    weights, output matrix and cache may change in place only. After anything else: `forget`.
+    weights, output matrix and cache may change in place only.
     """
 
     def __init__(self, step: Callable):
         self.step, self.graph = step, None
-
-    def forget(self) -> None:
-        """The next call captures a new graph."""
-        self.graph = None
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -33,10 +33,11 @@ class Rack:
 
 
 def make_racks(model: GPT, slots: int, capacity: int) -> Cache:
-    """An empty cache with racks; a plain one for sparse attention, and where all rows are short."""
+    """An empty cache with racks; a plain one for sparse attention, where all rows are short, and on
+    a GPU, where flash decoding reads no more of a row than is used."""
     T = padded(capacity)
     lengths = [SHORT << i for i in range(16) if SHORT << i <= T / 1.5] + [T]
-    if model.config.attention == "dsa" or len(lengths) == 1:
+    if model.config.attention == "dsa" or len(lengths) == 1 or model.flat.is_cuda:
         return make_cache(model, slots, capacity)
     numbers = torch.arange(slots, device=model.flat.device)
     racks = []
@@ -61,25 +62,24 @@ class Racks(Cache):
         kv = self.racks[self.rack[slot]].kv[:, :, self.row_in_rack[slot]]
         return [x[:, :length] for x in kv]
 
-    def reserve(self, lengths) -> bool:
+    def reserve(self, lengths):
         """Give every slot the shortest row that has so many positions [B]; a sequence that has
-        grown moves with its keys. True when a rack got more rows: captured graphs know the old."""
+        grown moves with its keys."""
         wanted = np.searchsorted([rack.kv.shape[3] for rack in self.racks], lengths)
         changed = np.flatnonzero(wanted != self.rack).tolist()
-        grown = [self.move(slot, wanted[slot]) for slot in changed]
+        for slot in changed:
+            self.move(slot, wanted[slot])
         if changed:
             before = np.cumsum([0] + [rows_to_read(rack) for rack in self.racks])
             self.place.copy_(torch.from_numpy(before[self.rack] + self.row_in_rack))
-        return any(grown)
 
-    def move(self, slot: int, to: int) -> bool:
-        """Move a slot's sequence to another rack; True when that rack got more rows."""
+    def move(self, slot: int, to: int):
+        """Move a slot's sequence to another rack, which may get more rows."""
         old, new = self.racks[self.rack[slot]], self.racks[to]
-        old_row, new_row, grown = self.row_in_rack[slot], slot, False
+        old_row, new_row = self.row_in_rack[slot], slot
         if to > 0:
             new_row = new.used
-            grown = new_row == len(new.slots)
-            if grown:  # half as many rows again, and one
+            if new_row == len(new.slots):  # half as many rows again, and one
                 more = min(new_row // 2 + 1, len(self.rack) - new_row)
                 longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
                 new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more), value=-1)
@@ -93,7 +93,6 @@ class Racks(Cache):
             old.slots[old_row], self.row_in_rack[last] = last, old_row
             old.slots[old.used] = -1
         self.rack[slot], self.row_in_rack[slot] = to, new_row
-        return grown
 
     def attention(self, config: ModelConfig, positions: Tensor) -> Callable:
         """See `Cache.attention`: rack by rack."""

@@ -127,8 +127,14 @@ MEDIUM = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "step
 MEDIUM |= {"slots": 256, "eval_every": 10, "groups_per_step": 16}
 TINY = {"model": "tiny", "steps": 3, "groups_per_step": 4, "group_size": 4, "slots": 16}
 TINY |= {"eval_every": 1, "device": "cpu"}
-LONG = {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0, "steps": 4}
-LONG |= {"checkpoint_every": 10**6, "eval_every": 10**6, "token_budget": 16384, "lr": 1e-6}
+LONG = {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0, "steps": 10}
+LONG |= {
+    "silence": 60,
+    "checkpoint_every": 10**6,
+    "eval_every": 10**6,
+    "token_budget": 16384,
+    "lr": 1e-6,
+}
 
 
 def race(folder: Path, *changes: dict) -> None:
@@ -139,7 +145,7 @@ def race(folder: Path, *changes: dict) -> None:
 def long_answers(folder: Path, size: str, most: int) -> None:
     """A random model with log-normal answers, synchronous and asynchronous."""
     path = random_model(folder, size).resolve()
-    flags = LONG | {"model": path, "dtype": DTYPE, "recompute": "yes"}
+    flags = LONG | {"model": path, "dtype": DTYPE}
     raced(folder, "long", flags, f"tests/lengths.py:{most}")
 
 
@@ -164,7 +170,7 @@ def published(folder: Path, seeds: int) -> None:
 
 
 LENGTHS = [8192, 32768, 131072]
-MODEL = "0.6B", [(16, 512), (64, 512), (16, 4096)]  # slots, context
+MODEL = "0.6B", [(16, 512), (64, 512), (16, 4096), (64, 4096)]  # slots, context
 PARTS = {  # seconds on a card (720 in all), what is called, on a card and in a rehearsal with what
     "kernels": (90, kernels, (False,), (True,)),
     "dsa": (150, attention, (LENGTHS,), ([40], (2, 1, 16), 1)),

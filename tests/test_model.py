@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from model_folders import named_weights
 
+from fast.fused import compiled
 from fast.memory import keep_memory
 from fast.prefixes import share_prefixes
-from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens
+from logprobs import judge
+from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens, split_heads
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns
@@ -382,3 +384,24 @@ def test_on_a_gpu_it_computes_the_same(kind):
     with torch.no_grad():
         found = twin(pack_tokens(sequences, "cuda")).cpu()
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normed", [True, False])
+def test_fused_operations_compute_the_same(normed):
+    """Forward and backward, for lengths and layers that come after compiling, too."""
+    by = compiled(split_heads)
+    for n in (7, 12, 40):
+        sizes = (n, 8, 16), (16,), (16,), (n, 1, 16), (n, 1, 16)
+        qkv, a, b, cos, sin = (torch.randn(size, device="cuda") for size in sizes)
+        inputs = [x.requires_grad_() for x in ((qkv, a, b) if normed else (qkv,))]
+        results = []
+        for split in (by, split_heads):
+            out = split(qkv, (a, b) if normed else None, (cos, sin), 4, 2, 1e-6)
+            results.append([*out, *torch.autograd.grad(sum(x.sin().sum() for x in out), inputs)])
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        logits, targets = torch.randn(n, 9000, device="cuda"), torch.arange(n, device="cuda")
+        pairs = (f(logits, targets, 0.7) for f in (compiled(judge), judge))
+        for found, wanted in zip(*pairs, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
