@@ -52,8 +52,7 @@ class Cache:
         """How a step writes the newest key of every slot, and attends: for `GPT.body`."""
         if self.tables is not None:
             return attend_sparse(self, config, positions)
-        attend_dense = attend_rows(self.kv, config, positions)
-        return lambda layer, q, k, v, index: attend_dense(layer, q, k, v)
+        return attend_rows(self.kv, config, positions)
 
 
 def make_cache(model: GPT, slots: int, capacity: int) -> Cache:
@@ -147,16 +146,16 @@ def decode(
 def attend_rows(
     kv,  # [2, L, n, T, Hkv, D]
     config: ModelConfig,
-    positions,  # [n] of the newest token of each row; -1: nobody's row
+    positions,  # [n] of the newest token of each row
 ) -> Callable:
     """Dense attention of one query a row to its keys up to its own: a function of (layer, q, k, v)
-    of the newest tokens -> [n, Hq, D]."""
+    of the newest tokens -> [n, Hq, D]; an index is not looked at."""
     kernels = dense_kernels(config, kv.device) or (hide_future, attend_masked)
     plan_step, attend_step = kernels
     plan = plan_step(positions, kv.shape[3], config.kv_heads)
-    newest = torch.arange(len(positions), device=positions.device), positions.clamp(min=0)
+    newest = torch.arange(len(positions), device=positions.device), positions
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, index=None):
         keys, values = kv[:, layer]
         keys[newest], values[newest] = k, v
         return attend_step(q, keys, values, plan)
@@ -165,9 +164,9 @@ def attend_rows(
 
 
 def hide_future(positions: Tensor, length: int, *_) -> Tensor:
-    """What is added to logits [n, length]: -inf after the positions [n]; -1 is taken for 0."""
+    """What is added to logits [n, length]: -inf after the positions [n]."""
     keys = torch.arange(length, device=positions.device)
-    future = keys > positions.clamp(min=0)[:, None]
+    future = keys > positions[:, None]
     return torch.where(future, -torch.inf, 0.0)
 
 

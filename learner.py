@@ -211,9 +211,8 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
             loss.backward()
             gather_gradient(learner)
             facts.append((float(loss.detach()), *others))
-        gradients.append(learner.weights.grad)
-        if len(team.ranks) > 1:
-            gradients[-1] = gradients[-1].clone()
+        gradient = learner.weights.grad
+        gradients.append(gradient.clone() if len(team.ranks) > 1 else gradient)
 
     add_gradients(team, learner.weights.grad, gradients)
     facts = share_facts(team, facts)
@@ -224,11 +223,11 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
         metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, sum(loss for loss, *_ in facts), metrics)
     metrics |= learner.method.learn(lessons) if parts and not learner.skipped else {}
-    counts = {
+    return metrics | {
         "micro_batches": len(batches),
         "dead_groups": int(dead.sum()),
+        "seconds": time.monotonic() - begin,
     }
-    return metrics | counts | {"seconds": time.monotonic() - begin}
 
 
 def micro_batch_loss(

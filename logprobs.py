@@ -21,7 +21,6 @@ from runtime.config import Config
 # logits that are there at once: 256 MiB in float32, on a GPU four times as many. Each piece reads
 # and writes the gradient of the whole output matrix
 PIECE = 1 << 26
-LARGE = 8192  # words from which on a GPU fuses what comes of logits
 
 
 def token_logprobs(model: GPT, batch: list, who, config: Config) -> tuple:
@@ -56,7 +55,7 @@ def generated_logprobs(
     state reaches the output matrix. Logits are never there for more than PIECE pairs of a token and
     a word: what is over is computed piece by piece, and again in the backward pass.
     """
-    hidden, on_gpu = hidden_states(model, packed, rows - 1), rows.is_cuda  # [M, d]
+    hidden = hidden_states(model, packed, rows - 1)  # [M, d]
     place_of = torch.full_like(model.output.weight[:, 0], -1, dtype=torch.int64)  # [V]
     place_of[alphabet] = torch.arange(len(alphabet), device=place_of.device)
     targets = place_of[packed.tokens[rows]]  # [M], places in the alphabet
@@ -66,9 +65,9 @@ def generated_logprobs(
         logits = model.logits(hidden, alphabet)  # [m, V']
         if len(kept_sizes):
             logits = among_kept(logits, start, kept_sizes, place_of[kept])
-        return fused(judge, on_gpu and len(alphabet) >= LARGE)(logits, targets, temperature)
+        return fused(judge, logits.is_cuda and len(alphabet) >= 8192)(logits, targets, temperature)
 
-    size = (PIECE << 2 * on_gpu) // len(alphabet)
+    size = (PIECE << 2 * hidden.is_cuda) // len(alphabet)
     apart = piece if len(rows) <= size else partial(recomputed, piece)
     parts = zip(
         hidden.split(size), targets.split(size), range(0, len(rows) or 1, size), strict=True

@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
     """What an objective sees of one micro-batch."""
 
     logprobs: Tensor  # [N], the only one that a gradient flows into
-    proximal: Tensor | None  # [N]; needed by the decoupled objectives only
+    proximal: Tensor  # [N]; needed by the decoupled objectives only
     behaviour: Tensor  # [N]
     advantages: Tensor  # [N]
     sequence: Tensor  # int64 [N], 0 <= sequence < S
@@ -203,15 +203,6 @@ def gspo(t, c):
     return *_clip(ratio, t.advantages, c.gspo_low, c.gspo_high), False
 
 
-def dpo(t, c):
-    """-A log pi, with the A that makes it the gradient of -log sigmoid(beta m).
-
-    Online DPO (arXiv 2402.04792), as asynchronous RLHF (arXiv 2410.18252) trains it; A is that of
-    methods/preferences.py.
-    """
-    return reinforce(t, c)
-
-
 # Their names stand in runtime/config.py, too: that must not import torch, so add a name there, too.
 OBJECTIVES = {  # what is done about tokens that are off-policy:
     "ppo": ppo,  # clipped around mu
@@ -222,7 +213,9 @@ OBJECTIVES = {  # what is done about tokens that are off-policy:
     "double_sided": double_sided,  # weighted by rho, dropped where rho is far from 1
     "cispo": cispo,  # weighted by rho, cut; never dropped
     "gspo": gspo,  # clipped around mu, the whole sequence at once
-    "dpo": dpo,  # nothing; only the best and the worst answer of a group are trained
+    # nothing; the best and the worst answer of a group are trained, with an A that makes this the
+    # gradient of -log sigmoid(beta m): online DPO (2402.04792, 2410.18252); methods/preferences.py
+    "dpo": reinforce,
     "reinforce": reinforce,  # nothing
 }
 
@@ -241,9 +234,11 @@ def policy_loss(
     # One advantage per sequence would broadcast over its tokens, silently and wrongly.
     assert len(shapes) == 1, f"tensors of different shape: {shapes}"
     gain, clipped, capped = OBJECTIVES[objective](t, c)
-    touched = {"clipped": clipped, "capped": capped}
-    for name, which in touched.items():  # False: none of them
-        touched[name] = torch.zeros_like(gain, dtype=torch.bool) if which is False else which
+    none = torch.zeros_like(gain, dtype=torch.bool)
+    touched = {
+        "clipped": none | clipped,
+        "capped": none | capped,
+    }
     return -token_mean(gain, count), touched
 
 
@@ -351,7 +346,7 @@ def diagnostics(
 def merge_diagnostics(parts: list) -> dict:
     """The step's numbers, from all of its micro-batches.
 
-    -> `tokens`; `ratio_max`; `ess_whole`, the effective sample size (sum w)^2 / sum w^2 (Kish 1965)
+    -> `ratio_max`; `ess_whole`, the effective sample size (sum w)^2 / sum w^2 (Kish 1965)
     of the ratios w of whole sequences, as a share of their number; all other keys as means per
     generated token.
     """
@@ -360,7 +355,6 @@ def merge_diagnostics(parts: list) -> dict:
     whole = values.pop("whole")
     means = {name: float(each.mean()) for name, each in values.items()}
     return means | {
-        "tokens": len(ratio),
         "ratio_max": float(ratio.max()),
         "ess_whole": float(whole.sum() ** 2 / whole.square().sum() / len(whole)),
     }

@@ -133,13 +133,15 @@ def rotate(x, cos, sin) -> Tensor:
     return torch.addcmul(x * cos, torch.cat([-b, a], dim=-1), sin)
 
 
-def split_heads(qkv, norms, rope, heads, kv_heads, eps) -> tuple:
+def split_heads(qkv, q_norm, k_norm, rope, c: ModelConfig) -> tuple:
     """Queries, keys and values of heads [N, H, D]; queries and keys normed and rotated."""
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    if norms is not None:
-        q, k = (F.rms_norm(x, w.shape, w, eps) for x, w in zip((q, k), norms, strict=True))
+    q, k, v = qkv.split([c.heads, c.kv_heads, c.kv_heads], dim=1)
+    if c.qk_norm:
+        q = rms_norm(q, q_norm, c)
+        k = rms_norm(k, k_norm, c)
     if rope is not None:
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        q = rotate(q, *rope)
+        k = rotate(k, *rope)
     return q, k, v
 
 
@@ -167,11 +169,9 @@ class Layer(nn.Module):
         columns = (c.heads + 2 * c.kv_heads) * c.head_width
         self.attention_norm = parameter(c.width)
         self.qkv = parameter(c.width, columns)  # columns [q | k | v]
-        if c.qkv_bias:
-            self.qkv_bias = parameter(columns)
-        if c.qk_norm:
-            self.q_norm = parameter(c.head_width)
-            self.k_norm = parameter(c.head_width)
+        self.qkv_bias = parameter(columns) if c.qkv_bias else None
+        self.q_norm = parameter(c.head_width) if c.qk_norm else None
+        self.k_norm = parameter(c.head_width) if c.qk_norm else None
         if c.indexed:
             self.indexer = Indexer(c.width, c.index_heads, c.index_width)
         self.attention_out = parameter(c.heads * c.head_width, c.width)
@@ -187,11 +187,9 @@ class Layer(nn.Module):
     def heads(self, h, rope) -> tuple:
         """Queries [N, Hq, D], keys and values [N, Hkv, D] of h [N, d]; rope: (cos, sin) or None."""
         c = self.config
-        bias = self.qkv_bias if c.qkv_bias else None
-        qkv = self.project("qkv", h, bias).view(len(h), -1, c.head_width)
-        norms = (self.q_norm, self.k_norm) if c.qk_norm else None
-        apart = fused(split_heads, h.is_cuda and rope is not None)
-        return apart(qkv, norms, rope, c.heads, c.kv_heads, c.norm_eps)
+        qkv = self.project("qkv", h, self.qkv_bias).view(len(h), -1, c.head_width)
+        split = fused(split_heads, h.is_cuda and rope is not None)
+        return split(qkv, self.q_norm, self.k_norm, rope, c)
 
     def mlp(self, x: Tensor) -> Tensor:
         """x + SwiGLU(norm x), [N, d]."""
@@ -340,11 +338,13 @@ class GPT(nn.Module):
 
     def logits(self, hidden, alphabet=...) -> Tensor:
         """Logits [N, V'] of the tokens in `alphabet` [V'], by default of all; float32 or better."""
-        few = alphabet is ... or 2 * len(alphabet) < self.config.vocab_size
-        if few or len(hidden) > self.config.width:
-            scores = F.linear(hidden, self.output.weight[alphabet])
+        matrix = self.output.weight  # [V, d]
+        if alphabet is ...:
+            scores = F.linear(hidden, matrix)
+        elif 2 * len(alphabet) < len(matrix) or len(hidden) > self.config.width:
+            scores = F.linear(hidden, matrix.index_select(0, alphabet))
         else:  # the logits are fewer numbers than the matrix: these are copied
-            scores = F.linear(hidden, self.output.weight).index_select(1, alphabet)
+            scores = F.linear(hidden, matrix).index_select(-1, alphabet)
         return dsa.at_least_float32(scores)
 
 

@@ -175,10 +175,8 @@ def check_task(task: Task, tokenizer: Tokenizer) -> Task:
     if not isinstance(task, Task):
         raise TaskError(f"make must return a reward.Task, not {task!r:.80}")
     for field in fields(Task):
-        value, least = (
-            getattr(task, field.name),
-            int(field.name not in ("observation_tokens", "longest")),
-        )
+        value = getattr(task, field.name)
+        least = int(field.name not in ("observation_tokens", "longest"))
         if field.type is int and (type(value) is not int or value < least):
             raise TaskError(f"{field.name} {value!r}: allowed is a whole number from {least} up")
     chat = len(tokenizer.encode_prompt(""))

@@ -68,16 +68,14 @@ def train(config: Config) -> None:
 def learn(run: Run, batch: list) -> dict:
     """A step of all learners on a batch; what the log says of it is enough to replay it."""
     learner = run.learner
-    config = run.config
-    version = learner.version
-    run.training = [group.group_id for group in batch]
-    with run.log.timed("learner", "train", version=version, groups=run.training) as event:
+    run.training = groups = [group.group_id for group in batch]
+    with run.log.timed("learner", "train", version=learner.version, groups=groups) as event:
         for worker in run.pool.of("learner"):
             run.pool.tell(worker, batch)
-        metrics = learner_step(learner, batch, config)
+        metrics = learner_step(learner, batch, run.config)
         run.training = []
         event |= {name: metrics[name] for name in ("loss", "grad_norm")}
-        event |= {"of": config.steps, "learners": learner.team.size}
+        event |= {"of": run.config.steps, "learners": learner.team.size}
     return metrics
 
 
@@ -95,8 +93,7 @@ def admit(run: Run) -> None:
 
 def issue(run: Run, event: str, groups: list) -> None:
     """Send groups to the rollout workers, and log who has which."""
-    names = run.pool.issue(groups)
-    for group, name in zip(groups, names, strict=True):
+    for group, name in zip(groups, run.pool.issue(groups), strict=True):
         run.log.event("learner", event, group=group.group_id, version=group.start, worker=name)
 
 
@@ -135,9 +132,12 @@ def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.began = run.began or time.time()
-    facts = {"group": group.group_id, "seconds": judgement.seconds, **group.evidence}
-    facts["reward_model"] = judgement.reward_model
-    run.log.event(judged_by, "score", judgement.began, **facts)
+    facts = {
+        "group": group.group_id,
+        "seconds": judgement.seconds,
+        "reward_model": judgement.reward_model,
+    }
+    run.log.event(judged_by, "score", judgement.began, **facts, **group.evidence)
     if not keep(run, [group]):
         run.buffer.discard(group.group_id, run.discarded[-1][1])
         log_discards(run)

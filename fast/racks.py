@@ -24,8 +24,7 @@ SHORT = 32  # positions of the shortest rows
 
 @dataclass(eq=False)
 class Rack:
-    """Rows of one length, the first `used` in use; `slots` tells whose sequence lies in each
-    (-1 where nobody's does)."""
+    """Rows of one length, the first `used` in use; `slots` tells whose sequence lies in each."""
 
     kv: Tensor  # [2, L, n, T, Hkv, D] keys and values
     slots: Tensor  # [n]
@@ -70,7 +69,7 @@ class Racks(Cache):
         for slot in changed:
             self.move(slot, wanted[slot])
         if changed:
-            before = np.cumsum([0] + [rows_to_read(rack) for rack in self.racks])
+            before = np.cumsum([0] + [rack.used for rack in self.racks])
             self.place.copy_(torch.from_numpy(before[self.rack] + self.row_in_rack))
 
     def move(self, slot: int, to: int):
@@ -82,7 +81,7 @@ class Racks(Cache):
             if new_row == len(new.slots):  # half as many rows again, and one
                 more = min(new_row // 2 + 1, len(self.rack) - new_row)
                 longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
-                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more), value=-1)
+                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more))
             new.used += 1
             new.slots[new_row] = slot
             copy_row(old, old_row, new, new_row)
@@ -91,19 +90,16 @@ class Racks(Cache):
             last = int(old.slots[old.used])
             copy_row(old, old.used, old, old_row)
             old.slots[old_row], self.row_in_rack[last] = last, old_row
-            old.slots[old.used] = -1
         self.rack[slot], self.row_in_rack[slot] = to, new_row
 
     def attention(self, config: ModelConfig, positions: Tensor) -> Callable:
         """See `Cache.attention`: rack by rack."""
         parts = []  # slots of a rack's rows, and their attention
         for rack in self.racks:
-            if n := rows_to_read(rack):
+            if n := rack.used:
                 # a sequence that has moved on still writes into its first row, which nobody reads
                 slots = rack.slots[:n] if parts else slice(None)  # the first has all: no copies
                 at = positions[slots].clamp(max=rack.kv.shape[3] - 1)
-                if parts:
-                    at = at.masked_fill(slots < 0, -1)
                 parts.append((slots, attend_rows(rack.kv[:, :, :n], config, at)))
 
         def attend(layer, q, k, v, index):
@@ -117,8 +113,3 @@ def copy_row(old: Rack, row, new: Rack, to):
     """Keys and values of a sequence, as many as fit."""
     known = old.kv[:, :, row, : new.kv.shape[3]]
     new.kv[:, :, to, : known.shape[2]] = known
-
-
-def rows_to_read(rack: Rack) -> int:
-    """Those in use; on a GPU all, because shapes are fixed in a captured graph."""
-    return len(rack.slots) if rack.kv.is_cuda else rack.used

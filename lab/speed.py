@@ -80,15 +80,15 @@ def left(lengths: list[int], result: dict) -> tqdm:
 # ---------------------------------------------------------------------------------- decoding
 
 STEPS = 5  # decode steps that are timed together
-LAYERS = "two layers of Qwen3-0.6B" if CUDA else "small"  # a GPU reads `small` in no time
-QWEN = {"layers": 2, "width": 1024, "heads": 16, "kv_heads": 8, "head_width": 128, "hidden": 3072}
+LAYERS = "two layers of Qwen3-0.6B" if CUDA else "small"  # a GPU needs more to read
+QWEN = dict(layers=2, width=1024, heads=16, kv_heads=8, head_width=128, hidden=3072)
 ATTENTIONS = {"dense": {}}
 for size, k in ((64, 16), (64, 8), (16, 16)):
     ATTENTIONS[f"{k} chunks of {size}"] = {"attention": "dsa", "chunk_size": size, "top_k": k}
 
 
 def bench_decode(folder: Path) -> None:
-    """Model `small` on one CPU thread, larger layers on a GPU, 16 slots: one decoded token a slot at
+    """Model `small` on one CPU thread, larger layers on a GPU: one decoded token in 16 slots at
     growing context, dense (on a GPU by flash decoding, as the generator does) against sparse."""
     decoding(folder, [2**i for i in range(12, 18 if CUDA else 15)])
 

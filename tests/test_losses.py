@@ -328,7 +328,6 @@ def test_merged_diagnostics_against_loops_over_the_whole_step():
     _, clipped, capped = oracle("tis", batch, logprobs, logprobs)
     n = batch.count
     expected = {
-        "tokens": n,
         "ratio_max": max(ratios),
         "ess_whole": sum(whole) ** 2 / sum(x * x for x in whole) / len(whole),
         "kl_behaviour": sum(x - 1 - math.log(x) for x in ratios) / n,

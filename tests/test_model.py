@@ -390,14 +390,14 @@ def test_on_a_gpu_it_computes_the_same(kind):
 @pytest.mark.parametrize("normed", [True, False])
 def test_fused_operations_compute_the_same(normed):
     """Forward and backward, for lengths and layers that come after compiling, too."""
-    by = compiled(split_heads)
+    by, config = compiled(split_heads), ModelConfig(1, 64, 4, 2, 16, 64, qk_norm=normed)
     for n in (7, 12, 40):
         sizes = (n, 8, 16), (16,), (16,), (n, 1, 16), (n, 1, 16)
-        qkv, a, b, cos, sin = (torch.randn(size, device="cuda") for size in sizes)
+        qkv, a, b, *rope = (torch.randn(size, device="cuda") for size in sizes)
         inputs = [x.requires_grad_() for x in ((qkv, a, b) if normed else (qkv,))]
         results = []
         for split in (by, split_heads):
-            out = split(qkv, (a, b) if normed else None, (cos, sin), 4, 2, 1e-6)
+            out = split(qkv, a, b, tuple(rope), config)
             results.append([*out, *torch.autograd.grad(sum(x.sin().sum() for x in out), inputs)])
         for found, wanted in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
