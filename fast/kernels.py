@@ -1,7 +1,7 @@
 """kernels.py: which functions compute attention: those of dsa_triton.py, or plain PyTorch's.
 
 On a GPU the kernels are the reason for sparse attention: forward and backward at 128k tokens is
-12.2 times as fast as cuDNN's dense attention on an H100, at 8k 0.7 times (docs/measured.md).
+13.5 times as fast as cuDNN's dense attention on an H200, at 8k 0.6 times (docs/measured.md).
 """
 
 from types import ModuleType

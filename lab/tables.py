@@ -114,7 +114,7 @@ SmolLM2-135M-Instruct, sums of two numbers of two digits, 30 steps of 128 answer
 answers are all wrong or all right are replaced by others."""
 
 
-DECODING = "Model `{model}`, {slots} slots with full caches."
+DECODING = "Model: {model}; {slots} slots with full caches."
 ATTENTION = """\
 Selection included; query heads, key heads and their width: {heads}, {dtype}. Lists have 16 chunks
 of 64 where nothing else is said. "Over": times as fast as dense attention by PyTorch's backend.
