@@ -408,10 +408,11 @@ def dense_packed(
 
     Padding cells repeat the first token: no result of theirs is read.
     """
-    cells, dtype = packed.grid.clamp(min=0).flatten(), q.dtype
+    cells = packed.grid.clamp(min=0).flatten()
+    dtype = q.dtype
     spread = [x.index_select(0, cells).unflatten(0, packed.grid.shape) for x in (q, k, v)]
     q, k, v = (x.transpose(1, 2) for x in spread)  # [B, H, T, D]
-    if q.device.type == "cpu":  # of short sequences three times as fast as in bfloat16
+    if not q.is_cuda:  # of short sequences three times as fast as in bfloat16
         q, k, v = (dsa.at_least_float32(x) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, packed.cell).to(dtype)

@@ -26,13 +26,7 @@ from runtime.config import Config
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
 from runtime.replay import replay
-from runtime.run import (
-    Run,
-    end_run,
-    log_spawn,
-    running,
-    save,
-)
+from runtime.run import Run, begin_run, end_run, log_spawn, running, save
 from runtime.terminal import run_main
 
 
@@ -44,6 +38,9 @@ def train(config: Config) -> None:
         config, learner, log = run.config, run.learner, run.log
         batch = None
         issue(run, "requeue", run.interrupted)
+        admit(run)
+        settle(run)
+        begin_run(run)  # workers generate meanwhile
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
             collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths

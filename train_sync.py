@@ -15,6 +15,7 @@ from runtime.books import close_step, keep
 from runtime.config import Config
 from runtime.messages import apply_judgement
 from runtime.run import (
+    begin_run,
     end_run,
     running,
     save,
@@ -28,6 +29,7 @@ def train(config: Config) -> None:
         config = run.config
         learner = run.learner
         log = run.log
+        begin_run(run)
         generator = make_generator(config, run.task, learner.model)
         while learner.version < config.steps and not run.stop.asked:
             version = learner.version

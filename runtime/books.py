@@ -96,8 +96,8 @@ def batch_metrics(run: Run, groups: list[Group], version: int) -> dict:
     return {
         "reward": fmean(rewards or [0.0]),
         "samples": len(trajectories),
-        "cut": fmean([t.finish in ("length", "overlong") for t in trajectories]),
-        "answer_tokens": fmean([t.generated for t in trajectories]),
+        "cut": fmean(t.finish in ("length", "overlong") for t in trajectories),
+        "answer_tokens": fmean(t.generated for t in trajectories),
         "failures": dict(Counter(t.finish for t in trajectories + discarded if t.failed)),
         "discarded": dict(Counter(reason for _, reason in run.discarded)),
         "staleness_max": max(ages),

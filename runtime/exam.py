@@ -31,9 +31,8 @@ def evaluate(learner, config: Config, task: Task, pool: Pool) -> dict:
         seed=~config.seed,  # of no run
         slots=min(config.slots, task.eval_size),
     )
-    generator = make_generator(greedy, task, learner.model, outside=True)
     groups = [Group(i, 0, problem_of(task, i, "eval")) for i in range(task.eval_size)]
-    groups = generate(generator, groups, pool)
+    groups = generate(make_generator(greedy, task, learner.model, outside=True), groups, pool)
     pool.verify(groups)
     left = {group.group_id: group for group in groups}
     while left:
@@ -57,6 +56,6 @@ def result_of(task: Task, groups: list[Group]) -> dict:
     return {
         "solved": fmean(map(ge, rewards, needed)),
         "reward": fmean(rewards),
-        "turns": fmean([len(t.turns) for t in episodes]),
+        "turns": fmean(len(t.turns) for t in episodes),
         "failures": {t.finish: t.failure for t in reversed(episodes) if t.failed},
     }

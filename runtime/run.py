@@ -188,6 +188,14 @@ def evaluate_now(run: Run) -> dict:
     return result
 
 
+def begin_run(run: Run) -> None:
+    """The first evaluation, and a checkpoint, so that a run can always be resumed."""
+    if not run.state:
+        run.log.metrics({"t": 0.0, "step": 0, "eval": evaluate_now(run)})
+        run.log.written = 0
+        save(run)
+
+
 def end_run(run: Run) -> None:
     """The evaluations that were put off (eval_when), then summary, pictures, verdict.
 
@@ -223,10 +231,6 @@ def running(config: Config, mode: str):
     if mode == "async":
         start_workers(run)
     try:
-        if not run.state:
-            log.metrics({"t": 0.0, "step": 0, "eval": evaluate_now(run)})
-            log.written = 0
-            save(run)  # so that a run can always be resumed
         if learner.team.size > 1:
             open_team(run)
         yield run
