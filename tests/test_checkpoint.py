@@ -195,8 +195,8 @@ def test_the_event_of_a_checkpoint_is_on_disk_before_its_file(tmp_path, monkeypa
     save = lambda run, *_: events.extend(read_lines(run / "events.jsonl"))  # noqa: E731
     monkeypatch.setattr(run_room, "save_checkpoint", save)
     config = Config(task="guess", out=str(tmp_path / "run"), **SMALL)
-    with pytest.raises(SystemExit), run_room.running(config, "sync"):
-        pass
+    with pytest.raises(SystemExit), run_room.running(config, "sync") as run:
+        run_room.begin_run(run)
     (event,) = events
     assert (event["kind"], event["version"], event["groups"]) == ("checkpoint", 0, [])
 
