@@ -127,14 +127,8 @@ MEDIUM = {"model": "medium", "lr": 6e-4 * 64 / 320, "token_budget": 65536, "step
 MEDIUM |= {"slots": 256, "eval_every": 10, "groups_per_step": 16}
 TINY = {"model": "tiny", "steps": 3, "groups_per_step": 4, "group_size": 4, "slots": 16}
 TINY |= {"eval_every": 1, "device": "cpu"}
-LONG = {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0, "steps": 10}
-LONG |= {
-    "silence": 60,
-    "checkpoint_every": 10**6,
-    "eval_every": 10**6,
-    "token_budget": 16384,
-    "lr": 1e-6,
-}
+LONG = {"groups_per_step": 8, "group_size": 8, "slots": 64, "reference_every": 0, "steps": 6}
+LONG |= {"eval_every": 10**6, "token_budget": 16384, "lr": 1e-6, "silence": 60}
 
 
 def race(folder: Path, *changes: dict) -> None:
@@ -173,11 +167,11 @@ LENGTHS = [8192, 32768, 131072]
 MODEL = "0.6B", [(16, 512), (64, 512), (16, 4096), (64, 4096)]  # slots, context
 PARTS = {  # seconds on a card (720 in all), what is called, on a card and in a rehearsal with what
     "kernels": (90, kernels, (False,), (True,)),
-    "dsa": (150, attention, (LENGTHS,), ([40], (2, 1, 16), 1)),
+    "dsa": (120, attention, (LENGTHS,), ([40], (2, 1, 16), 1)),
     "decode": (60, decoding, (LENGTHS,), ([128], 2)),
     "model": (90, measure_model, MODEL, ("1M", [(2, 64)])),
     "race": (80, race, (), (TINY,)),
-    "long": (130, long_answers, ("0.6B", 1024), ("1M", 16)),
+    "long": (160, long_answers, ("0.6B", 1024), ("1M", 16)),
     "smollm2": (120, published, (1,), (0,)),
 }
 
