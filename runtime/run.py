@@ -189,11 +189,14 @@ def evaluate_now(run: Run) -> dict:
 
 
 def begin_run(run: Run) -> None:
-    """The first evaluation, and a checkpoint, so that a run can always be resumed."""
+    """The first evaluation, and a checkpoint, so that a run can always be resumed. Then several
+    learners meet."""
     if not run.state:
         run.log.metrics({"t": 0.0, "step": 0, "eval": evaluate_now(run)})
         run.log.written = 0
         save(run)
+    if run.learner.team.size > 1:
+        open_team(run)
 
 
 def end_run(run: Run) -> None:
@@ -231,8 +234,6 @@ def running(config: Config, mode: str):
     if mode == "async":
         start_workers(run)
     try:
-        if learner.team.size > 1:
-            open_team(run)
         yield run
     except BaseException as error:
         error.run = run.folder, config  # AttemptLost: where the next attempt begins
