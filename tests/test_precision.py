@@ -52,7 +52,7 @@ def test_log_probs_in_pieces_are_those_of_the_plain_form(words, tied, monkeypatc
     monkeypatch.setattr(logprobs_room, "PIECE", 7 * words)  # 7 tokens at a time
     pieces = gradients(model, packed, rows, alphabet)
     for a, b in zip(whole, pieces, strict=True):
-        assert float((a - b).norm()) <= 1e-6 * float(a.norm())
+        assert float((a - b).norm()) <= 3e-6 * float(a.norm())  # other products, other rounding
 
 
 def test_no_piece_is_larger_than_allowed(monkeypatch):
