@@ -170,8 +170,8 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
     """What a run says about speed. Its evaluations must be late: they take no time.
 
     The clock starts when the first episode does (asynchronously that is before the first
-    evaluation, which then counts), and the target is reached on a straight line
-    between two evaluations.
+    evaluation, which then counts), and the target is reached on a straight line between two
+    evaluations.
     """
     events, steps = read_lines(run / "events.jsonl"), steps_of(run)
     zero = next(event["t"] for event in events if event["kind"] == "generate")

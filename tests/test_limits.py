@@ -122,7 +122,7 @@ def hungry_step(problem, answers):
 def test_memory_is_limited_and_given_back():
     before = resource.getrlimit(resource.RLIMIT_AS)
     task = replace(make_task("reverse"), step=hungry_step)
-    texts = ("1", "100000", "10", "3000", "2")
+    texts = ("1", "100000", "10", "3000", "2")  # MB; 400 may lie in memory that was kept
     verdicts = [verify(task, {}, [text], 5.0, memory=256.0) for text in texts]
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     errors = [verdict.error and verdict.error.rstrip() for verdict in verdicts]
