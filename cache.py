@@ -150,8 +150,7 @@ def attend_rows(
 ) -> Callable:
     """Dense attention of one query a row to its keys up to its own: a function of (layer, q, k, v)
     of the newest tokens -> [n, Hq, D]; an index is not looked at."""
-    kernels = dense_kernels(config, kv.device) or (hide_future, attend_masked)
-    plan_step, attend_step = kernels
+    plan_step, attend_step = dense_kernels(config, kv.device) or (hide_future, attend_masked)
     plan = plan_step(positions, kv.shape[3], config.kv_heads)
     newest = torch.arange(len(positions), device=positions.device), positions
 
@@ -193,13 +192,14 @@ def attend_sparse(cache: Cache, config: ModelConfig, positions: Tensor) -> Calla
     tables = cache.tables._replace(q_pos=positions)  # nothing else changes from step to step
     tables = tables._replace(blocks=sparse.plan_blocks(tables))
     newest = torch.arange(len(positions), device=positions.device), positions
+    own = tables.own
 
     def attend(layer, q, k, v, index):
         keys, values = cache.kv[:, layer]
         keys[newest], values[newest] = k, v
         if index is not None:
             cache.scored[layer][newest] = index[1][:, None]
-        renew_means(cache, layer, tables.own)
+        renew_means(cache, layer, own)
         scored, means = (x[layer].flatten(0, 1) for x in (cache.scored, cache.means))
         if index is not None:
             index = (index[0].contiguous(), scored[:, 0], index[2])

@@ -16,7 +16,8 @@ backward 1.2 times.
 
   _select       scores the past of a block and keeps the best chunks in registers as int64 (the
                 float's order, the id reversed), tile by tile: scores are never stored
-  _score        for longer lists (GLM-5's 2048 single tokens): stores the scores of a stripe of
+  _score        for longer lists (GLM-5's 2048 single tokens), and in decode, where a slot's many
+                chunks are scored by many programs: stores the scores of a stripe of
                 blocks, as integers in the same order, and
   _pick         finds the last one that is kept, by four histograms of 8 bits each
   _unite        makes one list of neighbours' lists, by marking the chunks of their past
@@ -357,7 +358,10 @@ def _ordered(
     score = tl.zeros([place.shape[0], key.shape[1]], wide)
     for g in range(G):
         part = tl.load(q + place + g * D, mask=live[:, None], other=0.0)
-        hit = tl.dot(part, key, input_precision="tf32x3").to(wide)
+        if place.shape[0] == 1:  # a decoder's query is alone: no product of matrices
+            hit = tl.sum(tl.trans(part).to(wide) * key.to(wide), 0)[None, :]
+        else:
+            hit = tl.dot(part, key, input_precision="tf32x3").to(wide)
         if LEARNED:
             weight = tl.load(weights + lead * G + g, mask=live, other=0.0)
             hit = tl.maximum(hit, 0.0) * weight[:, None]
@@ -743,9 +747,8 @@ def select_chunks(q, k, tables: Tables, top_k: int, index=None, means=None, quer
     None, means as from `dsa.chunk_means` -> int64 [N, Hkv or 1, S]. `query_block` neighbours share
     what the first of them selects: nothing later is looked at. Equal scores give dsa.py's ids;
     scores may differ from dsa.py's in their last bits.
-    Lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens) are in order of ids behind the own
-    chunk; the scores of STRIPE blocks are stored at once. A decoder's few queries are selected by
-    dsa.py.
+    Lists of more than STREAMED + 1 chunks (GLM-5's 2048 tokens), and all lists of a decoder, are in
+    order of ids behind the own chunk; the scores of STRIPE blocks are stored at once.
     """
     check_tensors(tables, q, k)
     _check(tables, query_block, q=q, k=k)
@@ -765,33 +768,34 @@ def _lists(q, k, tables, top_k, index, means, query_block, blocks) -> Tensor:  #
         check_tensors(tables, q, k[:, None], weights)
         assert weights.shape == q.shape[:2], f"weights must be {q.shape[:2]}, got {weights.shape}"
         _check(tables, query_block, q_index=q, k_index=k, weights=weights)
-    if tables.cached:
-        return dsa.select_chunks(q, k, tables, top_k, index, means).int()
     k = k[:, None] if learned else k
-    assert means is None, "means must be left out but in decode"
-    heads, means = k.shape[1], k if tables.chunk_size == 1 else dsa.chunk_means(k, tables)
+    assert means is None or tables.cached, "means must be left out but in decode"
+    heads = k.shape[1]
+    if means is None:
+        means = k if tables.chunk_size == 1 else dsa.chunk_means(k, tables)
     if not learned:
         exact = torch.promote_types(q.dtype, torch.float32)
         q = q.unflatten(1, (heads, -1)).sum(2, dtype=exact)  # the summed query of a group
         weights = q  # only their dtype is looked at
     kind = torch.promote_types(q.dtype, means.dtype)
     shape = {"HS": heads, "G": q.shape[1] // heads, "D": q.shape[2], "LEARNED": learned}
-    shape |= {"BR": SCORE_ROWS, "num_warps": 4, "num_stages": 1}
+    rows = 1 if tables.cached else SCORE_ROWS  # slots have no chunks in common
+    shape |= {"BR": rows, "num_warps": 4, "num_stages": 1}
     inputs = (q.to(kind), means.to(kind), dsa.at_least_float32(weights), blocks)
     many = len(blocks)
     sel = torch.full((many, heads, width), -1, dtype=torch.int32, device=q.device)
-    if width <= STREAMED + 1:
+    if width <= STREAMED + 1 and not tables.cached:
         kept = triton.next_power_of_2(max(2, width - 1))
         shape |= {"BC": max(32, kept), "BS": kept}
         grid = (triton.cdiv(many, SCORE_ROWS), heads)
         _launch(_select, grid, *inputs, sel, many, width, **shape)
         return sel
     # neighbours score all of the longest sequence, and what begins among them
-    groups = triton.cdiv(min(many, STRIPE), SCORE_ROWS)
-    room = triton.cdiv(tables.widest + SCORE_ROWS, READ) * READ
-    scores = sel.new_empty(groups * SCORE_ROWS, heads, room)
+    groups = triton.cdiv(min(many, STRIPE), rows)
+    room = triton.cdiv(tables.widest + rows, READ) * READ
+    scores = sel.new_empty(groups * rows, heads, room)
     shape |= {"num_warps": 8, "BC": SCORED}
-    pick = {"HS": heads, "BR": SCORE_ROWS, "BC": READ}
+    pick = {"HS": heads, "BR": rows, "BC": READ}
     for start in range(0, many, len(scores)):
         if width < tables.widest:  # otherwise all are kept, whatever they score
             grid = (groups, room // SCORED, heads)

@@ -478,6 +478,24 @@ def test_selection_of_random_scores_is_dsa_s_to_rounding(chunk_size, query_block
 
 
 @kernels
+@pytest.mark.parametrize("chunk_size,top_k", [(1, 5), (4, 9), (4, 99), (16, 2)])
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_decoder_selects_what_dsa_does_among_ties(chunk_size, top_k, learned, monkeypatch):
+    for name, small in {"STRIPE": 3, "SCORED": 16, "READ": 16}.items():
+        monkeypatch.setattr(dsa_triton, name, small)
+    lengths = torch.tensor([0, 1, 65, 96, 50], device=DEVICE)
+    sizes = ((5, 4, 16), (5, 96, 2, 16), (5, 2, 16), (5, 96, 16), (5, 2))
+    q, k, *index = (torch.randint(-1, 2, size, device=DEVICE).float() for size in sizes)
+    for slot, length in enumerate(lengths.tolist()):
+        k[slot, length:], index[1][slot, length:] = NAN, NAN  # nobody has written there
+    index[1] = index[1].flatten(0, 1)
+    tables = dsa.cache_tables(lengths, 96, chunk_size)
+    given = (q, k.flatten(0, 1), tables, top_k, index if learned else None)
+    got, want = (module.select_chunks(*given) for module in (dsa_triton, dsa))
+    assert torch.equal(got, in_order(want))
+
+
+@kernels
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), NAN, -0.0])
 def test_special_scores_are_selected_as_in_dsa(value):
     tables = packed(0, 40, chunk_size=1)
@@ -632,14 +650,14 @@ def test_bad_input_is_named(name):
 # The compiler -------------------------------------------------------------------------------------
 
 KERNELS = {name: x for name, x in vars(dsa_triton).items() if isinstance(x, triton.JITFunction)}
-LAUNCHED = {"_forward", "_merge", "_backward_q", "_backward_kv"}
-LAUNCHED |= {"_select", "_score", "_pick", "_unite"}
+ATTENDING = {"_forward", "_merge", "_backward_q", "_backward_kv", "_unite"}
 SHAPES = {  # D, chunk size, query block, S, cached, indexer heads and width
     "per query, 128": (128, 64, 1, 16, False, None),
     "block of 8, 128": (128, 64, 8, 16, False, None),
     "tokens": (128, 1, 1, 64, False, (4, 64)),
     "2048 tokens": (128, 1, 1, 2048, False, (4, 64)),
     "decode": (128, 64, 1, 16, True, None),
+    "decode, 2048 tokens": (128, 1, 1, 2048, True, (4, 64)),
 }
 
 
@@ -700,16 +718,17 @@ def test_kernels_compile_for_sm_90_and_spill_nothing(name, monkeypatch):
     sel = dsa.select_chunks(q, k, tables, top_k)[dsa_triton.block_lead(tables, query_block)]
     index = None
     if indexer:
-        shapes = ((length, *indexer), (length, indexer[1]), (length, indexer[0]))
+        shapes = ((queries, *indexer), (length, indexer[1]), (queries, indexer[0]))
         index = [torch.zeros(x, dtype=torch.bfloat16) for x in shapes]
     dsa_triton.select_chunks(q, k, tables, top_k, index, None, query_block)
     out = dsa_triton.sparse_attention(q, k, v, sel, tables, query_block)
     if not cached:
         out.sum().backward()
-    want = {"_forward", "_merge"} if cached else LAUNCHED - {"_merge"}
+    want = {"_forward", "_merge"} if cached else ATTENDING - {"_merge"}
     want -= {"_backward_kv"} if chunk_size < dsa_triton.ATOMIC_BELOW else set()
     want -= {"_unite"} if cached or query_block > 1 else set()
-    want -= {"_select"} if top_k > dsa_triton.STREAMED + 1 else {"_score", "_pick"}
+    long = cached or top_k > dsa_triton.STREAMED + 1
+    want |= {"_score", "_pick"} if long else {"_select"}
     assert {kernel.__name__ for kernel, _, _ in launches} == want
     compile_all(name, launches)
 
