@@ -77,7 +77,7 @@ def sample(logits, uniform, temperature: float) -> tuple:
     chosen = torch.searchsorted(cumulative, level, right=True)  # [B, 1]
     # a GPU rounds every sum in its own way, so that a token of probability 0 may be hit
     greedy = (logprobs.gather(1, chosen).exp() == 0) | (temperature == 0)
-    chosen = torch.where(greedy, logits.argmax(-1, keepdim=True), chosen)
+    chosen = torch.where(greedy, logits.max(-1, keepdim=True).indices, chosen)
     return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
 
 

@@ -43,15 +43,15 @@ def make_racks(model: GPT, slots: int, capacity: int) -> Cache:
     for length in lengths:
         rows = 0 if racks else slots
         racks.append(Rack(empty_rows(model, rows, length), numbers[:rows].clone(), rows))
-    none = np.zeros(slots, np.int64)
-    return Racks(racks[0].kv, T, None, None, None, racks, none, np.arange(slots), numbers)
+    first = np.zeros(slots, np.int64)
+    return Racks(racks[0].kv, T, None, None, None, racks, first, np.arange(slots), numbers)
 
 
 @dataclass(eq=False)
 class Racks(Cache):
     """A cache of which every sequence lies in a row of the shortest rack that it fits into."""
 
-    racks: list = ()  # by length; in the first, row b is slot b's for ever
+    racks: list = ()  # by length
     rack: np.ndarray = None  # [B] in which rack its sequence lies, and in which row
     row_in_rack: np.ndarray = None  # [B]
     place: Tensor = None  # [B] this row's number, counted across racks
@@ -75,21 +75,18 @@ class Racks(Cache):
     def move(self, slot: int, to: int):
         """Move a slot's sequence to another rack, which may get more rows."""
         old, new = self.racks[self.rack[slot]], self.racks[to]
-        old_row, new_row = self.row_in_rack[slot], slot
-        if to > 0:
-            new_row = new.used
-            if new_row == len(new.slots):  # half as many rows again, and one
-                more = min(new_row // 2 + 1, len(self.rack) - new_row)
-                longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
-                new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more))
-            new.used += 1
-            new.slots[new_row] = slot
-            copy_row(old, old_row, new, new_row)
-        if self.rack[slot] > 0:  # the last row fills the gap: those in use stay together
-            old.used -= 1
-            last = int(old.slots[old.used])
-            copy_row(old, old.used, old, old_row)
-            old.slots[old_row], self.row_in_rack[last] = last, old_row
+        if new.used == len(new.slots):  # half as many rows again, and one
+            more = min(new.used // 2 + 1, len(self.rack) - new.used)
+            longer = F.pad(new.kv.transpose(3, 4), (0,) * 7 + (more,))
+            new.kv, new.slots = longer.transpose(3, 4), F.pad(new.slots, (0, more))
+        old_row, new_row = self.row_in_rack[slot], new.used
+        new.used += 1
+        new.slots[new_row] = slot
+        copy_row(old, old_row, new, new_row)
+        old.used -= 1  # its last row fills the gap: those in use stay together
+        last = int(old.slots[old.used])
+        copy_row(old, old.used, old, old_row)
+        old.slots[old_row], self.row_in_rack[last] = last, old_row
         self.rack[slot], self.row_in_rack[slot] = to, new_row
 
     def attention(self, config: ModelConfig, positions: Tensor) -> Callable:
@@ -97,14 +94,12 @@ class Racks(Cache):
         parts = []  # slots of a rack's rows, and their attention
         for rack in self.racks:
             if n := rack.used:
-                # a sequence that has moved on still writes into its first row, which nobody reads
-                slots = rack.slots[:n] if parts else slice(None)  # the first has all: no copies
-                at = positions[slots].clamp(max=rack.kv.shape[3] - 1)
-                parts.append((slots, attend_rows(rack.kv[:, :, :n], config, at)))
+                slots = rack.slots[:n]
+                parts.append((slots, attend_rows(rack.kv[:, :, :n], config, positions[slots])))
 
         def attend(layer, q, k, v, index):
             outs = [part(layer, q[slots], k[slots], v[slots]) for slots, part in parts]
-            return outs[0] if len(outs) == 1 else torch.cat(outs).index_select(0, self.place)
+            return torch.cat(outs).index_select(0, self.place)
 
         return attend
 
