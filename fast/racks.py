@@ -2,8 +2,8 @@
 
 A rack has rows of one length: the first (32 positions) has one for every slot; a sequence that
 outgrows its row moves to a rack with longer ones (64, 128, ..., the capacity), about as many as
-were ever needed at once; racks never shrink. For `sum`, whose longest episodes are many times
-longer than most, 64 slots take less than 0.35 of slots times capacity.
+were ever needed at once; racks never shrink. A step reads the rows in use. For `sum`, whose longest
+episodes are many times longer than most, 64 slots take less than 0.35 of slots times capacity.
 
 Axes: B slots · n rows of a rack, T positions of each · L layers · Hkv heads · D head width
 """
@@ -35,7 +35,7 @@ def make_racks(model: GPT, slots: int, capacity: int) -> Cache:
     """An empty cache with racks; a plain one for sparse attention, where all rows are short, and on
     a GPU, where flash decoding reads no more of a row than is used."""
     T = padded(capacity)
-    lengths = [SHORT << i for i in range(16) if SHORT << i <= T / 1.5] + [T]
+    lengths = [SHORT << i for i in range(16) if SHORT << i < T / 2] + [T]
     if model.config.attention == "dsa" or len(lengths) == 1 or model.flat.is_cuda:
         return make_cache(model, slots, capacity)
     numbers = torch.arange(slots, device=model.flat.device)
