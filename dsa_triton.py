@@ -586,7 +586,7 @@ def _alone(lists: Tensor, blocks: Tensor, tables: Tables) -> tuple:
     they are no unions."""
     rows = lists.contiguous()  # a chunk of one key is its row
     if tables.chunk_size > 1:
-        rows = torch.where(lists < 0, -1, tables.row[lists.clamp(min=0)]).int().contiguous()
+        rows = tables.row[lists].masked_fill(lists < 0, -1).int().contiguous()
     return rows, rows, blocks[:, None]
 
 
