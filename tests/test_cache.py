@@ -76,7 +76,7 @@ def test_decode_is_bitwise_independent_of_slot_and_neighbours(kind):
     model, (tokens, *others) = make(kind), sentences((24, 60, 45, 33, 60))
 
     def run(slot: int, neighbours: dict[int, list[int]]) -> list[torch.Tensor]:
-        cache = make_racks(model, 12, 64)
+        cache = make_racks(model, 12, 80)
         rows = {slot: tokens, **neighbours}
         starts = {b: 5 if b == slot else 30 for b in rows}
         cache.reserve(needed(12, starts))
