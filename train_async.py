@@ -18,8 +18,6 @@ the weights that it changes. With `--reward-workers 0` a rollout worker verifies
 generated: quicker where there are two cores and the verifier is quick.
 """
 
-import time
-
 from learner import learner_step, new_groups
 from runtime.books import check_progress, close_step, keep, log_discards, settle
 from runtime.config import Config
@@ -65,7 +63,8 @@ def train(config: Config) -> None:
 def learn(run: Run, batch: list) -> dict:
     """A step of all learners on a batch; what the log says of it is enough to replay it."""
     learner = run.learner
-    run.training = groups = [group.group_id for group in batch]
+    groups = [group.group_id for group in batch]
+    run.training = groups
     with run.log.timed("learner", "train", version=learner.version, groups=groups) as event:
         for worker in run.pool.of("learner"):
             run.pool.tell(worker, batch)
@@ -128,7 +127,7 @@ def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
     apply_judgement(group, judgement)
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
-    run.began = run.began or time.time()
+    run.began = run.began or judgement.began
     facts = {
         "group": group.group_id,
         "seconds": judgement.seconds,

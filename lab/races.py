@@ -171,14 +171,15 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
 
     The clock starts when the first episode does (asynchronously that is before the first
     evaluation, which then counts), and the target is reached on a straight line between two
-    evaluations.
+    evaluations. Episodes a second are of the steps whose episodes were not ready before them.
     """
-    events, steps = read_lines(run / "events.jsonl"), steps_of(run)
+    settings, events = read_json(run / "config.json"), read_lines(run / "events.jsonl")
+    steps = steps_of(run)[settings.get("max_staleness", 0) :]
     zero = next(event["t"] for event in events if event["kind"] == "generate")
     metric, goal = TARGETS[task]
     held = [[max(0.0, t - zero), *others] for t, *others in exams_of(run, metric)]
     target_s, target_samples = crossing(held, goal)
-    busy, slots = Counter(), read_json(run / "config.json").get("slots")
+    busy, slots = Counter(), settings.get("slots")
     for event in events:
         if event["kind"] in ("generate", "train") and "seconds" in event:
             busy[event["kind"]] += event["seconds"]

@@ -65,8 +65,7 @@ def set_threads(config: Config, processes: int, device: str) -> None:
 
 def quick_dtype(device: str) -> str:
     """bfloat16 where a device has instructions for it, else float32."""
-    quick = device != "cpu" or "bf16" in CPUINFO.read_text()
-    return "bfloat16" if quick else "float32"
+    return "bfloat16" if device != "cpu" or "bf16" in CPUINFO.read_text() else "float32"
 
 
 def describe_machine() -> dict:

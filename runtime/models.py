@@ -41,8 +41,7 @@ def model_of(stored: dict, config: Config, task: Task) -> GPT:
     if shape["positions"] != "learned":
         shape["context"] = task.context
     most = shape["context"]
-    needed = f"{task.context} positions for task {config.task}"
-    require(task.context <= most, f"{needed}, has {most}")
+    require(task.context <= most, f"{task.context} positions for {config.task}, has {most}")
     found = shape["vocab_size"]
     words = task.tokenizer.size
     require(found == words, f"{found} tokens, and {words} of --model {config.model}")

@@ -80,7 +80,7 @@ class Run:
     interrupted: list = field(default_factory=list)  # groups to be issued again, after a resume
     training: list = field(default_factory=list)  # ids of the groups of the step that is computed
     lost: list = field(default_factory=list)  # workers, and of what they died
-    began: float = 0.0  # when the first group landed
+    began: float = 0.0  # when the first group was verified
     # what `check_progress` saw last, when that changed, and when it looked
     progress: tuple = (None, 0.0, 0.0)
 

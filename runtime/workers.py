@@ -40,7 +40,8 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
     gc.freeze()  # as in open_run (run.py)
     active = False
     span = None  # of generation with one version: when it began, the version, counts before it
-    line.beat()
+    if device == "cpu":  # a GPU's first step compiles: no sign of life before it is done
+        line.beat()
 
     while True:
         for work in line.receive(0.0 if active else 0.0005 if generator.busy else 0.02):

@@ -183,7 +183,7 @@ def folders(taught, tmp_path_factory):
         ("nowhere", {}, "no such folder"),
         ("DAMAGED", {}, "checkpoint that is whole"),
         ("QWEN", {}, "it has another vocabulary"),
-        ("RUN", {"task": "reverse:9"}, "positions for task reverse:9"),
+        ("RUN", {"task": "reverse:9"}, "positions for reverse:9"),
         ("RUN", {"task": "sort:2"}, "it has learned reverse:2, and not sort:2"),
         ("RUN", {"objective": "dpo"}, "with --objective dpo"),
         ("RUN", {"top_p": 0.9}, "with --teacher"),
