@@ -16,9 +16,9 @@ backward 1.2 times.
 
   _select       scores the past of a block and keeps the best chunks in registers as int64 (the
                 float's order, the id reversed), tile by tile: scores are never stored
-  _score        for longer lists (GLM-5's 2048 single tokens), and in decode, where a slot's many
-                chunks are scored by many programs: stores the scores of a stripe of
-                blocks, as integers in the same order, and
+  _score        for longer lists (GLM-5's 2048 single tokens), and in decode, where many programs
+                share the chunks of a slot: stores the scores of a stripe of blocks, as integers in
+                the same order, and
   _pick         finds the last one that is kept, by four histograms of 8 bits each
   _unite        makes one list of neighbours' lists, by marking the chunks of their past
   _forward      walks over a block's list; in decode, several programs share a list, and
@@ -358,7 +358,7 @@ def _ordered(
     score = tl.zeros([place.shape[0], key.shape[1]], wide)
     for g in range(G):
         part = tl.load(q + place + g * D, mask=live[:, None], other=0.0)
-        if place.shape[0] == 1:  # a decoder's query is alone: no product of matrices
+        if place.shape[0] == 1:  # a decoder's query, which has no neighbours to share keys with
             hit = tl.sum(tl.trans(part).to(wide) * key.to(wide), 0)[None, :]
         else:
             hit = tl.dot(part, key, input_precision="tf32x3").to(wide)

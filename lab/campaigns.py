@@ -159,7 +159,7 @@ def bench_smollm2(folder: Path, config: Smollm2Config) -> None:
         times = [line["t"] for line in read_lines(run / "metrics.jsonl") if "seconds" in line]
         row |= {"arm": arm, "before": solved[0], "solved": solved[-1]}
         row |= {"minutes": row["command_s"] / 60}
-        times = times[2:]  # the first η steps train what was generated before the clock
+        times = times[2:]  # from step η + 1 on: episodes of those before may have been ready
         row |= {"step_s": (times[-1] - times[0]) / (len(times) - 1)}
         if arm in BOTH and seed == "0":
             curves[arm] = seconds, solved

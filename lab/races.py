@@ -171,7 +171,7 @@ def speed_of(run: Path, summary: dict, task: str) -> dict:
 
     The clock starts when the first episode does (asynchronously that is before the first
     evaluation, which then counts), and the target is reached on a straight line between two
-    evaluations. Episodes a second are of the steps whose episodes were not ready before them.
+    evaluations. Episodes a second count from step η + 1 on: those before may have been ready.
     """
     settings, events = read_json(run / "config.json"), read_lines(run / "events.jsonl")
     steps = steps_of(run)[settings.get("max_staleness", 0) :]
