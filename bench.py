@@ -31,7 +31,7 @@ MEASUREMENTS = {  # name: (room of lab/, minutes on two cores, files, what is me
     "staleness-methods": ("stale", 100, "methods.json", "60 methods to learn from stale data"),
     "replay": ("campaigns", 10, "replay.json", "runs repeated to the same weights"),
     "faults": ("campaigns", 30, "faults.json", "300 faults on purpose: what is lost"),
-    "disk": ("campaigns", 15, "disk.json", "run folders damaged, killed or hostile"),
+    "disk": ("campaigns", 25, "disk.json", "run folders damaged, killed or hostile"),
     "smollm2": ("campaigns", 60, "smollm2-cpu.json .png", "published weights learn sums"),
     "gpu": ("gpu", 12, "*.json, tables.md", "on one GPU: all that it can be asked, in 12 minutes"),
     "decode": ("speed", 3, "decode-cpu or -cuda.json", "a token at long context"),
