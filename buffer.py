@@ -8,7 +8,7 @@ what became of every group: runtime/ledger.py keeps that, and is compared with t
 The theorem. B groups make a step, eta = max_staleness, v is the learner's version, N(<=s) counts
 the outstanding groups (admitted, not yet trained or discarded) that started at version s or before.
 A group that started at s must be trained at a version <= s + eta.
-  admission  of a group with start s:  N(<=s') + 1 <= (s' + eta - v + 1) B   for all s' >= s
+  admission  of a group with start s:  N(<=s') + 1 <= (s' + eta - v + 1) B   for s <= s' <= v
   batching   at version v leaves behind: N(<=s') <= (s' + eta - v) B       for v-eta <= s' <= v
 Both say: what is due by a deadline still fits into the batches left before it (earliest deadline
 first). With s' = v - eta, batching leaves nothing behind that is due now. And no worker begins a

@@ -34,7 +34,7 @@ from runtime.messages import Group
 from runtime.team import Team, add_gradients, share_facts, share_weights, slice_of
 
 GRADIENT_NORM = 1.0  # a longer gradient is cut to this
-REFERENCE_STEPS = 20  # from one snapshot of the reference policy to the next
+RENEW_REFERENCE = 20  # from one snapshot of the reference policy to the next
 
 
 def naive_step(
@@ -201,7 +201,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     lengths = [len(t.tokens) for t, _ in samples]
     batches = pack(lengths, config.token_budget, team.size)
     shares = deal(batches, lengths, team.size, 6 * learner.model.config.width)
-    gradients, facts = [], []  # of each learner that this one is: a replay is all of them
+    gradients, facts = [], []  # of each rank here: one, but in a replay all
 
     for rank in team.ranks:
         learner.weights.grad.zero_()
@@ -308,7 +308,7 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
     learner.skipped = 0 if finite else learner.skipped + 1
     learner.version += 1
     learner.begun = learner.cursor
-    if learner.reference and learner.version % REFERENCE_STEPS == 0:
+    if learner.reference and learner.version % RENEW_REFERENCE == 0:
         learner.reference.flat.copy_(learner.model.flat)
     return {
         "loss": loss,

@@ -65,7 +65,7 @@ def generated_logprobs(
         logits = model.logits(hidden, alphabet)  # [m, V']
         if len(kept_sizes):
             logits = among_kept(logits, start, kept_sizes, place_of[kept])
-        return fused(judge, logits.is_cuda and len(alphabet) >= 8192)(logits, targets, temperature)
+        return fused(chosen, logits.is_cuda and len(alphabet) >= 8192)(logits, targets, temperature)
 
     size = (PIECE << 2 * hidden.is_cuda) // len(alphabet)
     apart = piece if len(rows) <= size else partial(recomputed, piece)
@@ -76,7 +76,7 @@ def generated_logprobs(
     return torch.cat(logprobs), torch.cat(entropies), hidden
 
 
-def judge(logits, targets, temperature: float) -> tuple:
+def chosen(logits, targets, temperature: float) -> tuple:
     """Log-probs [m] of the targets by logits [m, V'], and the entropies [m] of all."""
     logprobs = torch.log_softmax(logits / temperature, -1)
     entropy = -(logprobs.exp() * logprobs).sum(-1)

@@ -203,7 +203,8 @@ def gspo(t, c):
     return *_clip(ratio, t.advantages, c.gspo_low, c.gspo_high), False
 
 
-# Their names stand in runtime/config.py, too: that must not import torch, so add a name there, too.
+# A new one gets its name in runtime/config.py, too, which must not import torch, and its oracle in
+# tests/test_losses.py.
 OBJECTIVES = {  # what is done about tokens that are off-policy:
     "ppo": ppo,  # clipped around mu
     "decoupled_ppo": decoupled_ppo,  # weighted by w, clipped around pi_p
@@ -247,30 +248,30 @@ def policy_loss(
 
 def grpo(rewards, valid):
     """(R - mean) / std, the sample std (DeepSeekMath, arXiv 2402.03300)."""
-    centred = mean(rewards, valid)  # the advantage of this name, below
+    difference = centred(rewards, valid)
     others = (valid.sum(1, keepdim=True) - 1).clamp_min(1)  # [G, 1]
-    std = (centred.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
-    return centred / (std + STD_EPSILON)
+    std = (difference.square().sum(1, keepdim=True) / others).sqrt()  # [G, 1]
+    return difference / (std + STD_EPSILON)
 
 
-def mean(rewards, valid):
+def centred(rewards, valid):
     """R - mean (Dr. GRPO, arXiv 2503.20783; GLM-5's agents)."""
     size = valid.sum(1, keepdim=True)  # [G, 1]
-    centred = rewards - rewards.sum(1, keepdim=True) / size.clamp_min(1)
-    return centred.masked_fill(~valid, 0.0)
+    difference = rewards - rewards.sum(1, keepdim=True) / size.clamp_min(1)
+    return difference.masked_fill(~valid, 0.0)
 
 
 def rloo(rewards, valid):
     """R - mean of the others (arXiv 2402.14740), which is (R - mean) n / (n - 1)."""
     size = valid.sum(1, keepdim=True)  # [G, 1]
-    return mean(rewards, valid) * size / (size - 1).clamp_min(1)
+    return centred(rewards, valid) * size / (size - 1).clamp_min(1)
 
 
 STD_EPSILON = 1e-6  # only against division by a tiny spread: equal rewards are dead groups anyway
 # rewards float [G, n], 0 where they are not valid, valid bool [G, n] -> advantages [G, n]. These
 # names, too, stand in runtime/config.py, and so do those of DAMPERS (methods/dampers.py). `gae` and
 # `opob` are methods of their own: METHODS in learner.py.
-ADVANTAGES = {"grpo": grpo, "mean": mean, "rloo": rloo}
+ADVANTAGES = {"grpo": grpo, "mean": centred, "rloo": rloo}
 
 
 def group_advantages(rewards, name: str, valid=None) -> tuple:

@@ -72,7 +72,7 @@ class Task:
     max_prompt_tokens: int
     turn_tokens: int  # most tokens the policy may generate in a turn, its stop token included
     max_turns: int = 1  # `step` of the last one is called when the episode is verified
-    # token ids in the alphabet, which end a turn (None: the tokenizer's); empty: turns are full
+    # token ids that end a turn (None: the tokenizer's); empty: each turn has `turn_tokens` tokens
     stop: frozenset | None = None
     observation_tokens: int = 0  # most tokens of one observation; needed with several turns
     eval_size: int = 256  # held out: reset(0 .. eval_size - 1, "eval"), the same for every seed
@@ -326,7 +326,7 @@ def ask(
     patience=math.inf,  # after so many timeouts the others are not asked any more
 ) -> list:
     """(result, None) for each request, or (None, why it failed): "WHO_timeout", "WHO_error: ...".
-    Each may take as long as one limit; `alive` is called when that time has passed."""
+    Each may take the whole limit; `alive` tells that this process lives, after each time limit."""
     found = []
     late = None, f"{who}_timeout"
     while len(found) < len(requests):
@@ -334,7 +334,7 @@ def ask(
             return found + [late] * (len(requests) - len(found))
         first = len(found)
         try:
-            # One limit for all: to arm one for each costs 8% of the episodes a second of `guess`.
+            # One alarm for all: to set one for each costs 8% of the episodes a second of `guess`.
             with limits.memory_limit(config.reward_memory):
                 with limits.time_limit(config.reward_seconds):
                     for request in requests[first:]:

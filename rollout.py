@@ -130,14 +130,13 @@ class Generator:
         self.kept = KeptTokens(self.alphabet) if self.config.top_p < 1 else None
         self.asked = {}  # (group id, sample index) -> Slot: environments outside
         self.calls = []  # to them; whoever owns the generator sends them
-        # new_weights: (version, flat) that were offered and not adopted yet
         self.version = 0
-        self.new_weights = None
+        self.new_weights = None  # (version, flat) that were offered and not adopted yet
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter()
         self.next_tokens = Captured(self._next_tokens) if self.graphs else self._next_tokens
-        self.fed_prompts = FED_PROMPTS if self.graphs else 0  # longer ones are prefilled
+        self.longest_fed = FED_PROMPTS if self.graphs else 0  # longer ones are prefilled
 
     @property
     def busy(self) -> bool:
@@ -243,7 +242,7 @@ class Generator:
         assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
         keys = noise_keys(self.config.seed, group.group_id, self.config.group_size)
         episode = Trajectory(group.group_id, sample_index, keys[sample_index], worker=self.worker)
-        slot = Slot(b, episode, group, cached=n - 1 if n > self.fed_prompts else 0)
+        slot = Slot(b, episode, group, cached=n - 1 if n > self.longest_fed else 0)
         episode.started = time.time()
         episode.swaps = [slot.cached, self.version]
         self._begin_turn(slot, prompt)
@@ -323,7 +322,7 @@ class Generator:
             episode.turns[-1] = (episode.turns[-1][0], len(slot.tokens))
             request = slot.group.problem, np.int32(slot.tokens), [*episode.turns], episode.key
             if self._last_turn(slot) and not environment.judges_all:
-                self._go_on(slot, Reply([], None))
+                self._go_on(slot, Reply([], None))  # nobody is asked; its state is given up
             elif environment.outside:
                 self.asked[episode.key] = slot
                 self.calls.append(environment.call(request))
@@ -338,8 +337,8 @@ class Generator:
         if reply.reward is not None and not reply.failure:
             slot.episode.turn_rewards.append(float(reply.reward))
         stop = self.environment.stop
-        ends = slot.group.problem.get("_ends", bool(stop))  # else turns are full, and none is cut
-        cut_off = ends and slot.tokens[-1] not in stop
+        can_stop = slot.group.problem.get("_ends", bool(stop))  # else no turn is shorter, or cut
+        cut_off = can_stop and slot.tokens[-1] not in stop
         finish = reply.failure or ("length" if cut_off else "stop")
         if reply.observation is not None:  # the environment would go on; is there room to?
             last = self._last_turn(slot)

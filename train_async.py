@@ -101,7 +101,7 @@ def collect(run: Run, seconds: float) -> None:
     for worker, message in arrived:
         handle(run, worker, message)
     if any(isinstance(message, Lost) for _, message in arrived):
-        settle(run)  # not before all are handled: each has groups that are nowhere else
+        settle(run)  # after all of them: until then groups of the later ones are nowhere
 
 
 def handle(run: Run, worker: Worker, message) -> None:

@@ -34,7 +34,7 @@ def train(config: Config) -> None:
         while learner.version < config.steps and not run.stop.asked:
             version = learner.version
             batch = []
-            generator.set_weights(version, learner.model.flat)  # its own; adapters are merged
+            generator.set_weights(version, learner.model.flat)  # in place; adapters are merged
             while len(batch) < config.groups_per_step:  # again only where groups are discarded
                 prompts = new_groups(learner, run.task, config.groups_per_step - len(batch))
                 with log.timed("rollout-0", "generate", version=version) as span:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from runtime.config import Config
 
-WINDOW = 1000  # kl: so many values are kept
+WINDOW = 1000  # kl: so many values are kept, one of every `reference_every` steps
 LR_FACTOR = 0.6  # kl: on the learning rate, while their mean is above the threshold
 REFERENCE_FACTOR = 2.0  # kl: on the weight of the reference, meanwhile
 LIKENESS = 0.1  # gac: so much of |g| may lie along the last one; the abstract gives no number
@@ -36,7 +36,7 @@ def kl(gradient: Tensor, memory: dict, metrics: dict, config: Config) -> tuple:
 
     Window, 0.15 and 0.6 come from secondary articles, no primary source is known, and none says by
     how much the reference term is raised: doubling is this project's choice. AssertionError for a
-    value that is not finite: one NaN would switch the window off for the next 1000.
+    value that is not finite: one NaN would switch the window off for the next 1000 values.
     """
     window = memory.setdefault("window", [])
     if "kl_reference" in metrics:

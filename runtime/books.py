@@ -29,8 +29,8 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     """
     config, learner, kept = run.config, run.learner, []
     for group in groups:
-        late = group.group_id - learner.begun >= DEAD_STEPS * config.groups_per_step
-        reason = unfit(group, keep_dead=late or config.keep_dead == "yes")
+        enough = group.group_id - learner.begun >= DEAD_STEPS * config.groups_per_step
+        reason = unfit(group, keep_dead=enough or config.keep_dead == "yes")
         if reason:
             run.discarded.append((group, reason))
         else:

@@ -89,10 +89,10 @@ def one_of(help, *choices, **facts):
 # fields without a flag: `--set NAME=VALUE`
 constant, constant_of = partial(flag, flag=False), partial(one_of, flag=False)
 
-PAIRED = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
+NOT_DPO = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
 SPARSE = {"attention": ("dsa",)}
-ALONE = {"teacher": ("",)}
-IN_GROUP = {"advantage": ("grpo", "mean", "rloo")}
+NO_TEACHER = {"teacher": ("",)}
+IN_GROUP = {"advantage": ADVANTAGES[:3]}
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,17 @@ class Config:
     group_size: int = flag(16, "answers to each prompt (1: gae or a teacher only)", 1, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
-    swap: str = one_of("caches at new weights; drain: running ones end first", *SWAPS)
+    swap: str = one_of("keys and values at new weights; drain: running episodes end first", *SWAPS)
     rollout_weights: str = one_of("precision of the weights that generate", *DTYPES)
 
     max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")
 
     objective: str = flag("cispo", "see losses.py", choices=OBJECTIVES, group="objective")
     advantage: str = one_of(
-        "inside a group, or (gae) by a critic", *ADVANTAGES, only_with=PAIRED | ALONE
+        "inside a group, or (gae) by a critic", *ADVANTAGES, only_with=NOT_DPO | NO_TEACHER
     )
     credit: str = one_of(
-        "what a turn is credited with", "episode", "turn", only_with=PAIRED | IN_GROUP | ALONE
+        "what a turn is credited with", "episode", "turn", only_with=NOT_DPO | IN_GROUP | NO_TEACHER
     )
     damper: str = one_of("how a step is made smaller when data are stale", *DAMPERS)
     kl_threshold: float = flag(
@@ -157,16 +157,16 @@ class Config:
     )
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
     teacher: str = flag(
-        "", "policy to learn from: a run folder, or a Hugging Face folder", only_with=PAIRED
+        "", "policy to learn from: a run folder, or a Hugging Face folder", only_with=NOT_DPO
     )
     reward_model: str = flag("", "folder of methods/reward_model.py, which judges for the task")
     keep_dead: str = one_of(
-        "groups whose rewards are all equal; no: replace",
+        "groups whose rewards are all equal; no: replace, up to 3 steps' worth",
         "yes",
         "no",
-        only_with=ALONE | {"advantage": ("grpo", "mean", "rloo", "opob")},
+        only_with=NO_TEACHER | {"advantage": ADVANTAGES[:4], "credit": ("episode",)},
     )
-    overlong: str = one_of("answers cut by the limit of tokens; drop: not learned", "keep", "drop")
+    overlong: str = one_of("answers cut by the token limit; drop: count as failed", "keep", "drop")
     lr: float = flag(6e-4, "learning rate of AdamW at the first step, falling to 0", 0, 1.0)
     entropy: float = flag(0.02, "weight of the entropy bonus")
     token_budget: int = flag(4096, "most tokens in a micro-batch, padding included", 1)
@@ -184,8 +184,8 @@ class Config:
         "RMSNorm of queries and keys", "no", "yes", only_with={"model": SIZES}
     )
     think: str = constant_of("in a chat", "no", "yes", only_with={"chat": ("yes",)})
-    top_p: float = constant(1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with=ALONE)
-    recompute: str = constant_of("activations in the backward pass", "no", "yes")
+    top_p: float = constant(1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with=NO_TEACHER)
+    recompute: str = constant_of("activations, in the backward pass", "no", "yes")
     threads: int = constant(
         -1,
         "CPU threads of each process (0: share the cores out; -1: 1, with a folder for --model 0)",
@@ -193,7 +193,7 @@ class Config:
     )
     on_stale: str = constant_of("drop: discard what is too old", "wait", "drop")
     reference_every: int = constant(
-        5, "steps between looks at the reference (0: it has none)", only_with=PAIRED
+        5, "steps between looks at the reference (0: it has none)", only_with=NOT_DPO
     )
     eval_when: str = constant_of("late: on kept weights, at the end", "live", "late")
     checkpoint_every: int = constant(100, "steps between checkpoints", 1)
@@ -260,9 +260,9 @@ def check_together(config: Config) -> None:
     known = config.model in SIZES or os.path.isfile(f"{config.model}/config.json")
     folder = "a Hugging Face folder (config.json, *.safetensors, tokenizer.json)"
     require(known, f"--model {config.model}: must be tiny, small, medium or {folder}")
-    alone = config.teacher or config.advantage == "gae"  # needs no siblings
+    single = config.teacher or config.advantage == "gae"  # needs no siblings
     must = f"--group-size {config.group_size}: must be at least 2 with {config.advantage}"
-    require(config.group_size > 1 or alone, must)
+    require(config.group_size > 1 or single, must)
     samples = config.groups_per_step * config.group_size
     must = f"--learners {config.learners}: must be at most the {samples} samples of a step"
     require(config.learners <= samples, must)

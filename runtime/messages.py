@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
-LARGEST_REWARD = 1e38
+LARGEST_SUM = 1e38
 LOGPROBS = -1e30, 1e-3  # never NaN, never above 0 but for rounding
 ARRAYS = {
     "tokens": np.int32,
@@ -217,7 +217,7 @@ def flaw(answer: Answer, asked: Group, size: int, newest: int, vocabulary: int) 
         if len(verdicts) != judged:
             return f"{len(verdicts)} verdicts on {judged} samples"
         rewards = [reward for value, turns, _ in verdicts for reward in (value, *turns)]
-        ranges.append(("reward", np.array(rewards), -LARGEST_REWARD, LARGEST_REWARD))
+        ranges.append(("reward", np.array(rewards), -LARGEST_SUM, LARGEST_SUM))
         teacher = np.concatenate([NO_FLOATS, *answer.judgement.teacher])
         ranges.append(("log-prob of the teacher", teacher, *LOGPROBS))
     for name, values, low, high in ranges:

@@ -95,7 +95,7 @@ class Pool:
     def ask(self, calls: list[Call]) -> None:
         """Send calls of a generator in this process: a `Result` to each will come."""
         for call in calls:
-            self._ask(call._replace(key=(-1, *call.key)))
+            self._route_call(call._replace(key=(-1, *call.key)))
 
     def tell(self, worker: Worker, message) -> None:
         """Send a message."""
@@ -212,7 +212,7 @@ class Pool:
         """What is answered is not out with this worker any more; ValueError for nonsense."""
         with self.books:
             if isinstance(answer, Call):
-                return self._ask(answer._replace(key=(worker.serial, *answer.key)))
+                return self._route_call(answer._replace(key=(worker.serial, *answer.key)))
             result = isinstance(answer, Result)
             key = answer.key if result else answer.group_id
             asked = worker.work.get(key)
@@ -223,13 +223,13 @@ class Pool:
             del worker.work[key]
             worker.answered, worker.last_word = True, f"answer to {key}"
             if result:
-                return self._tell(answer)
+                return self._route_result(answer)
             answer = answer._replace(group=answer.group or asked)
             if answer.judgement is None:
                 self.waiting.append(answer.group)
             self._put(worker, answer)
 
-    def _ask(self, call: Call) -> None:
+    def _route_call(self, call: Call) -> None:
         """A call goes to the reward worker that has the episode's state, or will have it; the end
         of all episodes of a generator goes to every one."""
         with self.books:
@@ -241,7 +241,7 @@ class Pool:
                     worker.work[call.key] = call
                 self.tell(worker, call)
 
-    def _tell(self, result: Result) -> None:
+    def _route_result(self, result: Result) -> None:
         """A result goes to whoever has asked, if that still lives."""
         asker, *key = result.key
         result = result._replace(key=tuple(key))
@@ -276,8 +276,8 @@ class Pool:
             return f"was silent for {seconds:.0f} s"
 
     def _replace(self, worker: Worker, reason: str) -> None:
-        """Report a loss, and start a successor while the budget lasts. A reward worker that has
-        worked is lost by what it was asked: that has failed, and is counted; it is no restart."""
+        """Report a loss, and start a successor while the budget lasts. If a reward worker had
+        answered before, what it was asked is to blame (`_again`), and no restart is counted."""
         with self.books:  # in one go: nobody is given work meanwhile
             self._end(worker)
             if worker.role == "learner":
@@ -294,22 +294,22 @@ class Pool:
             self._spawn(worker.role, worker.number)
             work = [*worker.work.values()]
             if worker.role == "rollout":
-                self._ask(Call((worker.serial,), {}, None))  # its episodes are over
+                self._route_call(Call((worker.serial,), {}, None))  # its episodes are over
                 return self._put(worker, Lost(reason, work))
             self._put(worker, Lost(reason, []))
             for item in work:
-                self._again(worker, item, reason, guilty=item is work[0])  # it was at the first
+                self._again(worker, item, reason, guilty=item is work[0])  # it works in order
 
     def _again(self, worker: Worker, item: Group | Call, reason: str, guilty: bool) -> None:
-        """Ask another reward worker what a lost one has not answered. A call that was guilty of it
-        has failed, so has a group that has cost two workers."""
+        """Ask another reward worker what a lost one has not answered. A call that is to blame for
+        the loss has failed; so has a group, but only when it has cost two workers."""
         if isinstance(item, Call):
             asker = item.key[0]
             if asker >= 0 and asker not in [w.serial for w in self.of("rollout")]:
                 return None  # whoever has asked is gone
             if guilty:
-                return self._tell(Result(item.key, failure=f"env_error: {reason}"))
-            return self._ask(item)
+                return self._route_result(Result(item.key, failure=f"env_error: {reason}"))
+            return self._route_call(item)
         self.deaths[item.group_id] += guilty
         if self.deaths[item.group_id] < 2:
             return self.waiting.append(item)

@@ -67,7 +67,7 @@ class Run:
     learner: Learner
     log: RunLog
     stop: Stop
-    exam: Pool  # of evaluations, and of what train_sync.py has outside
+    exam: Pool  # for evaluations, and for environments that train_sync.py has outside
     judge: Callable
     ledger: Ledger
     state: dict | None  # the checkpoint with which it goes on
@@ -91,15 +91,15 @@ def open_run(config: Config, mode: str) -> Run:
     mode: "sync" or "async". Nothing on disk changes before everything was checked. UserError.
     """
     stop, state, ledger = Stop(), None, Ledger()
-    alone = mode == "sync"
+    is_sync = mode == "sync"
     if config.resume:
         folder = Path(config.resume)
         config, record = resumed(config, mode=mode)
         own_folder(folder)
         state = load_checkpoint(folder)
-        if not alone:
+        if not is_sync:
             ledger = read_books(folder / "events.jsonl", state["marks"]["events"])
-    for name in ONLY_ASYNC if alone else ():
+    for name in ONLY_ASYNC if is_sync else ():
         value = getattr(config, name)
         must = f"{written(name, value)}: must be left out in train_sync.py"
         require(value == getattr(Config, name), must)
@@ -121,12 +121,12 @@ def open_run(config: Config, mode: str) -> Run:
 
         config = pinned(config)
     task = task_of(config)
-    if alone:
+    if is_sync:
         set_threads(config, 1, device)
         # what its code does to a process must not reach this one
         task = replace(task, outside=task.outside or bool(own_files(config.task)))
     must = f"--reward-workers 0: must be at least 1 for {config.task}, whose steps run there"
-    require(config.reward_workers or alone or not task.outside, must)
+    require(config.reward_workers or is_sync or not task.outside, must)
     config = replace(config, steps=config.steps or task.steps)
     judge = judge_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(device))

@@ -2,8 +2,9 @@
 
 A verifier or an environment reads what a policy has written, and a policy that learns finds every
 string that makes it slow. Beyond a limit the episode fails, with a reason to count by; nothing
-else does. Left out: code that never returns from one call into C. A reward worker or
-a rollout worker that hangs in it falls silent and is replaced (runtime/pool.py).
+else does. Left out: code that never returns from one call into C. A reward worker or a rollout
+worker that hangs in it falls silent and is replaced (runtime/pool.py). train_sync.py runs the steps
+of built-in tasks itself: there nobody would notice.
 """
 
 import contextlib

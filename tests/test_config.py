@@ -37,20 +37,20 @@ def refused(capsys, monkeypatch, *argv) -> str:
     "argv, parts",
     [
         (["--speed", "9"], ["--speed", "must be a flag (--help-all"]),
-        (["--max-stale", "9"], ["--max-stale 9: must be a flag"]),
+        (["--max-stale", "9"], ["--max-stale 9: must be a flag"]),  # a typo is not a flag
         (["--steps", "-1"], ["--steps", "-1", "at least 0"]),
         (["--set", "quiet=1"], ["--set quiet=1", "must be one of scoring"]),
         (["--lr"], ["--lr", "expected one argument"]),
         (["--credit", "turn", "--advantage", "gae"], ["--credit turn", "with --advantage gae"]),
         (["--advantage", "gae", "--teacher", "RUN"], ["--advantage gae", "with --teacher RUN"]),
         (["--keep-dead", "no", "--teacher", "RUN"], ["--keep-dead no", "with --teacher RUN"]),
+        (["--keep-dead", "no", "--credit", "turn"], ["--keep-dead no", "with --credit turn"]),
         (["--group-size", "1"], ["--group-size", "1", "at least 2"]),
         (["--lr", "nan"], ["--lr", "nan"]),
         (["--top-k", "3"], ["--top-k 3: must be 8 with --attention dense"]),
         (["--swap", "hot"], ["--swap", "hot", "keep", "recompute", "drain"]),
         (["--objective", "vpg"], ["--objective", "vpg", "decoupled_ppo"]),
         (["--attention=dsa", "--chunk-size", "24"], ["--chunk-size", "24", "power of two"]),
-        (["--step", "3"], ["--step"]),  # no abbreviations: a typo is not a flag
         (["--set", "silence=1"], ["--set=silence=1.0", "at least 4"]),
     ],
 )

@@ -134,7 +134,7 @@ def test_every_task_has_its_share_and_its_score(tmp_path, eta):
         assert both[0]["weights_sha256"] == both[1]["weights_sha256"]
 
 
-@pytest.mark.parametrize("flags", [{"advantage": "gae"}, {"credit": "turn", "keep_dead": "no"}])
+@pytest.mark.parametrize("flags", [{"advantage": "gae"}, {"credit": "turn"}, {"keep_dead": "no"}])
 def test_staleness_zero_is_synchronous_and_a_run_goes_on(tmp_path, flags):
     flags |= {"max_staleness": 0, "task": "guess", "checkpoint_every": 2}
     train_sync.train(config_of(out=str(tmp_path / "sync"), **flags))

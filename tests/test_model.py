@@ -21,7 +21,7 @@ from model_folders import named_weights
 from fast.fused import compiled
 from fast.memory import keep_memory
 from fast.prefixes import share_prefixes
-from logprobs import judge
+from logprobs import chosen
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens, split_heads
 
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
@@ -402,6 +402,6 @@ def test_fused_operations_compute_the_same(normed):
         for found, wanted in zip(*results, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         logits, targets = torch.randn(n, 9000, device="cuda"), torch.arange(n, device="cuda")
-        pairs = (f(logits, targets, 0.7) for f in (compiled(judge), judge))
+        pairs = (f(logits, targets, 0.7) for f in (compiled(chosen), chosen))
         for found, wanted in zip(*pairs, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

@@ -749,7 +749,7 @@ def test_a_prompt_may_be_fed_token_by_token(kind, monkeypatch):
     groups, model = [group_of(i) for i in range(6)], make(kind)
     wanted = play(groups, model)
     by = generator_of(model, environment(turns=2))
-    by.fed_prompts = 10  # some of these prompts are longer
+    by.longest_fed = 10  # some of these prompts are longer
     prefilled = []
     monkeypatch.setattr(prefixes, "prefill", lambda *a: (prefilled.extend(a[3]), prefill(*a)))
     lengths = [len(group_of(i).problem["prompt"]) for i in range(6)]
@@ -786,7 +786,7 @@ def test_captured_steps_give_the_same_episodes(monkeypatch):
     monkeypatch.setattr(rollout, "make_racks", make_cache)  # as on a GPU
     wanted = play([group_of(i) for i in range(6)])
     by = generator_of(make(), environment(turns=2), graphs=True)
-    by.fed_prompts = 0
+    by.longest_fed = 0
     done = generate(by, [group_of(i) for i in range(6)])
     assert len(made) == 1
     for group in done:

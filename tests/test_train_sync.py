@@ -189,7 +189,7 @@ def test_resume_never_overwrites_a_finished_run(tmp_path):
 
 
 def test_reference_is_not_measured_against_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(learner_room, "REFERENCE_STEPS", 2)
+    monkeypatch.setattr(learner_room, "RENEW_REFERENCE", 2)
     flags = {"reference_every": 2, "steps": 6, "lr": 0.01}
     train_sync.train(config_of(tmp_path / "run", task="reverse", **flags))
     measured = [r["kl_reference"] for r in rows_of(tmp_path / "run")[1:] if "kl_reference" in r]
@@ -323,7 +323,7 @@ def test_metrics_speak_of_all_micro_batches():
 
 
 def test_reference_follows_the_policy_and_feeds_the_damper(monkeypatch):
-    monkeypatch.setattr(learner_room, "REFERENCE_STEPS", 2)
+    monkeypatch.setattr(learner_room, "RENEW_REFERENCE", 2)
     config = config_of(task="reverse", reference_every=1, lr=0.01)
     learner, groups, _ = batch_of(config)
     learner_step(learner, groups, config)
