@@ -172,8 +172,9 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
 def new_groups(learner: Learner, task: Task, count: int) -> list[Group]:
     """The next prompts; the cursor moves, so none is used twice."""
     ids = range(learner.cursor, learner.cursor + count)
+    groups = [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
     learner.cursor += count
-    return [Group(i, learner.version, problem_of(task, i, "train")) for i in ids]
+    return groups
 
 
 # ----------------------------------------------------------------------------------------- a step

@@ -79,12 +79,11 @@ def admit(run: Run) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
     config = run.config
     version = run.learner.version
-    groups = []
     wanted = (config.steps - version) * config.groups_per_step
     while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
-        groups += new_groups(run.learner, run.task, 1)
-        run.buffer.admit(groups[-1].group_id, version)
-    issue(run, "admit", groups)
+        groups = new_groups(run.learner, run.task, 1)
+        run.buffer.admit(groups[0].group_id, version)
+        issue(run, "admit", groups)
 
 
 def issue(run: Run, event: str, groups: list) -> None:

@@ -27,11 +27,10 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     With --keep-dead no, what counts is where a prompt stands among those of its step: so the same
     ones are replaced whatever the order in which they land.
     """
-    config, learner, kept = run.config, run.learner, []
+    config, kept = run.config, []
     for group in groups:
-        enough = group.group_id - learner.begun >= DEAD_STEPS * config.groups_per_step
-        reason = unfit(group, keep_dead=enough or config.keep_dead == "yes")
-        if reason:
+        enough = group.group_id - run.learner.begun >= DEAD_STEPS * config.groups_per_step
+        if reason := unfit(group, keep_dead=enough or config.keep_dead == "yes"):
             run.discarded.append((group, reason))
         else:
             kept.append(group)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from buffer import Buffer
+from buffer import Buffer, unfit
 from fast.eightbit import form_of
 from learner import Learner, make_learner
 from reward import Task, own_files, problem_of, task_of
@@ -230,13 +230,13 @@ def running(config: Config, mode: str):
     written if it can be. A run that a signal has stopped ends the program with 128 + its number.
     """
     run = open_run(config, mode)
-    config, learner, log = run.config, run.learner, run.log
+    learner, log = run.learner, run.log
     if mode == "async":
         start_workers(run)
     try:
         yield run
     except BaseException as error:
-        error.run = run.folder, config  # AttemptLost: where the next attempt begins
+        error.run = run.folder, run.config  # AttemptLost: where the next attempt begins
         if mode == "sync":
             learner.cursor = learner.begun  # what has been generated for the next step is lost
         try:
@@ -297,7 +297,8 @@ def save(run: Run) -> None:
 def take_up(run: Run) -> None:
     """The groups of a checkpoint: complete ones wait to be trained, others begin again."""
     for group in completed_groups(run.state):
-        run.buffer.restore(group)
+        if not unfit(group):  # else it was the one by which too many episodes had failed
+            run.buffer.restore(group)
     for group_id in sorted(set(run.state["in_flight"]) - run.buffer.completed.keys()):
         if run.ledger.states[group_id] != LOST:
             run.log.event("learner", "lost", group=group_id, reason="interrupted")

@@ -37,9 +37,6 @@ def play(task, problem, answers):
     return [step.observation for step in steps], [step.reward for step in steps]
 
 
-# ---------------------------------------------------------------------------------- both
-
-
 @pytest.mark.parametrize("spec", SPECS)
 def test_problems_are_pure_plain_and_solved_by_solve(spec):
     task, again, other = make_task(spec, 3), make_task(spec, 3), make_task(spec, 4)
@@ -111,9 +108,6 @@ def test_bad_rates_are_refused(rate):
         make_task(f"hops:3:{rate}")
 
 
-# ---------------------------------------------------------------------------------- hops
-
-
 def test_hops_by_hand():
     task = make_task("hops:2")
     assert play(task, WAY, ["?4", "?5", "!6"]) == ([" 5 ", " 6 ", None], [HOP, HOP, 0.7])
@@ -178,9 +172,6 @@ def test_ways_are_rings_and_held_out(spec):
                 key = int(facts[f"?{key}"])
             assert keys == {*hops.KEYS}
     assert len(seen["eval"]) >= 5 and not seen["train"] & seen["eval"]
-
-
-# ---------------------------------------------------------------------------------- debug
 
 
 @pytest.mark.parametrize(

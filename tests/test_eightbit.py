@@ -42,9 +42,6 @@ def summed_axis(name: str) -> int:
     return 0 if name.rpartition(".")[2] in MATRICES else 1
 
 
-# -------------------------------------------------------------------------------- the rounding
-
-
 def test_all_weights_are_rounded_as_the_naive_form_rounds_each_matrix():
     model = trained()
     twin = copy.deepcopy(model)
@@ -83,9 +80,6 @@ def test_what_is_not_finite_shows(worst):
     assert (model.layers[1].mlp_out[:, 2:4] == 0).all()
     W = torch.zeros(4, 3)
     assert torch.equal(naive_rounded(W, 0), W)
-
-
-# ------------------------------------------------------------------------ who rounds, and when
 
 
 def test_a_mailbox_sends_a_byte_for_a_weight_and_the_scales():

@@ -192,9 +192,6 @@ def test_credit_for_turns_and_for_the_episode():
     assert turn[unpaid]["spread"] > episode[unpaid]["spread"]  # fewer to compare with
 
 
-# ---- what the pipeline does ----
-
-
 def test_swap_modes():
     curves = load_result("lab")["swap"]  # the laboratory test makes them again
     for boundary in (1, 2, 3):

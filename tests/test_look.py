@@ -50,9 +50,6 @@ def batches_of(folder):
         yield config, learner, event, batch
 
 
-# ----------------------------------------------------------------------------------- the facts
-
-
 def test_tokens_and_versions_are_those_of_the_run(run):
     folder, page = run
     shown = {group["group"]: group for group in page["groups"]}
@@ -182,9 +179,6 @@ def test_a_run_that_comes_out_otherwise_is_shown_up_to_there(run, tmp_path, caps
     page = page_of(folder)
     assert {group["version"] for group in page["groups"]} == {0, 1, 2, 3, 4}
     assert len(page["steps"]) == 8 and "step 4" in page["trouble"]
-
-
-# ------------------------------------------------------------------------------- what may happen
 
 
 def test_a_mistake_costs_one_line(run, tmp_path, capsys):

@@ -92,9 +92,6 @@ def test_methods_that_do_not_fit_cost_one_line(flags, words):
     assert words in str(error.value)
 
 
-# ---- credit for turns ----
-
-
 @pytest.mark.parametrize("name", losses.ADVANTAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_credit_of_the_only_turn_or_of_a_late_reward_is_that_of_the_episode(name, dtype):
@@ -135,9 +132,6 @@ def test_each_turn_is_paired_with_its_credit():
     assert dead.tolist() == [False, False]
 
 
-# ---- the critic ----
-
-
 @pytest.mark.filterwarnings("ignore:std")  # of a single answer
 def test_a_token_is_worth_more_or_less_than_its_critic_thought():
     """Rewards come with the last token of a turn; an empty turn has none; LAMBDA is 1."""
@@ -176,9 +170,6 @@ def test_a_critic_learns_with_every_step_and_goes_on_from_a_checkpoint():
         method.learn([lesson])
         results.append(torch.cat([p.detach().flatten() for p in method.net.parameters()]))
     assert torch.equal(*results)
-
-
-# ---- the optimal baseline ----
 
 
 def test_optimal_baseline_has_the_least_variance():
@@ -222,9 +213,6 @@ def test_answers_are_weighed_by_ratio_and_length_of_gradient():
     credit = torch.tensor([credit for _, credit in samples]).view(4, 4)
     torch.testing.assert_close(credit, expected)
     assert not dead.any()
-
-
-# ---- preferences ----
 
 
 def test_a_step_of_online_dpo_has_the_gradient_of_its_loss(monkeypatch):

@@ -81,9 +81,6 @@ def test_recomputed_activations_give_the_same_gradient(kind):
     assert found[0].any() and torch.equal(*found)
 
 
-# ------------------------------------------------------------------------------------- adapters
-
-
 def adapted(seed: int = 0, **more) -> GPT:
     """A model with adapters that have learned something."""
     shape = dict(vocab_size=40, context=CONTEXT, positions="rope", qk_norm=True, init_std=0.3)
@@ -160,9 +157,6 @@ def test_in_bfloat16_adapters_stay_apart():
                 gaps[name] += (found - torch.from_numpy(t.logprobs[t.loss_mask])).abs().tolist()
     mean = {name: sum(values) / len(values) for name, values in gaps.items()}
     assert mean["learner"] < mean["without"] / 4, mean
-
-
-# ------------------------------------------------------------------------------------- bfloat16
 
 
 def test_bfloat16_keeps_float32_weights_and_gradients():

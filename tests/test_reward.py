@@ -70,9 +70,6 @@ def test_special_tokens_written_as_text_do_not_end_an_answer():
     assert reward.split_answers(task, tokens, [(5, len(tokens))]) == ["4301<|end|>"]
 
 
-# ---------------------------------------------------------------------------------- verification
-
-
 def test_verify_sums_turn_rewards_and_keeps_those_of_a_cut_episode():
     def step(problem, answers):
         return Step("go on", 0.25 * len(answers), len(answers) == 3)

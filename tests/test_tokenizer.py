@@ -100,9 +100,6 @@ def test_round_trip_of_any_bytes_and_of_long_text():
     assert time.perf_counter() - start < 3, "encoding is no longer linear in the length"
 
 
-# ------------------------------------------------------------------- those of Hugging Face folders
-
-
 @cache
 def facts_of() -> dict:
     return json.loads(trained_tokenizer(1998))

@@ -22,6 +22,8 @@ import pytest
 
 import train_async
 import train_sync
+from buffer import Buffer
+from reward import TaskError, task_of
 from runtime import books
 from runtime.checkpoint import completed_groups, load_checkpoint
 from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
@@ -370,6 +372,45 @@ def test_attempts_are_used_up(tmp_path, monkeypatch, capsys):
         begin_again(error)
     assert stop.value.code == 1 and len(calls) == 1
     assert "learner-0 died; stopped: --set restarts=1 are used up" in capsys.readouterr().err
+
+
+BREAKS = """
+from dataclasses import replace
+from tasks.guess import make as guess
+
+def make(argument, seed, tokenizer):
+    def step(problem, answers):
+        {}
+        return task.step(problem, answers)
+
+    task = guess("", seed, tokenizer)
+    return replace(task, step=step)
+"""
+
+
+def test_a_task_that_failed_is_mended_and_its_groups_begin_again(tmp_path):
+    spec = tmp_path / "mine.py"
+    spec.write_text(BREAKS.format("raise ValueError"))
+    with pytest.raises(TrainingStopped, match="4 of 4 episodes failed"):
+        train_async.train(config_of(tmp_path / "run", task=str(spec), groups_per_step=1, steps=3))
+    spec.write_text(BREAKS.format("pass"))
+    again = {"resume": str(tmp_path / "run"), "task": str(spec), "changed_data": "yes"}
+    train_async.train(dataclasses.replace(Config(), **again))
+    assert balanced(tmp_path / "run")["trained"] == 3
+
+
+def test_a_prompt_that_cannot_be_made_is_nowhere():
+    logged, config = [], config_of("")
+    five = [{"prompt": "a"}] * 5
+    task = dataclasses.replace(task_of(config), reset=lambda i, split: five[i])
+    run = SimpleNamespace(config=config, task=task)
+    run.learner = SimpleNamespace(version=0, cursor=0)
+    run.buffer = Buffer(4, 1)
+    run.pool = SimpleNamespace(issue=lambda groups: ["rollout-0"] * len(groups))
+    run.log = SimpleNamespace(event=lambda *_, group, **others: logged.append(group))
+    with pytest.raises(TaskError, match="IndexError"):
+        train_async.admit(run)
+    assert logged == [*run.buffer.outstanding] == [0, 1, 2, 3, 4] and run.learner.cursor == 5
 
 
 def pid_of(folder: Path, name: str) -> int:
