@@ -307,8 +307,8 @@ class GPT(nn.Module):
         attend: Callable,  # (layer, q, k, v, index) -> [N, Hq, D]
         rows=None,  # [M]
     ) -> Tensor:
-        """All layers -> [N, d]; with `rows`, only their hidden states -> [M, d]: of the other
-        tokens the last layer computes keys and values only, because nothing else is read."""
+        """All layers -> [N, d]; with `rows`, only their hidden states -> [M, d]: for the other
+        tokens the last layer ends with attention, because nothing else of it is read."""
         x, rope = self.embed(tokens, positions)  # [N, d]
 
         def block(x, number, layer, rows):
