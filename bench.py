@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from reward import TASKS, Task, make_task
+from reward import TASKS, Task, advance, forget, make_task
 from runtime.config import TrainingStopped, UserError, parse
 from runtime.terminal import fail, open_streams, printable
 
@@ -51,9 +51,11 @@ def show_episode(task: Task) -> None:
     problem = task.reset(0, "train")
     print(f"\n{task.name}: at most {task.context} tokens, {task.eval_size} problems held out")
     print(f"  prompt  {problem['prompt']!r:.150}")
-    answers = task.solve(problem)
+    answers, states = task.solve(problem), {}
     for turn, answer in enumerate(answers, 1):
-        print(f"  answer  {answer!r:.80} -> {task.step(problem, answers[:turn])}")
+        step = advance(task, states, 0, problem, answers[:turn])
+        print(f"  answer  {answer!r:.80} -> {step}")
+    forget(task, states, 0)
 
 
 def describe() -> str:

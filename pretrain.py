@@ -50,7 +50,7 @@ from tqdm import tqdm
 import dsa
 from logprobs import PIECE
 from model import GPT, ModelConfig, attend_packed, pack_tokens, recomputed
-from reward import Task, make_task
+from reward import Task, advance, forget, make_task
 from runtime.config import LONGEST_CONTEXT, Config, blame, check, flag, require
 from runtime.folder import open_plain, write_file
 from runtime.models import make_model
@@ -113,13 +113,15 @@ def episodes(task: Task, split: str) -> Iterator:
     for index in count():
         problem = task.reset(index % task.eval_size if split == "eval" else index, split)
         yield from task.tokenizer.encode_prompt(problem["prompt"])
-        said = []
+        said, states = [], {}
         for answer in task.solve(problem):
             said.append(answer)
             yield from encode(answer)
             if task.stop:
                 yield task.tokenizer.end
-            yield from encode(task.step(problem, said).observation or "")
+            step = advance(task, states, index, problem, said)
+            yield from encode(step.observation or "")
+        forget(task, states, index)
 
 
 def row_batches(tokens: list, config: SparseConfig) -> Iterator:

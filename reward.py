@@ -206,7 +206,7 @@ def problem_of(task: Task, group_id: int, split: str) -> dict:
     try:
         problem = task.reset(group_id, split)
         json.dumps(problem)  # it travels between processes and into checkpoints
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(f"{where}: {limits.describe(error)}") from error
     prompt = problem.get("prompt") if isinstance(problem, dict) else None
     if not prompt or not isinstance(prompt, str):

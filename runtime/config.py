@@ -263,9 +263,6 @@ def check_together(config: Config) -> None:
     single = config.teacher or config.advantage == "gae"  # needs no siblings
     must = f"--group-size {config.group_size}: must be at least 2 with {config.advantage}"
     require(config.group_size > 1 or single, must)
-    samples = config.groups_per_step * config.group_size
-    must = f"--learners {config.learners}: must be at most the {samples} samples of a step"
-    require(config.learners <= samples, must)
     least = 2 * config.reward_seconds
     must = f"--set=silence={config.silence}: must be at least {least} (2 time limits)"
     require(config.silence >= least, must)

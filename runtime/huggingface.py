@@ -47,7 +47,6 @@ ONLY = {  # fields of config.json that change what is computed -> their only val
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "attention_dropout": 0.0,
     "use_sliding_window": False,
     "quantization_config": {},
     "partial_rotary_factor": 1.0,

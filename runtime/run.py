@@ -215,6 +215,7 @@ def end_run(run: Run) -> None:
     }
     if run.pool:
         facts |= {"ledger": run.ledger.totals(), "workers_lost": run.lost}
+    log.written = -1  # what is on disk stays: the weights of a kept evaluation are older
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"t": seconds, "step": version, "eval": evaluate_now(run)})

@@ -8,6 +8,7 @@ A prompt is the task's: special tokens in it are parsed, as in transformers. Wha
 has written is ordinary text: nobody can end a turn by writing the name of a token.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -76,7 +77,10 @@ class FolderTokenizer(Tokenizer):
         with blame(f"{path}: must be what the library tokenizers reads"):
             from tokenizers import Tokenizer as Library
 
-            self.literal, self.parsing = [Library.from_file(str(path)) for _ in range(2)]
+            self.parsing = Library.from_file(str(path))
+        self.parsing.no_truncation()  # whatever the folder wants: a task says how long a prompt is
+        self.parsing.no_padding()
+        self.literal = copy.deepcopy(self.parsing)
         self.literal.encode_special_tokens = True
         if (folder / "generation_config.json").exists():
             facts |= read_json(folder / "generation_config.json")
@@ -123,7 +127,7 @@ class FolderTokenizer(Tokenizer):
         answer = "An answer."
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         rest = self.rendered(turns, begin=False).rpartition(answer)[2]
-        return self.parsing.encode(rest, add_special_tokens=False).ids[0]
+        return self.parsing.encode(rest.strip(), add_special_tokens=False).ids[0]
 
     def decode_bytes(self, tokens: Sequence[int]) -> bytes:
         """Token ids to bytes, as the library decodes them."""

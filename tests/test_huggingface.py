@@ -242,7 +242,6 @@ REFUSED = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_act": "gelu",
     "attention_bias": True,
-    "attention_dropout": 0.1,
     "use_sliding_window": True,
     "layer_types": ["full_attention", "sliding_attention"],
     "quantization_config": {"quant_method": "gptq"},

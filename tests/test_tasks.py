@@ -648,9 +648,10 @@ def test_bad_seed_and_split_are_refused():
 
 
 def test_the_command_line_refuses_in_one_line():
-    command = [sys.executable, bench.__file__, "episode", "sum:3", "nonsense"]
+    outside = Path(__file__).parent / "slow.py:0,no"
+    command = [sys.executable, bench.__file__, "episode", "sum:3", outside, "nonsense"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "reward=1.0" in done.stdout
+    assert done.returncode == 2 and done.stdout.count("done=True") == 2
     assert done.stderr.count("\n") == 1 and "'nonsense'" in done.stderr
 
 

@@ -105,6 +105,13 @@ def facts_of() -> dict:
     return json.loads(trained_tokenizer(1998))
 
 
+CUT = {  # what a folder may want done with every text
+    "truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
+    "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None}
+    | {"pad_id": 0, "pad_type_id": 0, "pad_token": SPECIAL[0]},
+}
+
+
 def write_tokenizer(path: Path, facts: dict, stop=0, vocab_size=2000, template=TEMPLATE) -> Path:
     path.mkdir(exist_ok=True)
     (path / "tokenizer.json").write_text(json.dumps(facts))
@@ -136,19 +143,7 @@ def many_texts(count: int) -> list[str]:
         "e\u0301",
         "ſ",
     ]
-    odd += [
-        "\u00a0",
-        "\u3000",
-        "\u200d",
-        "ﬁ",
-        "Å",
-        "\u212b",
-        "\u1e9b\u0323",
-        "한",
-        "12345",
-        "3.14",
-        "\x85",
-    ]
+    odd += "\u00a0|\u3000|\u200d|ﬁ|Å|\u212b|\u1e9b\u0323|한|12345|3.14|\x85".split("|")
 
     def part():
         way = rng.random()
@@ -166,7 +161,7 @@ def many_texts(count: int) -> list[str]:
 def test_ids_are_those_of_the_library(tmp_path):
     """Special tokens in the text of a policy or a tool are ordinary characters."""
     tokenizers = pytest.importorskip("tokenizers", reason=REASON)
-    folder = write_tokenizer(tmp_path, facts_of())
+    folder = write_tokenizer(tmp_path, facts_of() | CUT)
     ours, theirs = FolderTokenizer(folder), tokenizers.Tokenizer.from_str(trained_tokenizer(1998))
     theirs.encode_special_tokens = True
     texts = many_texts(2_000)
@@ -186,7 +181,7 @@ def test_ids_are_those_of_the_library(tmp_path):
 def test_ids_of_prompts_are_those_of_transformers(tmp_path, chat, system, think):
     """By the folder's own template, whose end of a turn is a stop token, too."""
     transformers = pytest.importorskip("transformers", reason=REASON)
-    folder = write_tokenizer(tmp_path, facts_of())
+    folder = write_tokenizer(tmp_path, facts_of() | CUT)
     ours = FolderTokenizer(folder, chat, system, think)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in ["x", "\n\nx", " \n", "a <|im_end|> b", "What is 2+2?", *many_texts(200)]:
@@ -245,3 +240,6 @@ def test_the_stop_tokens_of_generation_config_count(tmp_path):
     write_tokenizer(tmp_path, facts_of(), stop=0)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     assert FolderTokenizer(tmp_path).stop == (2, 0)
+    spaced = TEMPLATE.replace("<|im_end|>", " <|im_end|>")  # as Llama 2 has it
+    write_tokenizer(tmp_path, facts_of(), template=spaced)
+    assert FolderTokenizer(tmp_path, chat=True).stop == (2, 0)
