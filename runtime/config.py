@@ -111,7 +111,7 @@ class Config:
     out: str = flag("", "run folder to write ('': runs/ and a name of task, mode and time)")
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
-    init: str = flag("", "weights to start from: a run folder, or a file of pretrain.py")
+    init: str = flag("", "weights and shape to start from: a run folder, or a file of pretrain.py")
     changed_data: str = one_of("whether files may have changed since the run began", "no", "yes")
 
     model: str = flag("tiny", "tiny, small, medium, or a Hugging Face folder", group="model")
@@ -123,7 +123,7 @@ class Config:
         "auto",
     )
     positions: str = one_of("encoding", "learned", "rope", only_with={"model": SIZES})
-    chat: str = one_of("prompts by the folder's chat template", "no", "yes")
+    chat: str = one_of("the folder's chat template, for tasks with one turn", "no", "yes")
     system: str = flag("", "what a chat begins with", only_with={"chat": ("yes",)})
     attention: str = one_of("dense, or sparse (dsa)", "dense", "dsa")
     chunk_size: int = flag(16, "keys in a chunk, a power of two", 1, 512, only_with=SPARSE)
