@@ -260,9 +260,9 @@ def check_together(config: Config) -> None:
     known = config.model in SIZES or os.path.isfile(f"{config.model}/config.json")
     folder = "a Hugging Face folder (config.json, *.safetensors, tokenizer.json)"
     require(known, f"--model {config.model}: must be tiny, small, medium or {folder}")
-    single = config.teacher or config.advantage == "gae"  # needs no siblings
     must = f"--group-size {config.group_size}: must be at least 2 with {config.advantage}"
-    require(config.group_size > 1 or single, must)
+    # a teacher and a critic need no siblings
+    require(config.group_size > 1 or config.teacher or config.advantage == "gae", must)
     least = 2 * config.reward_seconds
     must = f"--set=silence={config.silence}: must be at least {least} (2 time limits)"
     require(config.silence >= least, must)

@@ -255,7 +255,7 @@ def running(config: Config, mode: str):
             for worker in run.pool.workers.values():
                 log.event(worker.name, "exit", reason="end")
             log.flush()
-    if learner.version < config.steps:
+    if learner.version < run.config.steps:
         raise SystemExit(128 + run.stop.asked)
 
 
