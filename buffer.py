@@ -71,8 +71,7 @@ class Buffer:
 
     def starts(self, without=()) -> list:
         """Where the outstanding groups started, ascending; without some of them."""
-        left = self.outstanding.keys() - without
-        return sorted([self.outstanding[group_id] for group_id in left])
+        return sorted([self.outstanding[i] for i in self.outstanding.keys() - without])
 
     def may_admit(self, version: int) -> bool:
         """Whether one more group, started now, still meets every deadline."""

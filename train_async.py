@@ -41,7 +41,7 @@ def train(config: Config) -> None:
         begin_run(run)  # workers generate meanwhile
         while learner.version < config.steps and not run.stop.asked:
             admit(run)  # as long as every deadline still holds
-            collect(run, seconds=0.0 if batch else 0.2)  # finished groups, verdicts, deaths
+            collect(run, 0.0 if batch else 0.2)  # finished groups, verdicts, deaths
             batch = run.buffer.next_batch(learner.version)  # none too old; None: wait
             log_discards(run)
             if batch is None:
@@ -63,8 +63,7 @@ def train(config: Config) -> None:
 def learn(run: Run, batch: list) -> dict:
     """A step of all learners on a batch; what the log says of it is enough to replay it."""
     learner = run.learner
-    groups = [group.group_id for group in batch]
-    run.training = groups
+    groups = run.training = [group.group_id for group in batch]
     with run.log.timed("learner", "train", version=learner.version, groups=groups) as event:
         for worker in run.pool.of("learner"):
             run.pool.tell(worker, batch)
@@ -77,12 +76,14 @@ def learn(run: Run, batch: list) -> dict:
 
 def admit(run: Run) -> None:
     """Issue prompts as long as every deadline holds, and no more than the run will train."""
-    config = run.config
+    groups = []
     version = run.learner.version
-    wanted = (config.steps - version) * config.groups_per_step
-    while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
-        groups = new_groups(run.learner, run.task, 1)
-        run.buffer.admit(groups[0].group_id, version)
+    wanted = (run.config.steps - version) * run.config.groups_per_step
+    try:
+        while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
+            groups += new_groups(run.learner, run.task, 1)
+            run.buffer.admit(groups[-1].group_id, version)
+    finally:  # those before a prompt that cannot be made, too
         issue(run, "admit", groups)
 
 
