@@ -153,6 +153,7 @@ def test_a_run_whose_teacher_learns_on_replays(taught, tmp_path, reward_workers)
 
 
 def test_a_folder_of_weights_teaches_with_dense_attention(tmp_path):
+    pytest.importorskip("tokenizers", reason="needs tokenizers: requirements-dev.txt")
     train_sync.train(
         Config(
             **FLAGS | {"positions": "rope", "qk_norm": "yes", "steps": 1}, out=str(tmp_path / "run")
