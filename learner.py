@@ -202,7 +202,7 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     lengths = [len(t.tokens) for t, _ in samples]
     batches = pack(lengths, config.token_budget, team.size)
     shares = deal(batches, lengths, team.size, 6 * learner.model.config.width)
-    gradients, facts = [], []  # of each rank here: one, but in a replay all
+    gradients, facts = [], []  # of each rank in this process: one, in a replay all
 
     for rank in team.ranks:
         learner.weights.grad.zero_()

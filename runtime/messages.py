@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 NEVER = np.iinfo(np.int32).max  # the "oldest version" of an episode without generated tokens
-LARGEST_SUM = 1e38
+LARGEST_SUM = 1e38  # of the rewards of an episode; reward.py has that of one turn
 LOGPROBS = -1e30, 1e-3  # never NaN, never above 0 but for rounding
 ARRAYS = {
     "tokens": np.int32,

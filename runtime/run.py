@@ -298,7 +298,7 @@ def save(run: Run) -> None:
 def take_up(run: Run) -> None:
     """The groups of a checkpoint: complete ones wait to be trained, others begin again."""
     for group in completed_groups(run.state):
-        if not unfit(group):  # else it was the one by which too many episodes had failed
+        if not unfit(group):  # one that is, at which the run had stopped, begins again
             run.buffer.restore(group)
     for group_id in sorted(set(run.state["in_flight"]) - run.buffer.completed.keys()):
         if run.ledger.states[group_id] != LOST:

@@ -30,8 +30,8 @@ TEMPLATE_SECONDS = 2.0  # a stranger's template may loop
 
 
 class Tokenizer:
-    """A vocabulary: the project's own. Each token of `stop` ends an answer, the first of them those
-    that a task writes. `alphabet`: what a policy may emit, tokens of text and those of `stop`."""
+    """A vocabulary: the project's own. Each token of `stop` ends an answer; a task ends its own
+    with the first. `alphabet`: what a policy may emit, tokens of text and those of `stop`."""
 
     def __init__(self):
         facts = read_json(VOCABULARY / "tokenizer.json")
