@@ -103,11 +103,6 @@ class Buffer:
         self.completed[group.group_id] = group
         return True
 
-    def restore(self, group: Group):
-        """Take a completed group from a checkpoint: it keeps its start, and so its deadline."""
-        self.admit(group.group_id, group.start)
-        assert self.complete(group), f"group {group.group_id} is here already"
-
     def discard(self, group_id: int, reason: str):
         """Take an outstanding group out without training it, for a reason."""
         del self.outstanding[group_id]

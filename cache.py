@@ -85,35 +85,41 @@ def empty_rows(model: GPT, rows: int, length: int) -> Tensor:
 def prefill(
     model: GPT,
     cache: Cache,
-    slots,  # [B] whole numbers
-    sequences,  # B arrays or lists of token ids
+    slots: list,  # [B] whole numbers
+    sequences: list,  # B arrays or lists of token ids
+    together=1,
 ) -> None:
-    """Write keys and values of whole sequences into their rows, one after the other: SDPA's order
-    of summation changes with the width of a batch (from 200 tokens on, torch 2.13, CPU)."""
-    for slot, sequence in zip(map(int, slots), sequences, strict=True):
-        _prefill_one(model, cache, slot, sequence)
+    """Write keys and values of whole sequences into their rows, so many in one forward pass. By
+    default one: SDPA's order of summation changes with the width of a batch (from 200 tokens on,
+    torch 2.13, CPU)."""
+    for i in range(0, len(slots), together):
+        pack = slice(i, i + together)
+        _prefill_pack(model, cache, slots[pack], sequences[pack])
 
 
-def _prefill_one(model: GPT, cache: Cache, slot: int, tokens):
-    n = len(tokens)
+def _prefill_pack(model: GPT, cache: Cache, slots, sequences):
+    lengths = [*map(len, sequences)]
     last = model.config.layers - 1
-    filler = [[0]] * (ROWS - n)
-    packed = pack_tokens([tokens, *filler], model.flat.device)
+    filler = [[0]] * (ROWS - sum(lengths))
+    packed = pack_tokens([*sequences, *filler], model.flat.device)
     attend_all = attend_packed(model.config, packed, cache.capacity)
-    keys, values, *scored = cache.row(slot, n)
+    rows = [*map(cache.row, slots, lengths)]
 
     def attend(layer, q, k, v, index):
-        keys[layer], values[layer] = k[:n], v[:n]
-        if index is not None:
-            scored[0][layer] = index[1][:n, None]
+        new = (k, v) if index is None else (k, v, index[1][:, None])
+        pieces = [x[: sum(lengths)].split(lengths) for x in new]
+        for row, *values in zip(rows, *pieces, strict=True):
+            for part, value in zip(row, values, strict=False):  # means come below
+                part[layer] = value
         # of the last layer nothing but its keys and values is read
         return q if layer == last else attend_all(layer, q, k, v, index)
 
     model.body(packed.tokens, packed.positions, attend, rows=packed.cell[:0])
-    if cache.tables is not None:
-        chunk_size = cache.tables.chunk_size
+    if cache.tables is None:
+        return
+    for slot, n in zip(slots, lengths, strict=True):
         first = slot * cache.tables.widest
-        chunks = torch.arange(-(-n // chunk_size), device=packed.cell.device) + first
+        chunks = torch.arange(-(-n // cache.tables.chunk_size), device=packed.cell.device) + first
         for layer in range(last + 1):
             renew_means(cache, layer, chunks)
 

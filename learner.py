@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import losses
 from buffer import repaired
-from fast.adamw import adamw_slice, adamw_step
+from fast.adamw import adamw_moments, adamw_step
 from fast.batches import deal, pack
 from logprobs import token_logprobs
 from methods.dampers import DAMPERS, window_mean
@@ -31,7 +31,7 @@ from model import GPT, pack_tokens
 from reward import Task, alphabet_of, problem_of
 from runtime.config import Config
 from runtime.messages import Group
-from runtime.team import Team, add_gradients, share_facts, share_weights, slice_of
+from runtime.team import Team, add_gradients, share_facts
 
 GRADIENT_NORM = 1.0  # a longer gradient is cut to this
 RENEW_REFERENCE = 20  # from one snapshot of the reference policy to the next
@@ -139,7 +139,7 @@ class Learner:
 
     model: GPT
     weights: nn.Parameter
-    slices: list  # what this learner steps: (slice with its gradient, AdamW's step and moments)
+    moments: dict  # what AdamW remembers
     team: Team
     method: GroupMethod
     alphabet: Tensor  # int64 [V], token ids the policy may emit
@@ -160,7 +160,7 @@ def make_learner(config: Config, task: Task, model: GPT, ranks: tuple = (0,)) ->
     return Learner(
         model,
         flat,
-        slices=[adamw_slice(slice_of(flat, rank, config.team_size)) for rank in ranks],
+        moments=adamw_moments(flat),
         team=Team(ranks, config.team_size),
         method=method_of(config, model),
         alphabet=torch.from_numpy(alphabet_of(task)).to(flat.device),
@@ -187,9 +187,9 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     by `count`, the generated tokens of the step (failed episodes left out). A sample whose
     advantages are 0 is not computed where neither entropy bonus nor reference gives it a gradient:
     that halves a step of SmolLM2, and diagnostics then cover the other samples only. Of several
-    learners each gets the whole batch, computes its share of the micro-batches, and steps its slice
-    of the weights (runtime/team.py). A step whose loss or gradient is not finite changes nothing,
-    and counts as a version all the same; see `close_step` (runtime/books.py).
+    learners each gets the whole batch, computes its share of the micro-batches, and steps by the
+    sum of all gradients (runtime/team.py). A step whose loss or gradient is not finite changes
+    nothing, and counts as a version all the same; see `close_step` (runtime/books.py).
     """
     begin = time.monotonic()
     team = learner.team
@@ -218,12 +218,12 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     add_gradients(team, learner.weights.grad, gradients)
     facts = share_facts(team, facts)
     parts = [part for _, part, _ in facts]
-    lessons = [lesson for *_, lesson in facts]
     metrics = losses.merge_diagnostics(parts) | {"tokens": count} if parts else {"tokens": 0}
     if parts and learner.version == 0:  # no token is stale yet
         metrics["mismatch"] = losses.mismatch(parts)
     metrics |= update_weights(learner, config, sum(loss for loss, *_ in facts), metrics)
-    metrics |= learner.method.learn(lessons) if parts and not learner.skipped else {}
+    if parts and not learner.skipped:
+        metrics |= learner.method.learn([lesson for *_, lesson in facts])
     return metrics | {
         "micro_batches": len(batches),
         "dead_groups": int(dead.sum()),
@@ -302,9 +302,7 @@ def update_weights(learner: Learner, config: Config, loss: float, metrics: dict)
         gradient.copy_(damped)
         if (size := float(gradient.norm())) > GRADIENT_NORM:
             gradient.mul_(GRADIENT_NORM / size)
-        for weights, moments in learner.slices:
-            adamw_step(weights, moments, lr)
-        share_weights(learner.team, learner.weights.detach())
+        adamw_step(learner.weights, learner.moments, lr)
         round_weights(learner)
     learner.skipped = 0 if finite else learner.skipped + 1
     learner.version += 1

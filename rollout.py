@@ -218,7 +218,7 @@ class Generator:
             slot.episode.swaps += [slot.cached, self.version]
         if self.config.swap == "recompute":
             filled = {slot.number: slot.tokens[: slot.cached] for slot in occupied if slot.cached}
-            prefill(self.model, self.cache, filled, filled.values())
+            prefill(self.model, self.cache, [*filled], [*filled.values()])
 
     def _refill(self):
         """Give free slots to waiting samples, in order; a group never begins under old weights, nor
@@ -233,7 +233,7 @@ class Generator:
                     prompts[b] = slot.group.group_id, slot.tokens[: slot.cached]
         lengths = [slot.cached + 1 if slot else 1 for slot in self.batch]
         self.cache.reserve(lengths)
-        prefill_groups(self.model, self.cache, prompts, self.prompts)
+        prefill_groups(self.model, self.cache, prompts, self.prompts, self.config)
 
     def _begin(self, b: int, group: Group, sample_index: int) -> Slot:
         """Begin an episode: all of its prompt but the last token, which `_decode` feeds, counts as
@@ -328,8 +328,7 @@ class Generator:
                 self.calls.append(environment.call(request))
             else:
                 requests[slot] = request
-        replies = environment.respond([*requests.values()]) if requests else []
-        for slot, reply in zip(requests, replies, strict=True):
+        for slot, reply in zip(requests, environment.respond([*requests.values()]), strict=True):
             self._go_on(slot, reply)
 
     def _go_on(self, slot: Slot, reply: Reply):

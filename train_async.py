@@ -19,7 +19,7 @@ generated: quicker where there are two cores and the verifier is quick.
 """
 
 from learner import learner_step, new_groups
-from runtime.books import check_progress, close_step, keep, log_discards, settle
+from runtime.books import close_step, keep, log_discards, settle
 from runtime.config import Config
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
@@ -96,8 +96,6 @@ def issue(run: Run, event: str, groups: list) -> None:
 def collect(run: Run, seconds: float) -> None:
     """Handle everything that has happened, waiting at most `seconds` for the first."""
     arrived = run.pool.receive(seconds)
-    if not arrived:
-        check_progress(run)
     for worker, message in arrived:
         handle(run, worker, message)
     if any(isinstance(message, Lost) for _, message in arrived):
@@ -106,15 +104,15 @@ def collect(run: Run, seconds: float) -> None:
 
 def handle(run: Run, worker: Worker, message) -> None:
     """What one message of a worker, or its death, changes."""
+    last = f"(last: {worker.last_word}; log: {worker.log})"
     match message:
         case Answer(_, group, judgement, events):
             run.log.take(worker.name, events)
             if judgement:  # else the pool has sent it on to a reward worker
                 land(run, group, judgement, worker.name)
         case Silent(reason):
-            run.log.say(f"{worker.name} {reason} (last: {worker.last_word}; log: {worker.log})")
+            run.log.say(f"{worker.name} {reason} {last}")
         case Lost(reason, groups):
-            last = f"(last: {worker.last_word}; log: {worker.log})"
             run.log.say(f"{worker.name} {reason}: restarted {last}")
             run.log.event(worker.name, "exit", reason=reason)
             log_spawn(run, run.pool.workers[worker.name])
@@ -128,12 +126,15 @@ def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
     run.began = run.began or judgement.began
-    facts = {
-        "group": group.group_id,
-        "seconds": judgement.seconds,
-        "reward_model": judgement.reward_model,
-    }
-    run.log.event(judged_by, "score", judgement.began, **facts, **group.evidence)
+    run.log.event(
+        judged_by,
+        "score",
+        judgement.began,
+        group=group.group_id,
+        seconds=judgement.seconds,
+        reward_model=judgement.reward_model,
+        **group.evidence,
+    )
     if not keep(run, [group]):
         run.buffer.discard(group.group_id, run.discarded[-1][1])
         log_discards(run)

@@ -1,7 +1,7 @@
 """adamw.py: torch's AdamW, called as a function.
 
 `torch.optim.AdamW` calls this function, too, but first it imports torch's compiler, which takes 1.2
-seconds or more. Of several learners each steps its own slice of the weights.
+seconds or more.
 Left out: clipping, and the learning rate's way down (learner.py).
 """
 
@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 
-def adamw_slice(weights: nn.Parameter) -> tuple:
-    """Some weights, and what AdamW remembers of them."""
+def adamw_moments(weights: nn.Parameter) -> dict:
+    """What AdamW remembers of weights."""
     moments = {name: torch.zeros_like(weights) for name in ("exp_avg", "exp_avg_sq")}
-    return weights, {"step": weights.new_zeros(()), **moments}
+    return {"step": weights.new_zeros(()), **moments}
 
 
 def adamw_step(weights: nn.Parameter, moments: dict, lr: float):
-    """A step of some weights by AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+    """A step by AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
     # Less momentum than usual: staleness acts as momentum does (Mitliagkas et al. 2016, arXiv
     # 1605.09774). And gradient sizes of the last 100 steps: the usual 1000 are more than a run has.
     memory = [[moments[name]] for name in ("exp_avg", "exp_avg_sq")]

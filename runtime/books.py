@@ -4,7 +4,6 @@ Left out: the end of a run (report.py), what the numbers mean (learner.py, losse
 get to disk (runlog.py).
 """
 
-import time
 from collections import Counter
 from statistics import fmean
 
@@ -17,7 +16,6 @@ from runtime.run import Run, evaluate_now
 
 DEAD_STEPS = 3  # prompts of so many steps may be replaced because they teach nothing
 SAMPLES_EVERY = 30  # steps between printed episodes
-STALL = 300.0  # seconds without any progress until the run stops
 
 
 def keep(run: Run, groups: list[Group]) -> list[Group]:
@@ -112,19 +110,6 @@ def show_group(group: Group, task: Task) -> str:
         text = f"{text[:60]} ... {text[-40:]}"
     facts = f"reward {t.reward:.2f}  versions {t.swaps[1::2]}  {t.finish}"
     return f"  group {t.group_id}  [{text!r}]  {facts}"
-
-
-def check_progress(run: Run) -> None:
-    """Raise TrainingStopped when workers say that they live, but nothing has moved for too long."""
-    out, now = dict(run.pool.out), time.monotonic()
-    tokens = [worker.status.get("tokens") for worker in run.pool.of("rollout")]
-    signs, (before, since, looked) = (run.learner.version, out, tokens), run.progress
-    if signs != before or now - looked > 60.0:  # stopped by Ctrl-Z, nothing could move
-        since = now
-    run.progress = signs, since, now
-    if now - since > STALL:
-        moved = f"no step, no verdict and no token for {STALL:.0f} s"
-        raise TrainingStopped(f"{moved}; {len(out)} groups are on their way: {out!r:.200}")
 
 
 def check_failures(run: Run) -> None:

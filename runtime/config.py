@@ -112,7 +112,6 @@ class Config:
     resume: str = flag("", "run folder to go on with, from its newest checkpoint")
     replay: str = flag("", "run folder to execute again (train_async.py), to the same weights")
     init: str = flag("", "weights and shape to start from: a run folder, or a file of pretrain.py")
-    changed_data: str = one_of("whether files may have changed since the run began", "no", "yes")
 
     model: str = flag("tiny", "tiny, small, medium, or a Hugging Face folder", group="model")
     lora: int = flag(0, "rank of the adapters that alone are trained (0: train all)", 0, 1024)

@@ -16,16 +16,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from buffer import Buffer, unfit
+from buffer import Buffer
 from fast.eightbit import form_of
 from learner import Learner, make_learner
 from reward import Task, own_files, problem_of, task_of
 from runtime import workers
 from runtime.checkpoint import (
     checkpoint_path,
-    completed_groups,
     load_checkpoint,
-    named_files,
     restore,
     save_checkpoint,
     sha256_of,
@@ -44,7 +42,7 @@ from runtime.pipes import Worker, start_here
 from runtime.pool import Pool
 from runtime.report import busy_shares, summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
-from runtime.team import Begin, GatherMoments, join_team, leave_team
+from runtime.team import Begin, join_team, leave_team
 from runtime.terminal import printable
 from runtime.verifier import exam_pool, reward_worker
 
@@ -52,8 +50,8 @@ from runtime.verifier import exam_pool, reward_worker
 ONLY_ASYNC = ("replay", "cluster", "rollout_weights", "learners")
 # flags that a run may have anew when it goes on, or is played again
 FREE = {
-    "resume": ("resume", "changed_data", "steps", "learners", "rollout_workers", "cluster"),
-    "replay": ("replay", "changed_data"),
+    "resume": ("resume", "steps", "learners", "rollout_workers", "cluster"),
+    "replay": ("replay",),
 }
 
 
@@ -81,8 +79,6 @@ class Run:
     training: list = field(default_factory=list)  # ids of the groups of the step that is computed
     lost: list = field(default_factory=list)  # workers, and of what they died
     began: float = 0.0  # when the first group was verified
-    # what `check_progress` saw last, when that changed, and when it looked
-    progress: tuple = (None, 0.0, 0.0)
 
 
 def open_run(config: Config, mode: str) -> Run:
@@ -135,14 +131,13 @@ def open_run(config: Config, mode: str) -> Run:
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     gc.set_threshold(50_000)  # groups that arrive are no garbage: the parent takes 11% more of them
     if state:
-        files = record["files"]
         for path in (folder / "checkpoints").glob("step*"):
             if path > checkpoint_path(folder, learner.version):
                 path.unlink()  # it is done again, as are the ends of the logs
         (folder / "summary.json").unlink(missing_ok=True)
     else:
-        folder, files = new_folder(config, mode), named_files(config)
-    write_config(folder, config, mode, files)
+        folder = new_folder(config, mode)
+    write_config(folder, config, mode)
     exam = exam_pool(config, task, folder / "logs")
     log = RunLog(folder, config, state)
     if state:
@@ -171,10 +166,6 @@ def resumed(config: Config, flag: str = "resume", mode: str = "sync") -> tuple[C
         require(f.name in FREE[flag] or given in (f.default, had), must)
     known = config.task == old.task or not own_files(old.task)
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
-    known, stored["files"] = stored["files"], named_files(old)
-    odd = [name for name, digest in known.items() if stored["files"].get(name) != digest]
-    must = "must be as they were when the run began, or --changed-data yes"
-    require(not odd or config.changed_data == "yes", f"{', '.join(odd)}: {must}")
     changed = {name: getattr(config, name) or getattr(old, name) for name in FREE[flag]}
     changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
     return check(replace(old, **changed)), stored
@@ -241,8 +232,7 @@ def running(config: Config, mode: str):
         if mode == "sync":
             learner.cursor = learner.begun  # what has been generated for the next step is lost
         try:
-            if learner.team.size == 1:  # others may not answer
-                save(run)
+            save(run)
         finally:
             log.close()  # the error is the last line on the screen
         raise
@@ -286,21 +276,16 @@ def save(run: Run) -> None:
     learner, log, version = run.learner, run.log, run.learner.version
     if log.written != version:
         return
-    for worker in run.pool.of("learner") if learner.team.apart and version else ():
-        run.pool.tell(worker, GatherMoments())
     flying = run.training + list(run.buffer.outstanding)  # admitted, and not trained
-    state = state_of(learner, flying, run.buffer.completed.values())
+    state = state_of(learner, flying)
     log.event("learner", "checkpoint", version=version, groups=flying)
     state |= {"marks": log.sync(), "seconds": log.now()}
     save_checkpoint(run.folder, version, state)
 
 
 def take_up(run: Run) -> None:
-    """The groups of a checkpoint: complete ones wait to be trained, others begin again."""
-    for group in completed_groups(run.state):
-        if not unfit(group):  # one that is, at which the run had stopped, begins again
-            run.buffer.restore(group)
-    for group_id in sorted(set(run.state["in_flight"]) - run.buffer.completed.keys()):
+    """The groups of a checkpoint begin again, those that waited to be trained, too."""
+    for group_id in sorted(run.state["in_flight"]):
         if run.ledger.states[group_id] != LOST:
             run.log.event("learner", "lost", group=group_id, reason="interrupted")
         run.buffer.admit(group_id, run.learner.version)
@@ -309,7 +294,7 @@ def take_up(run: Run) -> None:
 
 
 def start_workers(run: Run) -> None:
-    """Publish the first weights, spawn every process, and take up the groups of a checkpoint."""
+    """Publish the first weights, start every process, and take up the groups of a checkpoint."""
     config, model = run.config, run.learner.model
     form, start = form_of(model, config.published), start_here
     if config.cluster:

@@ -1,6 +1,6 @@
 """runtime/runlog.py: what a person and the disk get to see while a run goes on.
 
-    config.json      every setting, checksums of the files that flags name, the machine
+    config.json      every setting, the machine
     metrics.jsonl    one line a step
     events.jsonl     one line an event: who did what, when, with which policy version
     samples.jsonl    some episodes as text
@@ -45,18 +45,17 @@ def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
     """The configuration of a run folder, and all that its config.json holds; UserError."""
     refuse_links(run)
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
-        stored = {"files": {}} | read_json(run / "config.json")
+        stored = read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
         require(stored["mode"] in ("sync", "async"), "its mode must be sync or async")
-        require(isinstance(stored["files"], dict), "its files must be an object")
         return check(Config(**values)), stored | values
 
 
-def write_config(run: Path, config: Config, mode: str, files: dict) -> None:
-    """Every setting, checksums of named files, the machine; and the folders for what follows."""
+def write_config(run: Path, config: Config, mode: str) -> None:
+    """Every setting, the machine; and the folders for what follows."""
     for name in ("checkpoints", "logs"):
         (run / name).mkdir(exist_ok=True)
-    facts = {"mode": mode, "files": files, "machine": describe_machine()}
+    facts = {"mode": mode, "machine": describe_machine()}
     write_json(run / "config.json", asdict(config) | facts)
 
 

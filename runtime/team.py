@@ -1,16 +1,14 @@
 """team.py: what several learners do together.
 
-Every learner has all weights, and the gradient of its own micro-batches. AdamW's moments it has
-for its slice of the weights only (ZeRO-1, arXiv 1910.02054): L learners need 1/L of that memory
-each. A step of all of them:
+Every learner has all weights and AdamW's moments, and the gradient of its own micro-batches. In a
+step of all of them:
 
     add_gradients   every learner gets the sum of all gradients, in the order of ranks
     share_facts     every learner hears what the others have seen: losses, diagnostics, lessons
-    share_weights   every learner gives its slice of the new weights to the others
 
-Rank 0 is the parent. It sends the others the state with which they begin, and every batch; for
-a checkpoint it calls them to `gather_moments`. One that does not come within LEARNER_SECONDS ends
-the attempt (AttemptLost): the parent starts itself again from the newest checkpoint (terminal.py).
+Then each makes the same step with the same numbers. Rank 0 is the parent. It sends the others the
+state with which they begin, and every batch. One that does not come within LEARNER_SECONDS ends the
+attempt (AttemptLost): the parent starts itself again from a checkpoint (terminal.py).
 Sums are in the order of ranks, so a run and its replay, which is all learners in one process, agree
 bitwise.
 """
@@ -25,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from runtime.config import AttemptLost
 
@@ -37,10 +35,6 @@ class Begin(NamedTuple):
 
     address: str  # a file or a port, by which they find each other
     own_gpus: bool
-
-
-class GatherMoments(NamedTuple):
-    """The message that calls a learner to `gather_moments`."""
 
 
 @dataclass
@@ -84,13 +78,6 @@ def leave_team() -> None:
         dist.destroy_process_group()
 
 
-def slice_of(weights: nn.Parameter, rank: int, size: int) -> nn.Parameter:
-    """A learner's slice of the weights [P], with its gradient, in the same memory."""
-    part = nn.Parameter(weights.detach().tensor_split(size)[rank])
-    part.grad = weights.grad.tensor_split(size)[rank]
-    return part
-
-
 def add_gradients(team: Team, total: Tensor, gradients: list[Tensor]) -> None:
     """Fill `total` [P] with the sum of all learners' gradients; gradients: of each learner that
     this process is.
@@ -110,7 +97,12 @@ def add_gradients(team: Team, total: Tensor, gradients: list[Tensor]) -> None:
     own.zero_()
     for gradient in gradients:
         own += gradient.to(own.device)
-    share_weights(team, total)
+    if team.apart:
+        with together(team, "slices"):
+            for rank, part in enumerate(total.tensor_split(team.size)):
+                sent = part.to(team.wire)  # the same memory, if it is there already
+                dist.broadcast(sent, rank)
+                part.copy_(sent)
 
 
 def share_facts(team: Team, facts: list) -> list:
@@ -128,22 +120,3 @@ def share_facts(team: Team, facts: list) -> list:
 def to_here(storage, device: str):
     """What was on another learner's GPU comes to this one's."""
     return storage if device == "cpu" else storage.cuda()
-
-
-def share_weights(team: Team, flat: Tensor) -> None:
-    """Every learner's slice of some vector [P] goes to all others."""
-    if not team.apart:
-        return
-    with together(team, "slices"):
-        for rank, part in enumerate(flat.tensor_split(team.size)):
-            sent = part.to(team.wire)  # the same memory, if it is there already
-            dist.broadcast(sent, rank)
-            part.copy_(sent)
-
-
-def gather_moments(team: Team, own: Tensor) -> Tensor | None:
-    """The moments of all slices, [k, P], at rank 0; `own` are those of one, [k, n]."""
-    parts = [None] * team.size if team.ranks == (0,) else None
-    with together(team, "moments"):
-        dist.gather_object(own.cpu(), parts)
-    return parts and torch.cat(parts, dim=1)

@@ -15,14 +15,14 @@ from learner import learner_step, make_learner
 from model import ModelConfig
 from reward import task_of
 from rollout import COUNTED, make_generator
-from runtime.checkpoint import load_state, whole_moments
+from runtime.checkpoint import load_state
 from runtime.config import Config
 from runtime.devices import take_place
 from runtime.huggingface import base_model
 from runtime.judge import judge_of
 from runtime.messages import Answer, Group
 from runtime.pipes import Line
-from runtime.team import Begin, GatherMoments, join_team
+from runtime.team import Begin, join_team
 
 
 def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox):
@@ -88,8 +88,6 @@ def learner_worker(line: Line, config: Config, shape: ModelConfig):
                     line.status = {"loaded": True}  # `live` tells it
                 case Begin():
                     join_team(learner.team, message)
-                case GatherMoments():
-                    whole_moments(learner)
                 case batch:
                     learner_step(learner, batch, config)
 

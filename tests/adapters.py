@@ -158,11 +158,12 @@ def next_batch(completed, running, version, groups_per_step, max_staleness):
 
 
 def resume(in_flight, completed, next_group, version, groups_per_step, max_staleness):
-    """As an asynchronous run begins (`take_up`): `restore`, then `admit` for all that is left.
-    A run never has more in flight than may be admitted again; a case of the exercise has."""
+    """As an asynchronous run begins (`take_up`), had it kept what was complete: then `admit` for
+    all that is left. A run never has more in flight than may be admitted again; a case of the
+    exercise has."""
     buffer = Buffer(groups_per_step, max_staleness)
-    for group_id, start in completed.items():
-        buffer.restore(Group(group_id, start, {}))
+    buffer.completed = {i: Group(i, start, {}) for i, start in completed.items()}
+    buffer.outstanding = dict(completed)
     waiting = [group_id for group_id in in_flight if group_id not in completed]
     while waiting and buffer.may_admit(version):
         buffer.admit(waiting.pop(0), version)

@@ -66,7 +66,6 @@ KINDS = {
     ("team", "step"): HURT,
     ("team", "meeting"): HURT,  # as it comes to one
     ("team", "collective"): ("SIGKILL", "SIGSTOP"),  # some milliseconds later, while it is in it
-    ("team", "moments"): HURT,
 }
 ROLES = ("rollout", "reward", "learner", "team")
 WORK = {"rollout": workers.rollout_worker, "team": workers.learner_worker, "reward": reward_worker}
@@ -189,7 +188,6 @@ def broken(place: str, role: str, line: Line, *arguments) -> None:
     hurt(plan.due("start", 10**9))
     if role == "team":
         plan.before(workers, "learner_step", "step", hurt)
-        plan.before(workers, "whole_moments", "moments", hurt)
         plan.before(team, "together", "meeting", hurt)
         plan.before(team, "together", "collective", hurt_soon)
     WORK[role](line if role == "team" else Breaking(line, plan), *arguments)

@@ -409,14 +409,3 @@ def test_pack_examples():
     assert pack([3, 99, 5, 2], 14) == [[3, 0], [2], [1]]  # three of them would be 5 wide
     assert pack([99, 98], 10) == [[1], [0]]
     assert pack([4, 4, 4], 99, learners=2) == [[0], [1], [2]]  # six at most: half of them
-
-
-def test_a_restored_group_keeps_its_deadline():
-    buffer = Buffer(1, 2)
-    buffer.restore(Group(4, 7, {}, [trajectory(4, [7, 8])]))
-    assert buffer.outstanding == {4: 7} and buffer.starts() == [7]
-    assert buffer.may_admit(8)
-    with pytest.raises(AssertionError, match="group 4 is admitted already"):
-        buffer.restore(Group(4, 7, {}))
-    (group,) = buffer.next_batch(9)
-    assert group.group_id == 4 and not buffer.outstanding

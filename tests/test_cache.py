@@ -9,6 +9,7 @@ import dsa
 from cache import decode, make_cache, prefill
 from fast.prefixes import prefill_groups
 from fast.racks import make_racks
+from runtime.config import Config
 
 
 def needed(slots: int, lengths: dict) -> np.ndarray:
@@ -29,8 +30,9 @@ def bytes_of(cache) -> tuple[int, int]:
     return position * now, position * len(cache.rack) * cache.capacity
 
 
+@pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize("kind", ["dense learned", "dense rope", *[k for k in KINDS if "dsa" in k]])
-def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
+def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind, together):
     model, sequences, slots = make(kind), sentences((30, 9, 20)), [6, 0, 3]
     wanted = hidden_of(model, sequences)
     cache = make_racks(model, 9, 40)
@@ -39,7 +41,8 @@ def test_prefill_and_decode_give_the_hidden_states_of_the_packed_forward(kind):
         part.fill_(7.0)  # left behind by an earlier episode: must not be seen
     prefixes = [13, 1, 16]
     cache.reserve(needed(9, dict(zip(slots, prefixes, strict=True))))
-    prefill(model, cache, slots, [s[:n] for s, n in zip(sequences, prefixes, strict=True)])
+    begins = [s[:n] for s, n in zip(sequences, prefixes, strict=True)]
+    prefill(model, cache, slots, begins, together)
     fed, worst = list(prefixes), 0.0
     while any(n < len(s) for n, s in zip(fed, sequences, strict=True)):
         tokens = torch.zeros(9, dtype=torch.int64)  # idle slots feed token 0 at position 0
@@ -184,8 +187,8 @@ def test_kept_means_are_those_of_the_keys(kind):
     cache, ids = make_cache(model, 8, 40), torch.zeros(8, dtype=torch.int64)
     prefill(model, cache, [5], [other])
     known = {}
-    prefill_groups(model, cache, {2: (7, tokens[:10])}, known)
-    prefill_groups(model, cache, {3: (7, tokens[:10])}, known)  # a copy of slot 2
+    prefill_groups(model, cache, {2: (7, tokens[:10])}, known, Config())
+    prefill_groups(model, cache, {3: (7, tokens[:10])}, known, Config())  # a copy of slot 2
     positions = ids.clone()
     for at in range(10, 23):
         for slot in (2, 3):

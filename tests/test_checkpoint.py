@@ -15,14 +15,11 @@ from reward import task_of, verify_group
 from rollout import generate, make_generator
 from runtime import run as run_room
 from runtime.checkpoint import (
-    completed_groups,
     load_checkpoint,
     load_state,
-    load_tensors,
     restore,
     save_checkpoint,
     state_of,
-    whole_moments,
 )
 from runtime.config import Config, UserError
 from runtime.folder import read_lines
@@ -112,31 +109,19 @@ def trained():
     return config, learner, groups
 
 
-def test_completed_groups_come_back_as_they_were(folder, trained):
-    _, learner, groups = trained
-    stored = state_of(learner, [7, 0, 1, 2], groups)
-    loaded = load_tensors(save_checkpoint(folder, 0, stored), digest=True)
-    assert loaded["in_flight"] == [7, 0, 1, 2]
-    for old, new in zip(groups, completed_groups(loaded), strict=True):
-        assert (old.group_id, old.start, old.problem) == (new.group_id, new.start, new.problem)
-        assert old.digest == new.digest
-        for a, b in zip(old.trajectories, new.trajectories, strict=True):
-            assert (a.swaps, a.noise_key) == (b.swaps, b.noise_key)
-
-
 @pytest.mark.parametrize(
     "flying, words",
     [
-        ({0, 1, 2, 7}, None),
-        ({0, 1, 2}, "events.jsonl has other groups in flight"),
-        ({0, 1, 7}, "events.jsonl has other groups in flight"),
+        ({0, 1, 7}, None),
+        ({0, 1}, "events.jsonl has other groups in flight"),
+        ({0, 2, 7}, "events.jsonl has other groups in flight"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_the_log_is_refused(trained, flying, words):
-    config, learner, groups = trained
+    config, learner, _ = trained
     ledger = Ledger()
     ledger.flying = flying
-    stored = state_of(learner, [0, 1, 2, 7], groups)
+    stored = state_of(learner, [0, 1, 7])
     with pytest.raises(UserError, match=words) if words else contextlib.nullcontext():
         restore(learner, stored, config, ledger)
 
@@ -157,8 +142,8 @@ def test_any_number_of_learners_goes_on_from_a_checkpoint_of_any(trained, size):
             stored = copy.deepcopy(state_of(team))
         load_state(team, stored)
         assert torch.equal(team.weights, stored["weights"]) and team.version == 1
-        assert torch.equal(whole_moments(team), stored["moments"])
-        assert team.slices[-1][1]["step"] == stored["adamw_step"] == 1
+        assert all(torch.equal(x, stored["moments"][name]) for name, x in team.moments.items())
+        assert team.moments["step"] == 1
         learner_step(team, groups[1:], setting)
         weights.append(team.weights.detach())
     assert not torch.equal(weights[0], stored["weights"])

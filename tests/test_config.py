@@ -151,7 +151,7 @@ def made(mode: str = "sync", **flags) -> Path:
     """A run folder by these flags."""
     config = dataclasses.replace(Config(), **flags)
     run = new_folder(config, mode)
-    write_config(run, config, mode, {})
+    write_config(run, config, mode)
     return run
 
 

@@ -831,7 +831,7 @@ def rebuilding(adopt_first=True, more=0):
             model.flat.copy_(flat)
         if slots := np.flatnonzero(running & (cached > 0)).tolist():
             sequences = [tokens[b, : cached[b] + more] for b in slots]
-            prefill(model, cache, torch.tensor(slots), sequences)
+            prefill(model, cache, slots, sequences)
         model.flat.copy_(flat)
 
     return swap
@@ -851,7 +851,7 @@ def check_ex15(swap_weights):
     flat = new.flat.clone()
     tokens = torch.randint(40, (4, 32), generator=torch.Generator().manual_seed(0)).int().numpy()
     cached, running = np.array([9, 5, 0, 17]), np.array([True, False, True, True])
-    slots = torch.tensor([0, 1, 3])
+    slots = [0, 1, 3]
     caches = [make_cache(model, 4, 32) for _ in range(3)]
     for owner, cache in zip((model, old, new), caches, strict=True):
         prefill(owner, cache, slots, [tokens[b, : cached[b]] for b in slots])

@@ -686,7 +686,8 @@ def test_a_group_computes_its_prompt_once(kind, monkeypatch):
     """And its samples are as if each had computed it for itself."""
     computed: list[list[int]] = []
 
-    def counted(model, cache, slots, sequences):
+    def counted(model, cache, slots, sequences, together):
+        assert together == 1
         computed.extend(list(s) for s in sequences)
         prefill(model, cache, slots, sequences)
 
@@ -699,10 +700,10 @@ def test_a_group_computes_its_prompt_once(kind, monkeypatch):
     assert not shared["by"].prompts, "kept for ever"
     together = rollout.prefill_groups
 
-    def one_by_one(model, cache, prompts, known):
+    def one_by_one(model, cache, prompts, known, config):
         for slot, prompt in prompts.items():
             known.clear()
-            together(model, cache, {slot: prompt}, known)
+            together(model, cache, {slot: prompt}, known, config)
 
     monkeypatch.setattr(rollout, "prefill_groups", one_by_one)
     own = play(groups[1], make(kind), size=6)

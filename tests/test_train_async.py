@@ -24,8 +24,7 @@ import train_async
 import train_sync
 from buffer import Buffer
 from reward import TaskError, task_of
-from runtime import books
-from runtime.checkpoint import completed_groups, load_checkpoint
+from runtime.checkpoint import load_checkpoint
 from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
 from runtime.folder import read_lines
 from runtime.ledger import audit
@@ -269,12 +268,8 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
     train_async.train(dataclasses.replace(Config(), resume=str(folder), steps=steps))
     assert sorted(trained_groups(folder)) == list(range(4 * steps))
     totals, states = balanced(folder), (killed, stopped)  # of all parts
-    kept = [[group.group_id for group in completed_groups(state)] for state in states]
-    again = [set(state["in_flight"]) - set(own) for state, own in zip(states, kept, strict=True)]
-    assert totals["lost"] == totals["requeued"] == sum(map(len, again))
+    assert totals["lost"] == totals["requeued"] == sum(len(state["in_flight"]) for state in states)
     assert totals["admitted"] == totals["trained"] == 4 * steps and totals["in_flight"] == 0
-    scored = [event["group"] for event in events_of(folder, "score")]
-    assert len(scored) == len(set(scored)) == 4 * steps
     assert summary_of(folder)["staleness"]["max"] <= summary_of(folder)["staleness"]["bound"] == 4
     replayed(folder)
 
@@ -286,30 +281,6 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
     train_async.train(dataclasses.replace(Config(), resume=str(folder)))
     assert summary_of(folder)["steps"] == steps
     replayed(folder)
-
-
-def test_a_run_that_stands_still_stops_by_itself(monkeypatch):
-    """Everybody says that they live, and nothing moves."""
-    now, worker = [100.0], SimpleNamespace(status={})
-    pool = SimpleNamespace(of=lambda role: [worker], out={3: "rollout-0"})
-    run = SimpleNamespace(pool=pool, progress=(None, 0.0, 0.0))
-    run.learner = SimpleNamespace(version=0)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(books, "STALL", 60.0)
-
-    def after(seconds: float, version: int = 0, tokens: int = 0) -> None:
-        now[0] += seconds
-        worker.status, run.learner.version = {"tokens": tokens}, version
-        books.check_progress(run)
-
-    after(0)
-    after(59)
-    after(50, tokens=7)  # a long answer is progress
-    after(50, tokens=7)
-    after(50, tokens=7, version=1)
-    after(59, tokens=7, version=1)
-    with pytest.raises(TrainingStopped, match="60 s; 1 groups .* {3: 'rollout-0'}"):
-        after(2, tokens=7, version=1)
 
 
 @linux
@@ -394,7 +365,7 @@ def test_a_task_that_failed_is_mended_and_its_groups_begin_again(tmp_path):
     with pytest.raises(TrainingStopped, match="4 of 4 episodes failed"):
         train_async.train(config_of(tmp_path / "run", task=str(spec), groups_per_step=1, steps=3))
     spec.write_text(BREAKS.format("pass"))
-    again = {"resume": str(tmp_path / "run"), "task": str(spec), "changed_data": "yes"}
+    again = {"resume": str(tmp_path / "run"), "task": str(spec)}
     train_async.train(dataclasses.replace(Config(), **again))
     assert balanced(tmp_path / "run")["trained"] == 3
 

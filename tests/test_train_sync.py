@@ -520,18 +520,6 @@ def test_a_reward_that_is_too_large_fails_its_episode_only(tmp_path, capsys):
     assert "1e+38 is not between -1e9 and 1e9" in capsys.readouterr().out
 
 
-def test_a_file_that_has_changed_is_named(tmp_path):
-    data, run = tmp_path / "d.jsonl", tmp_path / "run"
-    data.write_text('{"prompt": "a", "answer": "1"}')
-    train_sync.train(config_of(run, task=f"jsonl:{data}:similar", steps=2))
-    data.write_text('{"prompt": "b", "answer": "1"}')
-    again = dataclasses.replace(Config(), resume=str(run), steps=3)
-    with pytest.raises(UserError, match=f"^{data}: must be as they were when the run began"):
-        train_sync.train(again)
-    train_sync.train(dataclasses.replace(again, changed_data="yes"))
-    train_sync.train(dataclasses.replace(again, steps=4))  # from now on it is this one
-
-
 def test_answers_that_were_cut_are_counted_and_can_be_left_out(tmp_path, capsys):
     for overlong in ("keep", "drop"):
         run = tmp_path / overlong
