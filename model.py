@@ -64,7 +64,6 @@ class ModelConfig:
     index_heads: int = 2
     index_width: int = 16
     kernels: str = "auto"  # dsa: "spec" (dsa.py), "triton", or "auto": triton on CUDA
-    recompute: bool = False  # in the backward pass, layer by layer, instead of keeping activations
 
     @property
     def indexed(self) -> bool:
@@ -323,8 +322,6 @@ class GPT(nn.Module):
             x = layer.project("attention_out", out, x)  # x + out @ attention_out
             return layer.mlp(x)
 
-        if self.config.recompute and torch.is_grad_enabled():
-            block = partial(recomputed, block)
         last = len(self.layers) - 1
         for number, layer in enumerate(self.layers):
             x = block(x, number, layer, rows if number == last else None)

@@ -110,7 +110,6 @@ class Generator:
     environment: Environment
     config: Config
     capacity: int  # positions of a slot
-    worker: int = 0
     graphs: bool = False
 
     def __post_init__(self):
@@ -241,9 +240,8 @@ class Generator:
         n = len(prompt := self.environment.encode_prompt(group.problem))
         assert 0 < n < self.capacity, f"prompt of {n} tokens: must be 1 to {self.capacity - 1}"
         keys = noise_keys(self.config.seed, group.group_id, self.config.group_size)
-        episode = Trajectory(group.group_id, sample_index, keys[sample_index], worker=self.worker)
+        episode = Trajectory(group.group_id, sample_index, keys[sample_index])
         slot = Slot(b, episode, group, cached=n - 1 if n > self.longest_fed else 0)
-        episode.started = time.time()
         episode.swaps = [slot.cached, self.version]
         self._begin_turn(slot, prompt)
         if sample_index == 0:
@@ -360,7 +358,6 @@ class Generator:
         if self.kept:
             vars(episode).update(self.kept.take(slot.number))
         episode.finish, _, episode.failure = finish.partition(": ")
-        episode.finished = time.time()
         self.batch[slot.number] = None
         group.trajectories.append(episode)
         if len(group.trajectories) == self.config.group_size:
@@ -370,10 +367,10 @@ class Generator:
             self._event("finish", group.group_id, sum(len(t.tokens) for t in group.trajectories))
 
 
-def make_generator(config: Config, task: Task, model: GPT, worker=0, outside=False) -> Generator:
+def make_generator(config: Config, task: Task, model: GPT, outside=False) -> Generator:
     """The generator that a run uses; outside: no code of the task runs in this process."""
     environment = make_environment(config, task, outside)
-    return Generator(model, environment, config, task.context, worker, captures(model))
+    return Generator(model, environment, config, task.context, captures(model))
 
 
 def generate(generator: Generator, groups: list, pool=None) -> list:

@@ -197,7 +197,7 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
         stored = load_tensors(Path(config.reward_model, f"{version}.pt"))
         require(stored["task"] == config.task, f"it is for {stored['task']!r:.80}")
         require(same_words(task.tokenizer, own_tokenizer()), "its vocabulary is the project's own")
-        model = model_of(stored, replace(config, model="tiny", recompute="no"), task)
+        model = model_of(stored, replace(config, model="tiny"), task)
         require(stored["head"].shape == (model.config.width,), "its head has another width")
         finite = model.flat.isfinite().all() and stored["head"].isfinite().all()
         require(finite, "its weights must be finite")

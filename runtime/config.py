@@ -184,7 +184,6 @@ class Config:
     )
     think: str = constant_of("in a chat", "no", "yes", only_with={"chat": ("yes",)})
     top_p: float = constant(1.0, "mass of the likeliest tokens", 0.01, 1.0, only_with=NO_TEACHER)
-    recompute: str = constant_of("activations, in the backward pass", "no", "yes")
     threads: int = constant(
         -1,
         "CPU threads of each process (0: share the cores out; -1: 1, with a folder for --model 0)",

@@ -79,7 +79,7 @@ def write_json(path: Path, record: dict) -> None:
     write_file(path, json.dumps(record, indent=1).encode())
 
 
-def write_file(path: Path, *parts: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     """Write a file in one move: whoever is killed here leaves the old one or the new one.
 
     It is on disk, and so is its name, when this returns. OSError, naming the file, when the disk
@@ -89,7 +89,7 @@ def write_file(path: Path, *parts: bytes) -> None:
     try:
         partial.unlink(missing_ok=True)  # somebody was killed, or it is a link to somewhere
         with partial.open("xb") as file:  # x: never through a link
-            file.writelines(parts)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

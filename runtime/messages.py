@@ -45,9 +45,6 @@ class Trajectory:
     failure: str = ""  # of a failed episode: the message, the file and the line, for people
     reward: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
-    worker: int = -1
-    started: float = 0.0  # seconds on the wall clock
-    finished: float = 0.0
     swaps: list[int] = field(default_factory=list)  # pairs: from this position on, this version
     # int32 [T]: prompt, generated and environment tokens, never re-tokenised
     tokens: np.ndarray = None

@@ -31,13 +31,12 @@ def make_model(config: Config, task: Task, stored: dict | None = None) -> GPT:
         shape = read_shape(Path(config.model), task.context)
     for name in ("attention", "scoring", "chunk_size", "top_k", "lora"):
         shape[name] = getattr(config, name)
-    shape["recompute"] = config.recompute == "yes"
     return base_model(config, ModelConfig(**shape), stored is not None)
 
 
 def model_of(stored: dict, config: Config, task: Task) -> GPT:
     """A model of stored shape and weights; almost any error where they are none, or do not fit."""
-    shape = stored["shape"] | {"recompute": config.recompute == "yes"}
+    shape = dict(stored["shape"])
     if shape["positions"] != "learned":
         shape["context"] = task.context
     most = shape["context"]

@@ -53,7 +53,7 @@ def recorded(config: Config) -> tuple:
     Every event knows its `line` in the log. Raises UserError when the run cannot be played again.
     """
     run = Path(config.replay)
-    config, _ = resumed(config, "replay", "async")
+    config = resumed(config, "replay", "async")
     with blame(f"--replay {run}: must be finished and have a whole log"):
         sha256 = read_json(run / "summary.json")["weights_sha256"]
         audit(run)

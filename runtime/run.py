@@ -90,7 +90,7 @@ def open_run(config: Config, mode: str) -> Run:
     is_sync = mode == "sync"
     if config.resume:
         folder = Path(config.resume)
-        config, record = resumed(config, mode=mode)
+        config = resumed(config, mode=mode)
         own_folder(folder)
         state = load_checkpoint(folder)
         if not is_sync:
@@ -141,18 +141,13 @@ def open_run(config: Config, mode: str) -> Run:
     exam = exam_pool(config, task, folder / "logs")
     log = RunLog(folder, config, state)
     if state:
-        rates = [
-            config.lr * (1 - learner.version / x)
-            for x in (record["steps"] or config.steps, config.steps)
-        ]
-        words = "what came later is done again; the learning rate was {:.2g} and is {:.2g}"
-        log.say(f"{folder} goes on at step {learner.version}; {words.format(*rates)}")
+        log.say(f"{folder} goes on at step {learner.version}; what came later is done again")
     buffer = Buffer(config.groups_per_step, config.max_staleness, config.on_stale)
     return Run(config, task, folder, learner, log, stop, exam, judge, ledger, state, buffer)
 
 
-def resumed(config: Config, flag: str = "resume", mode: str = "sync") -> tuple[Config, dict]:
-    """The configuration of the run to resume (or to replay), and all that its config.json holds.
+def resumed(config: Config, flag: str = "resume", mode: str = "sync") -> Config:
+    """The configuration of the run to resume (or to replay).
 
     Only the flags in FREE may change. A folder may come from somebody else: it runs code of a file
     only if the user names that file, too. Raises UserError.
@@ -168,7 +163,7 @@ def resumed(config: Config, flag: str = "resume", mode: str = "sync") -> tuple[C
     require(known, f"--{flag} {folder}: must be given --task {old.task}, whose code it runs")
     changed = {name: getattr(config, name) or getattr(old, name) for name in FREE[flag]}
     changed["cluster"] = config.cluster  # no folder makes anybody connect to a machine
-    return check(replace(old, **changed)), stored
+    return check(replace(old, **changed))
 
 
 def evaluate_now(run: Run) -> dict:

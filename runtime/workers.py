@@ -33,7 +33,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
     device = take_place(config, config.team_size + line.worker)
     model = base_model(config, shape, stored=True).on(device)
     task = task_of(config)
-    generator = make_generator(config, task, model, line.worker)
+    generator = make_generator(config, task, model)
     judge = None if config.reward_workers else judge_of(config, task)
     generator.version = -1  # the first weights come from the mailbox, too
     mailbox = open_mailbox(model.flat)

@@ -209,7 +209,7 @@ def die_in_checkpoint(offset: float | str) -> None:
     or instead of (or after) one of the calls that follow."""
     real, unlink = checkpoint.write_file, Path.unlink
 
-    def write(path, data, digest):
+    def write(path, data):
         match offset:
             case "fsync":
                 os.fsync = die
@@ -222,8 +222,8 @@ def die_in_checkpoint(offset: float | str) -> None:
                     die() if path.suffix == ".pt" else unlink(path, **how)
                 )
             case _:
-                full_at(int(offset * len(data)), dies=True)
-        real(path, data, digest)
+                full_at(int(offset * (len(data) - 1)), dies=True)
+        real(path, data)
 
     checkpoint.write_file = write
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from test_model import make, sentences
+from test_model import sentences
 from test_rollout import CONTEXT, LETTERS, environment, generator_of, group_of
 
 import learner as learner_room
@@ -67,18 +67,6 @@ def test_no_piece_is_larger_than_allowed(monkeypatch):
     gradients(model, packed, rows, torch.arange(3000))
     assert max(sizes) <= 5 * 3000
     assert len(sizes) == 2 * -(-len(rows) // 5)  # each once forward, and again backward
-
-
-@pytest.mark.parametrize("kind", ["dense rope", "dsa mean"])
-def test_recomputed_activations_give_the_same_gradient(kind):
-    found = []
-    for recompute in (False, True):
-        model = make(kind, recompute=recompute)
-        model.flat_grad.zero_()
-        packed = pack_tokens(sentences())
-        model.logits(model(packed)).square().mean().backward()
-        found.append(model.flat_grad.clone())
-    assert found[0].any() and torch.equal(*found)
 
 
 def adapted(seed: int = 0, **more) -> GPT:

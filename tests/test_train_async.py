@@ -212,7 +212,7 @@ def children_of(pid: int) -> dict[int, str]:
 def test_every_child_may_be_killed(tmp_path):
     """All at once: the run makes every step, says whom it has lost, writes its summary, exits 0."""
     folder = tmp_path / "run"
-    process = start(folder, "--steps=16", "--rollout-workers=1", "--set=recompute=yes")
+    process = start(folder, "--steps=16", "--rollout-workers=1")
     wait_for_step(folder, 3, process)
     children = children_of(process.pid)
     assert len(children) == 4, children  # a process for each role, the exam's, the tracker
