@@ -47,7 +47,7 @@ class Workers:
         worker = SimpleNamespace(name=name, role="rollout", number=number, process=process, work={})
         worker.log, worker.last_word = "nowhere", "alive"
         model = make_model(self.config, self.task)
-        self.generators[name] = make_generator(self.config, self.task, model, number)
+        self.generators[name] = make_generator(self.config, self.task, model)
         self.generators[name].version = -1
         self.workers[name] = worker
 
