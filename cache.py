@@ -89,9 +89,9 @@ def prefill(
     sequences: list,  # B arrays or lists of token ids
     together=1,
 ) -> None:
-    """Write keys and values of whole sequences into their rows, so many in one forward pass. By
-    default one: SDPA's order of summation changes with the width of a batch (from 200 tokens on,
-    torch 2.13, CPU)."""
+    """Write keys and values of whole sequences into their rows, `together` of them in one forward
+    pass. By default one: SDPA's order of summation changes with the width of a batch (from 200
+    tokens on, torch 2.13, CPU)."""
     for i in range(0, len(slots), together):
         pack = slice(i, i + together)
         _prefill_pack(model, cache, slots[pack], sequences[pack])
@@ -106,11 +106,11 @@ def _prefill_pack(model: GPT, cache: Cache, slots, sequences):
     rows = [*map(cache.row, slots, lengths)]
 
     def attend(layer, q, k, v, index):
-        new = (k, v) if index is None else (k, v, index[1][:, None])
-        pieces = [x[: sum(lengths)].split(lengths) for x in new]
-        for row, *values in zip(rows, *pieces, strict=True):
-            for part, value in zip(row, values, strict=False):  # means come below
-                part[layer] = value
+        new = (k, v) if index is None else (k, v, index[1][:, None])  # [N, ...] each
+        pieces = [x[: sum(lengths)].split(lengths) for x in new]  # without the filler
+        for row, *fed in zip(rows, *pieces, strict=True):
+            for part, piece in zip(row, fed, strict=False):  # the means are made below
+                part[layer] = piece
         # of the last layer nothing but its keys and values is read
         return q if layer == last else attend_all(layer, q, k, v, index)
 

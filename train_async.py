@@ -83,7 +83,7 @@ def admit(run: Run) -> None:
         while len(run.buffer.outstanding) < wanted and run.buffer.may_admit(version):
             groups += new_groups(run.learner, run.task, 1)
             run.buffer.admit(groups[-1].group_id, version)
-    finally:  # those before a prompt that cannot be made, too
+    finally:  # if a prompt cannot be made, those before it are issued
         issue(run, "admit", groups)
 
 

@@ -25,8 +25,8 @@ def prefill_groups(
 ) -> None:
     """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
 
-    Of an evaluation, whose greedy answers need not be the same bitwise in other company, as many
-    prompts as a micro-batch holds go together: the 128 of SmolLM2 take 4 seconds in place of 11.
+    In an evaluation, whose greedy answers may depend on their company, as many prompts as a
+    micro-batch holds go together: the 128 of SmolLM2 take 4 seconds in place of 11.
     """
     together = config.token_budget // cache.capacity if config.temperature == 0 else 1
     first = {}  # group id -> the slot in which its prompt is computed

@@ -153,8 +153,8 @@ def resumed(config: Config, flag: str = "resume", mode: str = "sync") -> Config:
     only if the user names that file, too. Raises UserError.
     """
     folder = Path(getattr(config, flag))
-    old, stored = stored_config(folder, f"--{flag}")
-    require(stored["mode"] == mode, f"--{flag} {folder}: must be a run of train_{mode}.py")
+    old, trained = stored_config(folder, f"--{flag}")
+    require(trained == mode, f"--{flag} {folder}: must be a run of train_{mode}.py")
     for f in fields(Config):
         given, had = getattr(config, f.name), getattr(old, f.name)
         must = f"{written(f.name, given)}: must be left out with --{flag} (the run has {had})"

@@ -41,14 +41,14 @@ def new_folder(config: Config, mode: str) -> Path:
     return run
 
 
-def stored_config(run: Path, flag: str) -> tuple[Config, dict]:
-    """The configuration of a run folder, and all that its config.json holds; UserError."""
+def stored_config(run: Path, flag: str) -> tuple[Config, str]:
+    """The configuration and the mode of a run folder; UserError."""
     refuse_links(run)
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
         stored = read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
         require(stored["mode"] in ("sync", "async"), "its mode must be sync or async")
-        return check(Config(**values)), stored | values
+        return check(Config(**values)), stored["mode"]
 
 
 def write_config(run: Path, config: Config, mode: str) -> None:

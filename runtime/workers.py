@@ -61,7 +61,6 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
             span = None
         if active:
             span = span or (begin, generator.version, before)
-        line.status = {**generator.counts}
         messages = generator.take_calls()
         for group in generator.take_finished():
             # events travel with answers: so no group ever arrives without its own

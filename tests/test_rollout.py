@@ -681,6 +681,14 @@ def test_tokens_are_never_made_into_text_and_back():
 # ------------------------------------------------------------------------------------- scheduling
 
 
+def test_prompts_of_an_evaluation_are_computed_together(monkeypatch):
+    found = []
+    monkeypatch.setattr(prefixes, "prefill", lambda *a: (found.append(a[2:]), prefill(*a)))
+    play([group_of(0, length=7), group_of(1, length=9)], size=1, temperature=0.0)
+    slots, sequences, together = found[0]
+    assert slots == [0, 1] and [*map(len, sequences)] == [6, 8] and together >= 2
+
+
 @kinds
 def test_a_group_computes_its_prompt_once(kind, monkeypatch):
     """And its samples are as if each had computed it for itself."""
