@@ -117,7 +117,7 @@ def handle(run: Run, worker: Worker, message) -> None:
             run.log.event(worker.name, "exit", reason=reason)
             log_spawn(run, run.pool.workers[worker.name])
             run.lost.append(f"{worker.name} {reason}")
-            generate_again(run, worker, reason, groups)
+            generate_again(run, groups)
 
 
 def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
@@ -140,10 +140,9 @@ def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
         log_discards(run)
 
 
-def generate_again(run: Run, worker: Worker, reason: str, groups: list) -> None:
+def generate_again(run: Run, groups: list) -> None:
     """Groups that a rollout worker had not finished begin anew, with today's weights."""
     for group in groups:
-        run.log.event(worker.name, "lost", group=group.group_id, reason=reason)
         run.buffer.requeue(group.group_id, run.learner.version)
         group.start = run.learner.version
     issue(run, "requeue", groups)

@@ -7,7 +7,7 @@ belongs to it (`group`, `version`, `worker`, `reason`, ...). `Ledger` reads the 
 other, and follows every group through its life:
 
     with a worker -> in the buffer -> trained, or discarded for a reason
-    from the first two also -> lost (its worker died, or the run was interrupted) -> with a worker
+    from the first two also -> with another one: its worker died, or the run was interrupted
 
 Conservation: admitted = trained + discarded + in flight, after every event.
 The log says where each group must be, the trainer's data say where it is: `balance` compares them.
@@ -22,15 +22,14 @@ from runtime.config import UserError, blame, require
 from runtime.folder import read_json, refuse_links, scan
 from runtime.terminal import fail
 
-WORKER, BUFFER, LOST = "with a worker", "in the buffer", "lost"
+WORKER, BUFFER = "with a worker", "in the buffer"
 # kind of event -> the states in which it may find a group, and the state in which it leaves it
 MOVES = {
     "admit": (("unknown",), WORKER),
     "score": ((WORKER,), BUFFER),
     "train": ((BUFFER,), "trained"),
     "discard": ((WORKER, BUFFER), "discarded"),
-    "lost": ((WORKER, BUFFER), LOST),
-    "requeue": ((LOST,), WORKER),
+    "requeue": ((WORKER, BUFFER), WORKER),
 }
 
 
@@ -58,7 +57,7 @@ class Ledger:
                 raise ValueError(f"group {group}: {kind} finds it {before}, not {allowed[-1]}")
             self.states[group] = after
             self.counts[kind] += 1
-            if after in (WORKER, BUFFER, LOST):
+            if after in (WORKER, BUFFER):
                 self.flying.add(group)
             else:
                 self.flying.remove(group)
@@ -83,7 +82,6 @@ class Ledger:
         return {
             "admitted": self.counts["admit"],
             "trained": self.counts["train"],
-            "lost": self.counts["lost"],
             "requeued": self.counts["requeue"],
             "discarded": dict(self.reasons),
             "in_flight": len(self.flying),

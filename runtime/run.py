@@ -34,7 +34,7 @@ from runtime.devices import own_gpus, pick_devices, quick_dtype, set_threads, ta
 from runtime.exam import evaluate
 from runtime.folder import own_folder
 from runtime.judge import judge_of
-from runtime.ledger import LOST, Ledger, read_books
+from runtime.ledger import Ledger, read_books
 from runtime.mailbox import Mailbox
 from runtime.messages import Group, flaw
 from runtime.models import make_model
@@ -281,8 +281,6 @@ def save(run: Run) -> None:
 def take_up(run: Run) -> None:
     """The groups of a checkpoint begin again, those that waited to be trained, too."""
     for group_id in sorted(run.state["in_flight"]):
-        if run.ledger.states[group_id] != LOST:
-            run.log.event("learner", "lost", group=group_id, reason="interrupted")
         run.buffer.admit(group_id, run.learner.version)
         problem = problem_of(run.task, group_id, "train")
         run.interrupted.append(Group(group_id, run.learner.version, problem))

@@ -10,7 +10,7 @@ import pytest
 
 from buffer import Buffer
 from runtime.folder import Log
-from runtime.ledger import BUFFER, LOST, WORKER, Ledger, audit, table
+from runtime.ledger import BUFFER, WORKER, Ledger, audit, table
 from runtime.messages import Group
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,6 @@ def honest_log(seed: int, steps: int = 12, batch: int = 3, eta: int = 2) -> list
         for group in [g for g in buffer.outstanding if choose.random() < 0.4]:
             fate = choose.random()
             if states[group] == WORKER and fate < 0.1:
-                note(group, "lost", LOST, reason="died")
                 buffer.requeue(group, version)
                 note(group, "requeue", WORKER)
             elif fate < 0.13:
@@ -84,21 +83,21 @@ def test_an_honest_log_balances(seed):
     totals = ledger.totals()
     assert totals["trained"] == 36 and totals["in_flight"] == 0 and ledger.steps == 12
     assert totals["admitted"] == 36 + sum(totals["discarded"].values())
-    assert totals["lost"] == totals["requeued"]
+    assert totals["requeued"] == sum(event["kind"] == "requeue" for event in log)
 
 
 def test_no_line_can_be_left_out_or_doubled_unseen(tmp_path):
     """Mutation: whichever event of a group's life is dropped or repeated, the audit fails. (How far
-    a group had come that is lost or discarded next does not count.)"""
+    a group had come that is issued again or discarded next does not count.)"""
     log = honest_log(3)
     totals, kinds = books_of(log).totals(), {event["kind"] for event in log}
-    assert kinds == {"admit", "score", "train", "discard", "lost", "requeue", "publish"}
+    assert kinds == {"admit", "score", "train", "discard", "requeue", "publish"}
     assert audit(write_run(tmp_path, log, totals)).events == len(log)
     for i, event in enumerate(log):
         if event["kind"] == "publish":  # moves no group
             continue
         later = [e["kind"] for e in log[i + 1 :] if e.get("group", -1) == event.get("group")]
-        moot = event["kind"] != "admit" and later and later[0] in ("lost", "discard")
+        moot = event["kind"] != "admit" and later and later[0] in ("requeue", "discard")
         for broken in (log[: i + 1] + log[i:], log[:i] + log[i + 1 :])[: 1 if moot else 2]:
             with pytest.raises(ValueError):
                 audit(write_run(tmp_path, broken, totals))
@@ -109,9 +108,8 @@ def test_no_line_can_be_left_out_or_doubled_unseen(tmp_path):
     [
         (life(7, "score"), "group 7: score finds it unknown, not with a worker"),
         (life(7, "admit", "admit"), "group 7: admit finds it with a worker, not unknown"),
-        (life(7, "admit", "requeue"), "group 7: requeue finds it with a worker, not lost"),
-        (life(7, "admit", "lost", "score"), "group 7: score finds it lost, not with a worker"),
-        (life(7, "admit", "discard", "lost", reason="stale"), "lost finds it discarded"),
+        (life(7, "requeue"), "group 7: requeue finds it unknown, not in the buffer"),
+        (life(7, "admit", "discard", "requeue", reason="stale"), "requeue finds it discarded"),
         ([{"kind": "train", "version": 1, "groups": []}], "step 1 is trained where 0 is due"),
     ],
 )
@@ -123,12 +121,11 @@ def test_a_move_that_cannot_be_names_the_group_and_both_states(log, message):
 @pytest.mark.parametrize(
     "places, message",
     [
-        ({1: BUFFER, 2: WORKER, 3: LOST}, None),
-        ({1: BUFFER, 3: LOST}, "group 2: with a worker by the event log; .* nowhere"),
-        ({1: WORKER, 2: WORKER, 3: LOST}, "group 1: in the buffer by the event log"),
-        ({1: BUFFER, 2: WORKER, 3: WORKER}, "group 3: lost by the event log"),
-        ({1: BUFFER, 2: WORKER, 3: LOST, 4: WORKER}, "group 4: unknown by the event log"),
-        ({0: BUFFER, 1: BUFFER, 2: WORKER, 3: LOST}, "group 0: trained by the event log"),
+        ({1: BUFFER, 2: WORKER, 3: WORKER}, None),
+        ({1: BUFFER, 3: WORKER}, "group 2: with a worker by the event log; .* nowhere"),
+        ({1: WORKER, 2: WORKER, 3: WORKER}, "group 1: in the buffer by the event log"),
+        ({1: BUFFER, 2: WORKER, 3: WORKER, 4: WORKER}, "group 4: unknown by the event log"),
+        ({0: BUFFER, 1: BUFFER, 2: WORKER, 3: WORKER}, "group 0: trained by the event log"),
     ],
 )
 def test_two_books_that_differ_name_the_group(places, message):
@@ -137,7 +134,7 @@ def test_two_books_that_differ_name_the_group(places, message):
             *life(0, "admit", "score"),
             *life(1, "admit", "score"),
             *life(2, "admit"),
-            *life(3, "admit", "lost"),
+            *life(3, "admit", "score", "requeue"),
             {"kind": "train", "version": 0, "groups": [0]},
         ]
     )
