@@ -6,7 +6,7 @@ With a model of the form of Qwen3-0.6B on an H200, a decode step of 16 slots too
 2.8, and the learner 273 in place of 372 for 16k tokens (with SwiGLU compiled, too). Compiling takes
 7 s for the heads and 2 s for the losses, so small models, with learned positions and a small
 alphabet, do without.
-Left out: what is fused (`split_heads` in model.py, `judge` in logprobs.py).
+Left out: what is fused (`split_heads` in model.py, `chosen` in logprobs.py).
 """
 
 from collections.abc import Callable

@@ -17,9 +17,9 @@ from runtime.huggingface import export, load_weights, read_shape
 from runtime.messages import Group
 
 
-def same_answers(folder: Path, spec: str, count: int = 32) -> str:
-    """Of held-out problems in chats, how many transformers answers as this project does: greedily,
-    both in float32."""
+def same_answers(folder: Path, spec: str) -> str:
+    """Of all held-out problems, in chats, how many transformers answers as this project does:
+    greedily, both in float32."""
     import transformers
 
     config = Config(model=str(folder), chat="yes", task=spec, group_size=1, temperature=0.0)
@@ -27,7 +27,7 @@ def same_answers(folder: Path, spec: str, count: int = 32) -> str:
     model = GPT(ModelConfig(**read_shape(folder, task.context)), None)
     load_weights(model, folder)
     generator = Generator(model, make_environment(config, task), config, task.context)
-    problems = [Group(i, 0, task.reset(i, "eval")) for i in range(count)]
+    problems = [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)]
     make = transformers.AutoModelForCausalLM.from_pretrained
     theirs, same = make(folder, dtype=torch.float32), 0
     for group in generate(generator, problems):
@@ -36,7 +36,7 @@ def same_answers(folder: Path, spec: str, count: int = 32) -> str:
         how = {"do_sample": False, "max_new_tokens": task.turn_tokens, "pad_token_id": 0}
         how["attention_mask"] = torch.ones_like(prompt)
         same += np.array_equal(theirs.generate(prompt, **how)[0].numpy(), t.tokens)
-    return f"{same} of {count}"
+    return f"{same} of {len(problems)}"
 
 
 def write_large(folder: Path, shape: dict, dtype: str) -> Path:
