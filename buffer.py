@@ -5,18 +5,18 @@ which groups are fit to be trained at all.
 asks them. Boundary: it never looks at what a token means. Left out: threads, clocks, I/O, and
 what became of every group: runtime/ledger.py keeps that, and is compared with this at every step.
 
-The theorem. B groups make a step, eta = max_staleness, v is the learner's version, N(<=s) counts
-the outstanding groups (admitted, not yet trained or discarded) that started at version s or before.
-A group that started at s must be trained at a version <= s + eta.
+The theorem. A group that started at version s must be trained at version s + eta at the latest:
+that is its deadline (eta = max_staleness). A step trains B groups. So, at the learner's version v,
+what is due by a deadline must fit into the batches that are left before it. N(<=s) counts the
+outstanding groups (admitted, not yet trained or discarded) that started at s or before:
   admission  of a group with start s:  N(<=s') + 1 <= (s' + eta - v + 1) B   for s <= s' <= v
   batching   at version v leaves behind: N(<=s') <= (s' + eta - v) B       for v-eta <= s' <= v
-Both say: what is due by a deadline still fits into the batches left before it (earliest deadline
-first). With s' = v - eta, batching leaves nothing behind that is due now. And no worker begins a
-group with older weights than its start (`_refill` in rollout.py), so no token is late. If every
-group completes sooner or later, none is dropped. docs/design.md has the proof.
+With s' = v - eta, batching leaves nothing behind that is due now. And no worker begins a group
+with older weights than its start (`_refill` in rollout.py), so no token is late. If every group
+completes sooner or later, none is dropped. docs/design.md has the proof.
 
-Example: B = 2, eta = 1, v = 5. Groups that started at 4 are due now or never: 2 of them fit into
-this batch. Counting those that started at 5, too, 4 may be outstanding: this batch and the next.
+Example: B = 2, eta = 1, v = 5. Groups that started at 4 must be trained now: 2 at most. With those
+that started at 5, 4 may be outstanding: this batch and the next.
 """
 
 from bisect import bisect_right
@@ -32,7 +32,8 @@ def may_admit(
     eta,
     B,
 ) -> bool:
-    """Whether one more group fits; `starts` of those that are outstanding, ascending."""
+    """Whether one more group fits; `starts` of those that are outstanding, ascending. In a run it
+    starts at `version`; the theorem holds for any."""
     return all(
         # those that are due at version s + eta, and batches until then, this version's included
         bisect_right(starts, s) + 1 <= (s + eta - version + 1) * B

@@ -3,7 +3,7 @@
 A cache has a static batch of slots, one running sequence each. `prefill` writes whole sequences
 into their rows, `decode` feeds every slot one token.
 A slot's numbers depend, bitwise on CPU, on its own tokens and on the static shapes only: not on its
-neighbours, nor on how long they are.
+neighbours, nor on how long they are. (Prompts that are prefilled together are an exception.)
 Sparse attention keeps the mean key of every chunk, too: a step reads those means and what they
 select, and not the whole context. It does not save memory: every row has the capacity.
 Left out: sampling, episodes, weight swaps (rollout.py); rows that grow (fast/racks.py).

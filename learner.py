@@ -184,12 +184,12 @@ def learner_step(learner: Learner, groups: list, config: Config) -> dict:
     """One optimizer step on a batch of groups; returns the step's metrics.
 
     Gradients of all micro-batches add up to those of the whole step, because every loss is divided
-    by `count`, the generated tokens of the step (failed episodes left out). A sample whose
+    by `count`, the generated tokens of all samples (a failed episode is none). A sample whose
     advantages are 0 is not computed where neither entropy bonus nor reference gives it a gradient:
-    that halves a step of SmolLM2, and diagnostics then cover the other samples only. Of several
-    learners each gets the whole batch, computes its share of the micro-batches, and steps by the
-    sum of all gradients (runtime/team.py). A step whose loss or gradient is not finite changes
-    nothing, and counts as a version all the same; see `close_step` (runtime/books.py).
+    that halves a step of SmolLM2; diagnostics are then means over the samples that are left. Of
+    several learners each gets the whole batch, computes its share of the micro-batches, and steps
+    by the sum of all gradients (runtime/team.py). A step whose loss or gradient is not finite
+    changes nothing, and counts as a version all the same; see `close_step` (runtime/books.py).
     """
     begin = time.monotonic()
     team = learner.team

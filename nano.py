@@ -152,17 +152,17 @@ def generate(
     version,  # of the model's weights
     mailbox=None,  # where newer weights may be
 ):
-    """All tokens [B, T]; of the answers, log-probs and versions [B, A]."""
-    logprobs, versions = [], []
+    """All tokens [B, T]; of the answers, their log-probs as sampled and their versions [B, A]."""
+    behaviour, versions = [], []
     for _ in range(DIGITS):
         if mailbox:
             version = mailbox.adopt(model, version)
         log_policy = model(tokens)[:, -1]  # [B, V]
         token = log_policy.exp().multinomial(1)  # [B, 1]
-        logprobs.append(log_policy.gather(1, token))
+        behaviour.append(log_policy.gather(1, token))
         versions.append(torch.full_like(token, version))
         tokens = torch.cat([tokens, token], dim=1)
-    return tokens, torch.cat(logprobs, dim=1), torch.cat(versions, dim=1)
+    return tokens, torch.cat(behaviour, dim=1), torch.cat(versions, dim=1)
 
 
 @torch.no_grad()
@@ -177,8 +177,8 @@ def solved(model):
 
 # ---- 5. The rollout process ------------------------- runtime/mailbox.py, runtime/pool.py
 # It generates while the learner learns. Weights travel through shared memory, and the learner
-# writes their version before them and after them. Who reads two different versions has read in the
-# middle of a write, some weights old and some new (a torn read), and reads again.
+# writes their version before them and after them. If the two differ, somebody has read in the
+# middle of a write, some weights old and some new (a torn read): then it is done again.
 
 
 class Mailbox:
@@ -222,9 +222,9 @@ def rollout_process(args, mailbox, tickets, results):
 
 # ---- 6. The learner --------------------------------------- learner.py, losses.py, methods/
 # An answer is good if it is better than the others to the same prompt (GRPO). Its tokens were
-# sampled by an older policy mu, and today's is pi: so each counts pi / mu times, at most
-# LARGEST_WEIGHT times. While the policy is far from its reference, in the mean of the last (at most
-# 1,000) steps, it learns more slowly and is held back more.
+# sampled by an older policy mu, and today's is pi: so each has the weight pi / mu, at most
+# LARGEST_WEIGHT. If the KL divergence to the reference, averaged over the last 1,000 steps, is
+# larger than FAR, the policy learns more slowly and is pulled back more.
 
 ANSWERS = 16  # to each prompt: a group
 GROUPS = 16  # of a training step
@@ -285,10 +285,10 @@ class Learner:
 
 def train(learner, answers, args, log):
     """A step, and now and then a line."""
-    tokens, logprobs, versions = answers
+    tokens, behaviour, versions = answers
     version, begin = learner.version, time.time()
     age = version - versions.float().mean()
-    reward = learner.step(tokens, logprobs)
+    reward = learner.step(tokens, behaviour)
     log.spans.append(("training", begin, time.time(), version))
     if learner.version % 10 == 0:
         seconds = time.time() - log.spans[0][1]

@@ -24,6 +24,7 @@ processes (runtime/verifier.py).
 import importlib
 import json
 import math
+import pickle
 import re
 import runpy
 import sys
@@ -205,7 +206,7 @@ def problem_of(task: Task, group_id: int, split: str) -> dict:
     where = f"reset({group_id}, {split!r})"
     try:
         problem = task.reset(group_id, split)
-        json.dumps(problem)  # it travels between processes and into checkpoints
+        json.dumps(problem), pickle.dumps(problem)  # plain data, which travels between processes
     except (Exception, SystemExit) as error:
         raise TaskError(f"{where}: {limits.describe(error)}") from error
     prompt = problem.get("prompt") if isinstance(problem, dict) else None

@@ -1,9 +1,9 @@
 """rollout.py: the generator: continuous batching over fixed slots, one token boundary at a time.
 
 `naive_generate` is the idea: one answer, one token at a time. `Generator` does it for many episodes
-at once. A slot holds one episode. Every step feeds each slot its next token; where what follows is
-not known yet (the policy's turn) one is sampled, where it is (an environment's reply) it is
-simply fed. A finished slot is refilled at once. New weights are adopted between two tokens.
+at once. A slot holds one episode. Every step feeds each slot its next token. On the policy's turn
+the one after it is sampled; of an environment's reply it is known, and fed next. A finished slot is
+refilled at once. New weights are adopted between two tokens.
 Left out: rewards, queues, processes. Token ids in, `Trajectory` out.
 
 Sampling noise is a hash of (run seed, group, sample, position): there is no generator state to
@@ -290,7 +290,7 @@ class Generator:
                 slot.logprobs.append(logprobs[b])
                 slot.versions.append(self.version)
                 generated.append(b)
-                if ids[b] in self.environment.stop or slot.cached + 1 >= slot.turn_end:
+                if ids[b] in self.environment.stop or len(slot.tokens) >= slot.turn_end:
                     ended.append(slot)
         if self.kept:
             self.kept.add(generated, kept)

@@ -99,7 +99,7 @@ def collect(run: Run, seconds: float) -> None:
     for worker, message in arrived:
         handle(run, worker, message)
     if any(isinstance(message, Lost) for _, message in arrived):
-        settle(run)  # after all of them: until then groups of the later ones are nowhere
+        settle(run)  # once the groups of all of them are issued again
 
 
 def handle(run: Run, worker: Worker, message) -> None:
@@ -125,7 +125,6 @@ def land(run: Run, group: Group, judgement: Judgement, judged_by: str) -> None:
     apply_judgement(group, judgement)
     if not run.buffer.complete(group):
         return  # a copy from before its group was issued again
-    run.began = run.began or judgement.began
     run.log.event(
         judged_by,
         "score",

@@ -243,8 +243,8 @@ def swap_weights(
     Afterwards the cache holds, for each running slot, what the NEW weights give for the first
     cached[b] tokens, and other slots are as they were. `prefill(model, cache, slots, sequences)`,
     to be imported from the project's cache.py, computes the keys and values of whole sequences, a
-    list of n 1-D integer arrays that are not empty, and writes them into the slots, a tensor
-    int64 [n].
+    list of n 1-D integer arrays that are not empty, and writes them into the slots, a list of n
+    whole numbers.
     """
     raise NotImplementedError("ex15: a weight swap that leaves no stale keys")
 

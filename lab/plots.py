@@ -130,7 +130,7 @@ def draw_panels(path: Path, title: str, panels: list, size=(7, 3.8), columns=2) 
     axes = figure.subplots(-(-len(panels) // columns), min(columns, len(panels)), squeeze=False)
     for axis, (curves, settings) in zip(axes.flat, panels, strict=False):
         for label, (x, y) in curves.items():
-            axis.plot(x, y, label=label)
+            axis.plot(x, y, label=label, marker="." if len(x) < 20 else "")
         axis.set(**settings)
         axis.minorticks_off()  # on a logarithmic axis they would print over the others
         axis.grid(alpha=0.3)

@@ -147,9 +147,9 @@ def draw_race(runs: list[dict], path: Path) -> None:
         for mode, same in grouped(rows, "mode").items():
             seconds, _, scores = zip(*same[0]["held"], strict=True)
             curves[mode] = seconds, scores
-        axis = {"title": f"{task}: {REGIMES[task]}", "xlabel": "seconds"}
+        axis = {"title": f"{task}:\n{REGIMES[task]}", "xlabel": "seconds"}
         panels.append((curves, axis | {"ylabel": f"held out: {TARGETS[task][0]}"}))
-    draw_panels(path, "To the same score", panels, (11, 3.6), columns=3)
+    draw_panels(path, "Held-out scores against time", panels, (11, 3.6), columns=3)
 
 
 # ----------------------------------------------------------------------------- what a run has done

@@ -21,7 +21,8 @@ if sys.platform != "linux":
 LONGEST_CONTEXT = 131072
 SIZES = ("tiny", "small", "medium")  # PRESETS of model.py
 OBJECTIVES = "ppo decoupled_ppo a3po tis icepop double_sided cispo gspo dpo reinforce".split()
-ADVANTAGES = "grpo mean rloo opob gae".split()
+IN_GROUP = ("grpo", "mean", "rloo")  # ADVANTAGES of losses.py
+ADVANTAGES = (*IN_GROUP, "opob", "gae")
 DAMPERS = "kl ess gac brake none".split()
 SWAPS = ("keep", "recompute", "drain")
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
@@ -92,7 +93,7 @@ constant, constant_of = partial(flag, flag=False), partial(one_of, flag=False)
 NOT_DPO = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
 SPARSE = {"attention": ("dsa",)}
 NO_TEACHER = {"teacher": ("",)}
-IN_GROUP = {"advantage": ADVANTAGES[:3]}
+SIMPLE = NOT_DPO | NO_TEACHER | {"advantage": IN_GROUP}
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ class Config:
     group_size: int = flag(16, "answers to each prompt (1: gae or a teacher only)", 1, 1024)
     groups_per_step: int = flag(32, "prompts in a training batch", 1, 65536)
     temperature: float = flag(1.0, "temperature of sampling, and of the log-probs", 0.01, 100.0)
-    swap: str = one_of("keys and values at new weights; drain: running episodes end first", *SWAPS)
+    swap: str = one_of(
+        "what becomes of keys and values when weights change; drain: running episodes end first",
+        *SWAPS,
+    )
     rollout_weights: str = one_of("precision of the weights that generate", *DTYPES)
 
     max_staleness: int = flag(2, "oldest trained token, in versions", group="staleness")
@@ -147,9 +151,7 @@ class Config:
     advantage: str = one_of(
         "inside a group, or (gae) by a critic", *ADVANTAGES, only_with=NOT_DPO | NO_TEACHER
     )
-    credit: str = one_of(
-        "what a turn is credited with", "episode", "turn", only_with=NOT_DPO | IN_GROUP | NO_TEACHER
-    )
+    credit: str = one_of("what a turn is credited with", "episode", "turn", only_with=SIMPLE)
     damper: str = one_of("how a step is made smaller when data are stale", *DAMPERS)
     kl_threshold: float = flag(
         1.0, "mean KL above which a step is damped (GLM-5: 0.15)", only_with={"damper": ("kl",)}
@@ -163,7 +165,7 @@ class Config:
         "groups whose rewards are all equal; no: replace, up to 3 steps' worth",
         "yes",
         "no",
-        only_with=NO_TEACHER | {"advantage": ADVANTAGES[:4], "credit": ("episode",)},
+        only_with=NO_TEACHER | {"advantage": ADVANTAGES[:-1], "credit": ("episode",)},
     )
     overlong: str = one_of("answers cut by the token limit; drop: count as failed", "keep", "drop")
     lr: float = flag(6e-4, "learning rate of AdamW at the first step, falling to 0", 0, 1.0)

@@ -11,7 +11,7 @@ other, and follows every group through its life:
 
 Conservation: admitted = trained + discarded + in flight, after every event.
 The log says where each group must be, the trainer's data say where it is: `balance` compares them.
- Left out: who writes the events (train_async.py).
+Left out: who writes the events (train_async.py).
 """
 
 import sys
@@ -29,7 +29,7 @@ MOVES = {
     "score": ((WORKER,), BUFFER),
     "train": ((BUFFER,), "trained"),
     "discard": ((WORKER, BUFFER), "discarded"),
-    "requeue": ((WORKER, BUFFER), WORKER),
+    "requeue": ((WORKER, BUFFER), WORKER),  # from the buffer only when a run is resumed
 }
 
 
@@ -92,7 +92,7 @@ def table(totals: dict) -> str:
     """One line: what became of every group that was admitted."""
     ends = {"trained": totals["trained"], **totals["discarded"], "in flight": totals["in_flight"]}
     numbers = " + ".join(f"{count:,} {name}" for name, count in ends.items())
-    again = f"{totals['requeued']:,} of them lost and issued again"
+    again = f"issued again {totals['requeued']:,} times"
     return f"{totals['admitted']:,} groups admitted = {numbers}; {again}"
 
 

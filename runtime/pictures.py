@@ -54,7 +54,7 @@ def score_curves(rows: list[dict]) -> dict[str, tuple]:
 def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
     """A few learner steps in the middle of each run, on one time axis: who did what, when, and by
     which policy version. Runs that have not trained yet are left out."""
-    bars, width = [], 0.0  # bars: row, seconds from the left, seconds, version
+    bars, ends = [], {}  # row, seconds from the left, seconds, version; row -> where its run ends
     for run in runs:
         spans = [event for event in read_lines(run / "events.jsonl") if "seconds" in event]
         trained = [event for event in spans if event["kind"] == "train"]
@@ -62,24 +62,25 @@ def draw_timeline(runs: list[Path], path: Path, steps: int = 8) -> None:
         if not middle:
             continue
         left, right = middle[0]["t"], middle[-1]["t"] + middle[-1]["seconds"]
-        width = max(width, right - left)
         for event in sorted(spans, key=lambda event: event["process"]):
             begin, seconds = event["t"], event["seconds"]
             if begin < right and left < begin + seconds:
                 row = printable(f"{name_of(run)}: {event['process']}")
+                ends[row] = right - left
                 bars.append((row, begin - left, seconds, event.get("version")))
     if not bars:
         return
-    figure = new_figure((9, 0.9 + 0.36 * len({row for row, *_ in bars})))
+    figure, width = new_figure((9, 0.9 + 0.36 * len(ends))), max(ends.values())
     axis = figure.subplots()
+    axis.barh([*ends], [*ends.values()], color="#f3f3f3", height=0.7)
     for row, begin, seconds, version in bars:
-        colour = COLOURS[3] if version is None else SHADES[version % len(SHADES)]
+        colour = "black" if version is None else SHADES[version % len(SHADES)]
         axis.barh(row, seconds, left=begin, color=colour, height=0.7)
         if seconds > 0.03 * width and version is not None:  # there is room for its number
             middle = begin + seconds / 2
             axis.text(middle, row, version, ha="center", va="center", clip_on=True)
     axis.set(xlim=(0, width))
-    axis.set_xlabel("time (s); number and colour: policy version; pink: verifying; blank: idle")
+    axis.set_xlabel("time (s); number and colour: policy version; black: verifying; pale: idle")
     axis.invert_yaxis()
     save_figure(figure, path)
 

@@ -2,9 +2,9 @@
 
 `Pool` spawns workers of several roles, issues groups to them, and gives out in order what happens:
 answers, losses, silences. Training, evaluation and the synchronous trainer use the same class.
-Whatever is out with a worker stands in its `work` until it is answered or the worker is gone: then
-groups of a rollout worker come back in `Lost`; what a reward worker has not answered, another one
-is asked. A call that hangs, or ends the process, has failed; a group may cost two workers.
+Whatever is out with a worker stands in its `work` until it is answered or the worker is gone. Then
+groups of a rollout worker come back in `Lost`, and what a reward worker has not answered goes to
+another one. A call that has cost a worker has failed; a group has failed when it has cost two.
 Left out: what the answers mean (train_async.py), what runs in a worker (workers.py).
 
 No lock and no queue is shared between processes, so `kill -9` of a worker can neither block nor
@@ -27,6 +27,7 @@ from pathlib import Path
 from runtime.config import AttemptLost, Config, TrainingStopped
 from runtime.messages import Answer, Call, Group, Judgement, Lost, Result, Silent
 from runtime.pipes import Worker, start_here
+from tasks import limits
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 REFILL_SECONDS = 3600.0  # a restart is forgotten after so long: a run may last for days
@@ -136,7 +137,7 @@ class Pool:
 
     def _thread(self, loop, *given) -> threading.Thread:
         """Start a thread of the pool."""
-        thread = threading.Thread(target=loop, args=given, daemon=True)
+        thread = threading.Thread(target=loop, name=limits.OURS, args=given, daemon=True)
         thread.start()
         return thread
 
@@ -155,12 +156,13 @@ class Pool:
                     self.books.wait(0.1)
                     continue
                 worker.outbox = []
+            data = pickle.dumps(letters, 5)
             with suppress(OSError, TypeError):  # it is gone, its pipe closed: the reader notices
-                worker.connection.send_bytes(pickle.dumps(letters, 5))
+                worker.connection.send_bytes(data)
 
     def _read(self) -> None:
-        """The thread that takes what workers send, and replaces whoever is lost, until `close`. It
-        starts workers, which die with it: so it is the one that ends them, too."""
+        """The thread that takes what workers send, and replaces whoever is lost, until `close`.
+        Successors die with it, so it is the one that ends all workers, too."""
         looked = time.monotonic()
         try:
             while not self.closing:
@@ -221,6 +223,7 @@ class Pool:
             if not result and (wrong := self.flaw(answer, asked)):
                 raise ValueError(wrong)
             del worker.work[key]
+            self.deaths.pop(key, None)  # evaluations have the same numbers again
             worker.answered, worker.last_word = True, f"answer to {key}"
             if result:
                 return self._route_result(answer)
@@ -313,6 +316,7 @@ class Pool:
         self.deaths[item.group_id] += guilty
         if self.deaths[item.group_id] < 2:
             return self.waiting.append(item)
+        del self.deaths[item.group_id]
         verdicts = [(0.0, (), f"verifier_lost: {reason}")] * len(item.trajectories)
         self._put(worker, Answer(item.group_id, item, Judgement(verdicts, time.time(), 0.0)))
 

@@ -15,7 +15,7 @@ from runtime.pictures import draw_run
 
 def busy_shares(run) -> dict:
     """The share of the time in which the learner, and a rollout worker, had something to do."""
-    seconds, spans = time.time() - (run.began or run.log.start), run.log.seconds
+    seconds, spans = time.time() - (run.log.began or run.log.start), run.log.seconds
     workers = len(run.pool.of("rollout")) if run.pool else 1
     return {
         "rollout": min(1.0, spans["generate"] / seconds / workers),

@@ -78,7 +78,6 @@ class Run:
     interrupted: list = field(default_factory=list)  # groups to be issued again, after a resume
     training: list = field(default_factory=list)  # ids of the groups of the step that is computed
     lost: list = field(default_factory=list)  # workers, and of what they died
-    began: float = 0.0  # when the first group was verified
 
 
 def open_run(config: Config, mode: str) -> Run:
@@ -188,7 +187,7 @@ def begin_run(run: Run) -> None:
 def end_run(run: Run) -> None:
     """The evaluations that were put off (eval_when), then summary, pictures, verdict.
 
-    Kept weights are in memory only: a run that was killed has lost these evaluations.
+    Kept weights are in memory only: a run that was killed has lost all but the last of these.
     """
     config, learner, log = run.config, run.learner, run.log
     facts = {
@@ -202,6 +201,8 @@ def end_run(run: Run) -> None:
     if run.pool:
         facts |= {"ledger": run.ledger.totals(), "workers_lost": run.lost}
     log.written = -1  # what is on disk stays: the weights of a kept evaluation are older
+    if config.eval_when == "late" and not log.kept:
+        log.kept.append((facts["wall_s"], learner.version, learner.model.flat.clone()))
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
         log.metrics({"t": seconds, "step": version, "eval": evaluate_now(run)})
@@ -228,6 +229,8 @@ def running(config: Config, mode: str):
             learner.cursor = learner.begun  # what has been generated for the next step is lost
         try:
             save(run)
+        except Exception as failed:
+            log.say(f"no checkpoint could be written: {failed}")
         finally:
             log.close()  # the error is the last line on the screen
         raise

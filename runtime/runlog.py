@@ -98,6 +98,7 @@ class RunLog:
             total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
         )
         self.events = []  # not on disk yet
+        self.began = 0.0  # when a generator was first heard of
         self.seconds = Counter()  # of all spans, by kind
         self.failure = ""  # what the first failed episode died of
         self.kept = []  # (seconds, version, weights) of evaluations that are to come
@@ -122,6 +123,7 @@ class RunLog:
     def take(self, process: str, events: list) -> None:
         """Note what a generator has seen: (time, kind, group or -1, version, details) each."""
         for at, kind, group_id, version, details in events:
+            self.began = self.began or at
             self.event(process, kind, at, **details, group=group_id, version=version)
 
     def step(self, record: dict) -> None:

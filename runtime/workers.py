@@ -40,7 +40,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
     gc.freeze()  # as in open_run (run.py)
     active = False
     span = None  # of generation with one version: when it began, the version, counts before it
-    if device == "cpu":  # a GPU's first step compiles: no sign of life before it is done
+    if device == "cpu":  # a GPU's first step may compile for long: no sign of life before it
         line.beat()
 
     while True:
@@ -53,6 +53,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
             generator.set_weights(*mailbox.read())
         begin, before = time.time(), generator.counts.copy()
         active = generator.step()
+        # a span ends where nothing is generated, or another version goes on
         if span and not (active and generator.version == span[1]):
             since, version, counts = span
             details = {name: before[name] - counts[name] for name in COUNTED}

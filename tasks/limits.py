@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 end_thread = ctypes.pythonapi.PyThreadState_SetAsyncExc  # when it runs Python code the next time
+OURS = "pool"  # the name of threads that are no task's
 
 # Of an integer that is read from text, or written: more take quadratic time. This is Python's own
 # limit, whatever the environment says.
@@ -60,7 +61,8 @@ def time_limit(seconds: float | None):
         finally:
             armed = False
             for thread in {*threading.enumerate()} - threads:
-                end_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+                if thread.name != OURS:
+                    end_thread(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
     finally:  # two of them: the alarm may strike on the way into the first
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)

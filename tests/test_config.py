@@ -13,7 +13,17 @@ import torch
 
 import losses
 from runtime import devices
-from runtime.config import FIRST, OBJECTIVES, Config, UserError, check, parse, words, written
+from runtime.config import (
+    FIRST,
+    IN_GROUP,
+    OBJECTIVES,
+    Config,
+    UserError,
+    check,
+    parse,
+    words,
+    written,
+)
 from runtime.devices import pick_devices, set_threads
 from runtime.folder import read_lines
 from runtime.run import resumed
@@ -107,7 +117,7 @@ def test_help_all_shows_every_flag_in_its_group(capsys):
 
 def test_objectives_on_the_command_line_are_those_of_losses():
     assert set(OBJECTIVES) == set(losses.OBJECTIVES)
-    assert set(losses.ADVANTAGES) == {"grpo", "mean", "rloo"}
+    assert set(losses.ADVANTAGES) == set(IN_GROUP)
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1", "cuda:", "cuda:-1"])

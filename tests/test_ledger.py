@@ -185,6 +185,5 @@ def command(*arguments) -> subprocess.CompletedProcess:
 def test_the_sums_are_one_line():
     totals = {"admitted": 1234, "trained": 1200, "requeued": 2, "in_flight": 4}
     assert table(totals | {"discarded": {"stale": 30}}) == (
-        "1,234 groups admitted = 1,200 trained + 30 stale + 4 in flight; "
-        "2 of them lost and issued again"
+        "1,234 groups admitted = 1,200 trained + 30 stale + 4 in flight; issued again 2 times"
     )

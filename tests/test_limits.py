@@ -93,7 +93,8 @@ def test_time_limit_never_strikes_after_its_block(alarm):
 
 @pytest.mark.parametrize("late", [True, False])
 def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
-    left = []
+    left, done = [], threading.Event()
+    ours = threading.Thread(target=done.wait, name=limits.OURS)  # of a pool: it is no task's
 
     def task():
         def forever():
@@ -103,6 +104,7 @@ def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
 
         left.append(threading.Thread(target=forever, daemon=True))
         left[0].start()
+        ours.start()
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         signal.signal(signal.SIGALRM, lambda *_: left.append("struck"))
         time.sleep(0.1 if late else 0.0)
@@ -111,7 +113,8 @@ def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
     left[0].join(5.0)
     assert not left[0].is_alive()
     time.sleep(0.3)
-    assert len(left) == 1
+    assert len(left) == 1 and ours.is_alive()
+    done.set()
 
 
 def hungry_step(problem, answers):

@@ -354,6 +354,7 @@ def test_a_group_that_costs_two_verifiers_has_failed_and_others_have_not(tmp_pat
     assert [error for *_, error in verdicts[1]] == ["verifier_lost: died (exit code 3)"] * 2
     assert [error for *_, error in verdicts[3]] == ["verifier_timeout", None]
     assert len([m for _, m in messages if isinstance(m, Lost)]) == 2
+    assert not pool.deaths  # in the next evaluation these are other groups
     pool.close()
 
 

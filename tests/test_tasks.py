@@ -560,6 +560,9 @@ def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
         make_task(own_task(tmp_path, ('list("abc")', 'list("c")')))
 
 
+ROW = '__import__("collections").namedtuple("Row", "a")(1)'  # JSON can, another process cannot
+
+
 @pytest.mark.parametrize(
     "old, new, complaint",
     [
@@ -575,6 +578,7 @@ def test_too_few_different_prompts_to_hold_out_are_named(tmp_path):
         ("return draw", "return None and draw", "reset(0, 'train') returned None, must be a dict"),
         ("return draw", '{"train": 1}[split]\n        return draw', "'eval' (mine.py, line 17)"),
         ("return draw", 'return {"prompt": "a", "b": {1}} or draw', "not JSON serializable"),
+        ("return draw", f'return {{"prompt": "a", "b": {ROW}}} or draw', "Can't pickle <class"),
     ],
 )  # fmt: skip
 def test_the_mistakes_of_its_author_are_shown_in_one_line(tmp_path, old, new, complaint):

@@ -31,7 +31,7 @@ from runtime import devices, runlog
 from runtime import run as run_room
 from runtime.books import batch_metrics
 from runtime.checkpoint import load_checkpoint
-from runtime.config import Config, TrainingStopped, UserError, words
+from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
 from runtime.exam import evaluate
 from runtime.folder import read_lines
 from runtime.messages import Judgement, apply_judgement
@@ -114,6 +114,9 @@ def test_a_run_with_late_evaluations_goes_on(tmp_path):
     assert [r["step"] for r in rows if "eval" in r] == [0, 4, 5]  # behind the checkpoint: cut
     assert [r["step"] for r in rows if "seconds" in r] == [1, 2, 3, 4, 5]
     assert next(r["t"] for r in rows if r["step"] == 4) > seconds
+    (run / "summary.json").unlink()  # as if it had been killed in its last evaluations
+    train_sync.train(dataclasses.replace(Config(), resume=str(run)))
+    assert [r["step"] for r in rows_of(run) if "eval" in r] == [0, 5]
 
 
 def test_interrupted_and_resumed_is_bitwise_the_same(tmp_path):
@@ -559,6 +562,20 @@ def test_a_step_that_was_not_made_uses_up_no_prompts(tmp_path, monkeypatch):
     train_sync.train(dataclasses.replace(Config(), resume=str(run)))
     ends = [load_checkpoint(tmp_path / name)["weights"] for name in ("run", "whole")]
     assert torch.equal(*ends)
+
+
+def test_a_checkpoint_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError("the disk is full")
+
+    def lose(*_):
+        monkeypatch.setattr("runtime.run.save_checkpoint", full)
+        raise AttemptLost("learner-1 died")
+
+    monkeypatch.setattr(train_sync, "learner_step", lose)
+    with pytest.raises(AttemptLost, match="learner-1 died"):
+        train_sync.train(config_of(tmp_path / "run"))
+    assert "no checkpoint could be written: the disk is full" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
