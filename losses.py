@@ -341,7 +341,7 @@ def diagnostics(
     }
     if reference is not None:
         values["kl_reference"] = unbiased_k3(t.logprobs, reference, t.behaviour)
-    return {name: each.double() for name, each in values.items()}
+    return {name: each.double().cpu() for name, each in values.items()}
 
 
 def merge_diagnostics(parts: list) -> dict:

@@ -24,7 +24,7 @@ from runtime.config import Config
 from runtime.messages import Answer, Group, Judgement, Lost, Silent, apply_judgement
 from runtime.pipes import Worker
 from runtime.replay import replay
-from runtime.run import Run, begin_run, end_run, log_spawn, running, save
+from runtime.run import Run, begin_run, end_run, log_spawn, running, save, take_up
 from runtime.terminal import run_main
 
 
@@ -35,7 +35,7 @@ def train(config: Config) -> None:
     with running(config, "async") as run:
         config, learner, log = run.config, run.learner, run.log
         batch = None
-        issue(run, "requeue", run.interrupted)
+        issue(run, "requeue", take_up(run))  # of a run that goes on
         admit(run)
         settle(run)
         begin_run(run)  # workers generate meanwhile
@@ -63,12 +63,11 @@ def train(config: Config) -> None:
 def learn(run: Run, batch: list) -> dict:
     """A step of all learners on a batch; what the log says of it is enough to replay it."""
     learner = run.learner
-    groups = run.training = [group.group_id for group in batch]
+    groups = [group.group_id for group in batch]
     with run.log.timed("learner", "train", version=learner.version, groups=groups) as event:
         for worker in run.pool.of("learner"):
             run.pool.tell(worker, batch)
         metrics = learner_step(learner, batch, run.config)
-        run.training = []
         event |= {name: metrics[name] for name in ("loss", "grad_norm")}
         event |= {"of": run.config.steps, "learners": learner.team.size}
     return metrics
@@ -116,7 +115,6 @@ def handle(run: Run, worker: Worker, message) -> None:
             run.log.say(f"{worker.name} {reason}: restarted {last}")
             run.log.event(worker.name, "exit", reason=reason)
             log_spawn(run, run.pool.workers[worker.name])
-            run.lost.append(f"{worker.name} {reason}")
             generate_again(run, groups)
 
 

@@ -21,7 +21,7 @@ from runtime.folder import read_lines
 from runtime.huggingface import export, stored_model
 from runtime.pictures import draw_timeline
 
-SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "utilization", "command_s")
+SUMMARY = ("steps", "samples", "staleness", "ledger", "eval", "command_s")
 
 
 def campaign(

@@ -29,8 +29,7 @@ class Critic(GroupMethod):
             net = nn.Sequential(nn.Linear(d, 2 * d), nn.SiLU(), nn.Linear(2 * d, 1))
         nn.init.zeros_(net[2].weight)
         self.net = net.to(device)
-        parameters = self.net.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, LEARNING_RATE, weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), LEARNING_RATE, weight_decay=0.0)
 
     def samples(self, learner, groups: list, config) -> tuple:
         """What stands for advantages here is a factor on them: 1 / the spread of all rewards."""
@@ -57,12 +56,12 @@ class Critic(GroupMethod):
             values = self.net(hidden)[:, 0].cpu()  # [M]
         lengths = [t.generated for t, _ in batch]
         estimates = skip_observation_gae(torch.tensor(rewards), values, lengths, LAMBDA)
-        lesson = hidden, (estimates + values).to(hidden.device)
-        return tokens.advantages * estimates.to(hidden.device), lesson
+        return tokens.advantages * estimates.to(hidden), (hidden.cpu(), estimates + values)
 
     def learn(self, lessons: list) -> dict:
         """A few steps of the critic towards what it has seen; its loss before them."""
-        hidden, targets = (torch.cat(part) for part in zip(*lessons, strict=True))
+        place = self.net[0].weight
+        hidden, targets = (torch.cat(part).to(place) for part in zip(*lessons, strict=True))
         losses = []
         for _ in range(UPDATES):
             loss = (self.net(hidden)[:, 0] - targets).square().mean()

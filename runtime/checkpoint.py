@@ -1,8 +1,8 @@
 """runtime/checkpoint.py: a run on disk, so that it can go on as if nothing had happened.
 
-A checkpoint holds the learner, the next prompt's number, the ids of the groups that are under way
-(these are issued again), and how far the logs went. Sampling noise is a hash of counters, so no
-generator has a state to save.
+A checkpoint holds the learner, the next prompt's number, and how far the logs went. By these, some
+groups are under way: they are issued again. Sampling noise is a hash of counters, so no generator
+has a state to save.
 What it relies on is on disk before it is: first the logs, then the file, then its name. A run goes
 on with the newest one that is whole and whose logs are, too.
 """
@@ -20,7 +20,6 @@ from torch import Tensor
 from learner import Learner, round_weights
 from runtime.config import Config, UserError, blame, require
 from runtime.folder import open_plain, refuse_links, scan, write_file
-from runtime.ledger import Ledger
 from runtime.runlog import LOGS
 from runtime.terminal import printable
 
@@ -89,11 +88,8 @@ def newest_weights(place: Path) -> dict:
     return state
 
 
-def state_of(learner: Learner, in_flight=()) -> dict:
-    """What a checkpoint holds of the training: tensors and plain data.
-
-    in_flight: ids of groups that were admitted and not trained.
-    """
+def state_of(learner: Learner) -> dict:
+    """What a checkpoint holds of the training: tensors and plain data."""
     reference = learner.reference
     moments = learner.moments if learner.version else {}  # zeros are not stored
     return {
@@ -103,7 +99,6 @@ def state_of(learner: Learner, in_flight=()) -> dict:
         "damping": learner.damping,
         "reference": reference and reference.flat.cpu(),
         "method": learner.method.state(),
-        "in_flight": list(in_flight),
         **{name: getattr(learner, name) for name in COUNTERS},
     }
 
@@ -125,15 +120,13 @@ def load_state(learner: Learner, state: dict) -> None:
         setattr(learner, name, state[name])
 
 
-def restore(learner: Learner, state: dict, config: Config, ledger: Ledger) -> None:
-    """Fill a learner from a checkpoint; UserError when that does not fit it, or the ledger."""
+def restore(learner: Learner, state: dict, config: Config) -> None:
+    """Fill a learner from a checkpoint; UserError when that does not fit it."""
     with blame(f"--resume {config.resume}: its checkpoint must fit the run"):
         odd = vars(learner.model.config).items() - state["shape"].items()
         require(not odd, f"its shape must have {dict(odd)}")
         load_state(learner, state)
         require(bool(learner.weights.isfinite().all()), "its weights are not finite")
-        same = ledger.flying == {*state["in_flight"]}
-        require(same, "events.jsonl has other groups in flight")
     # a run that has all its steps, but no summary, has still to be ended
     least = learner.version + Path(config.resume, "summary.json").exists()
     needed = f"must be more than the {learner.version} steps that the run has"

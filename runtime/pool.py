@@ -307,9 +307,6 @@ class Pool:
         """Ask another reward worker what a lost one has not answered. A call that is to blame for
         the loss has failed; so has a group, but only when it has cost two workers."""
         if isinstance(item, Call):
-            asker = item.key[0]
-            if asker >= 0 and asker not in [w.serial for w in self.of("rollout")]:
-                return None  # whoever has asked is gone
             if guilty:
                 return self._route_result(Result(item.key, failure=f"env_error: {reason}"))
             return self._route_call(item)

@@ -4,23 +4,11 @@ Left out: what was evaluated when (run.py), what is drawn (pictures.py).
 """
 
 import shlex
-import time
-from collections import Counter
 from pathlib import Path
 
 from runtime.folder import read_json, read_lines, write_json
 from runtime.ledger import table
 from runtime.pictures import draw_run
-
-
-def busy_shares(run) -> dict:
-    """The share of the time in which the learner, and a rollout worker, had something to do."""
-    seconds, spans = time.time() - (run.log.began or run.log.start), run.log.seconds
-    workers = len(run.pool.of("rollout")) if run.pool else 1
-    return {
-        "rollout": min(1.0, spans["generate"] / seconds / workers),
-        "learner": spans["train"] / seconds,
-    }
 
 
 def summarise(run: Path, facts: dict) -> str:
@@ -32,10 +20,6 @@ def summarise(run: Path, facts: dict) -> str:
     rows = read_lines(run / "metrics.jsonl")
     steps = [row for row in rows if "seconds" in row]
     evaluations = [row["eval"] for row in rows if "eval" in row]
-    sums = {"failures": Counter(), "discarded": Counter()}
-    for name, counts in sums.items():
-        for row in steps:
-            counts.update(row[name])
     age = {
         "max": max([row["staleness_max"] for row in steps], default=0),
         "mean": mean(steps, "staleness_mean"),
@@ -45,12 +29,8 @@ def summarise(run: Path, facts: dict) -> str:
         **facts,
         "eval": {"before": evaluations[0], "after": evaluations[-1]},
         "samples": total(steps, "samples"),
-        "tokens_trained": total(steps, "tokens"),
         "staleness": age,
         "mismatch": steps[0].get("mismatch") if steps else None,
-        "cut": mean(steps, "cut"),
-        "answer_tokens": mean(steps, "answer_tokens"),
-        **sums,
     }
     write_json(run / "summary.json", summary)
     lines = verdict(run, summary, steps)

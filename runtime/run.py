@@ -40,7 +40,7 @@ from runtime.messages import Group, flaw
 from runtime.models import make_model
 from runtime.pipes import Worker, start_here
 from runtime.pool import Pool
-from runtime.report import busy_shares, summarise
+from runtime.report import summarise
 from runtime.runlog import RunLog, Stop, new_folder, stored_config, write_config
 from runtime.team import Begin, join_team, leave_team
 from runtime.terminal import printable
@@ -75,9 +75,6 @@ class Run:
     # the rest is of asynchronous runs
     mailbox: Mailbox = None
     pool: Pool = None
-    interrupted: list = field(default_factory=list)  # groups to be issued again, after a resume
-    training: list = field(default_factory=list)  # ids of the groups of the step that is computed
-    lost: list = field(default_factory=list)  # workers, and of what they died
 
 
 def open_run(config: Config, mode: str) -> Run:
@@ -126,7 +123,7 @@ def open_run(config: Config, mode: str) -> Run:
     judge = judge_of(config, task)
     learner = make_learner(config, task, make_model(config, task, state).on(device))
     if state:
-        restore(learner, state, config, ledger)
+        restore(learner, state, config)
     gc.freeze()  # libraries and weights stay: to look them through again takes 8% of a step
     gc.set_threshold(50_000)  # groups that arrive are no garbage: the parent takes 11% more of them
     if state:
@@ -195,11 +192,10 @@ def end_run(run: Run) -> None:
         "stopped_early": learner.version < config.steps,
         "wall_s": log.close(),
         "weights_sha256": sha256_of(learner.weights),
-        "utilization": busy_shares(run),
         "staleness_bound": config.max_staleness if run.pool else 0,
     }
     if run.pool:
-        facts |= {"ledger": run.ledger.totals(), "workers_lost": run.lost}
+        facts["ledger"] = run.ledger.totals()
     log.written = -1  # what is on disk stays: the weights of a kept evaluation are older
     if config.eval_when == "late" and not log.kept:
         log.kept.append((facts["wall_s"], learner.version, learner.model.flat.clone()))
@@ -274,23 +270,22 @@ def save(run: Run) -> None:
     learner, log, version = run.learner, run.log, run.learner.version
     if log.written != version:
         return
-    flying = run.training + list(run.buffer.outstanding)  # admitted, and not trained
-    state = state_of(learner, flying)
-    log.event("learner", "checkpoint", version=version, groups=flying)
-    state |= {"marks": log.sync(), "seconds": log.now()}
+    log.event("learner", "checkpoint", version=version)
+    state = state_of(learner) | {"marks": log.sync(), "seconds": log.now()}
     save_checkpoint(run.folder, version, state)
 
 
-def take_up(run: Run) -> None:
-    """The groups of a checkpoint begin again, those that waited to be trained, too."""
-    for group_id in sorted(run.state["in_flight"]):
-        run.buffer.admit(group_id, run.learner.version)
-        problem = problem_of(run.task, group_id, "train")
-        run.interrupted.append(Group(group_id, run.learner.version, problem))
+def take_up(run: Run) -> list[Group]:
+    """What was under way in a run that goes on begins again, also what waited to be trained."""
+    groups, version = [], run.learner.version
+    for group_id in sorted(run.ledger.flying):
+        run.buffer.admit(group_id, version)
+        groups.append(Group(group_id, version, problem_of(run.task, group_id, "train")))
+    return groups
 
 
 def start_workers(run: Run) -> None:
-    """Publish the first weights, start every process, and take up the groups of a checkpoint."""
+    """Publish the first weights, and start every process."""
     config, model = run.config, run.learner.model
     form, start = form_of(model, config.published), start_here
     if config.cluster:
@@ -319,8 +314,6 @@ def start_workers(run: Run) -> None:
         ),
         start=start,
     )
-    if run.state:
-        take_up(run)
     for worker in run.pool.workers.values():
         log_spawn(run, worker)
 

@@ -12,7 +12,6 @@ written (folder.py).
 import os
 import signal
 import time
-from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -47,7 +46,6 @@ def stored_config(run: Path, flag: str) -> tuple[Config, str]:
     with blame(f"{flag} {run}: must be a run folder with a sound config.json"):
         stored = read_json(run / "config.json")
         values = {f.name: stored.get(f.name, f.default) for f in fields(Config)}
-        require(stored["mode"] in ("sync", "async"), "its mode must be sync or async")
         return check(Config(**values)), stored["mode"]
 
 
@@ -98,8 +96,6 @@ class RunLog:
             total=config.steps, initial=done["version"], unit="step", dynamic_ncols=True
         )
         self.events = []  # not on disk yet
-        self.began = 0.0  # when a generator was first heard of
-        self.seconds = Counter()  # of all spans, by kind
         self.failure = ""  # what the first failed episode died of
         self.kept = []  # (seconds, version, weights) of evaluations that are to come
 
@@ -117,13 +113,11 @@ class RunLog:
     def event(self, process: str, kind: str, at: float | None = None, **details) -> None:
         """Note one event; `at` is on the wall clock, in the log it is seconds of the run."""
         seconds = (at or time.time()) - self.start
-        self.seconds[kind] += details.get("seconds", 0.0)
         self.events.append({"t": round(seconds, 6), "process": process, "kind": kind, **details})
 
     def take(self, process: str, events: list) -> None:
         """Note what a generator has seen: (time, kind, group or -1, version, details) each."""
         for at, kind, group_id, version, details in events:
-            self.began = self.began or at
             self.event(process, kind, at, **details, group=group_id, version=version)
 
     def step(self, record: dict) -> None:

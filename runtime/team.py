@@ -14,14 +14,12 @@ bitwise.
 """
 
 import atexit
-import io
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -80,43 +78,24 @@ def leave_team() -> None:
 
 def add_gradients(team: Team, total: Tensor, gradients: list[Tensor]) -> None:
     """Fill `total` [P] with the sum of all learners' gradients; gradients: of each learner that
-    this process is.
-
-    A slice of the sum is made by each learner (a reduce-scatter, written as an exchange and a sum
-    in the order of ranks), then it goes to all.
-    """
+    this process is. Each gets those of all, and adds them up in the order of ranks."""
     if team.size == 1:
         return  # it is the total
-    own = total
     if team.apart:
-        own, sent = total.tensor_split(team.size)[team.ranks[0]], gradients[0].to(team.wire)
-        gradients = sent.new_empty(team.size, len(own))
+        sent = gradients[0].to(team.wire)
+        gradients = [*sent.new_empty(team.size, len(sent))]
         with together(team, "gradients"):
-            sizes = [len(own)] * team.size, [len(part) for part in sent.tensor_split(team.size)]
-            dist.all_to_all_single(gradients.view(-1), sent, *sizes)
-    own.zero_()
+            dist.all_gather(gradients, sent)
+    total.zero_()
     for gradient in gradients:
-        own += gradient.to(own.device)
-    if team.apart:
-        with together(team, "slices"):
-            for rank, part in enumerate(total.tensor_split(team.size)):
-                sent = part.to(team.wire)  # the same memory, if it is there already
-                dist.broadcast(sent, rank)
-                part.copy_(sent)
+        total += gradient.to(total.device)
 
 
 def share_facts(team: Team, facts: list) -> list:
-    """Lists of plain data and tensors: those of all learners end to end, by rank."""
+    """Lists of plain data and tensors of the CPU: those of all learners end to end, by rank."""
     if not team.apart:
         return facts
     shares = [None] * team.size
-    torch.save(facts, memory := io.BytesIO())
     with together(team, "facts"):
-        dist.all_gather_object(shares, memory.getvalue())
-    how = {"map_location": to_here, "weights_only": False}
-    return sum([torch.load(io.BytesIO(share), **how) for share in shares], [])
-
-
-def to_here(storage, device: str):
-    """What was on another learner's GPU comes to this one's."""
-    return storage if device == "cpu" else storage.cuda()
+        dist.all_gather_object(shares, facts)
+    return sum(shares, [])

