@@ -197,7 +197,7 @@ def end_run(run: Run) -> None:
     if run.pool:
         facts["ledger"] = run.ledger.totals()
     log.written = -1  # what is on disk stays: the weights of a kept evaluation are older
-    if config.eval_when == "late" and not log.kept:
+    if config.eval_when == "late" and learner.version == config.steps and not log.kept:
         log.kept.append((facts["wall_s"], learner.version, learner.model.flat.clone()))
     for seconds, version, weights in tqdm(log.kept, "evaluations", disable=not log.kept):
         learner.model.flat.copy_(weights)
