@@ -177,8 +177,8 @@ def solved(model):
 
 # ---- 5. The rollout process ------------------------- runtime/mailbox.py, runtime/pool.py
 # It generates while the learner learns. Weights travel through shared memory, and the learner
-# writes their version before them and after them. If the two differ, somebody has read in the
-# middle of a write, some weights old and some new (a torn read): then it is done again.
+# writes their version before them and after them. If the two differ, this was read in the middle
+# of a write, some weights old and some new (a torn read): it is read again.
 
 
 class Mailbox:

@@ -1,8 +1,8 @@
 """runtime/checkpoint.py: a run on disk, so that it can go on as if nothing had happened.
 
-A checkpoint holds the learner, the next prompt's number, and how far the logs went. By these, some
-groups are under way: they are issued again. Sampling noise is a hash of counters, so no generator
-has a state to save.
+A checkpoint holds the learner, the next prompt's number, and how far the logs went. The log of
+events tells which groups were under way: these are issued again. Sampling noise is a hash of
+counters, so no generator has a state to save.
 What it relies on is on disk before it is: first the logs, then the file, then its name. A run goes
 on with the newest one that is whole and whose logs are, too.
 """

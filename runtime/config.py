@@ -93,7 +93,7 @@ constant, constant_of = partial(flag, flag=False), partial(one_of, flag=False)
 NOT_DPO = {"objective": tuple(name for name in OBJECTIVES if name != "dpo")}
 SPARSE = {"attention": ("dsa",)}
 NO_TEACHER = {"teacher": ("",)}
-SIMPLE = NOT_DPO | NO_TEACHER | {"advantage": IN_GROUP}
+BY_TURN = NOT_DPO | NO_TEACHER | {"advantage": IN_GROUP}  # what --credit turn goes with
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Config:
     advantage: str = one_of(
         "inside a group, or (gae) by a critic", *ADVANTAGES, only_with=NOT_DPO | NO_TEACHER
     )
-    credit: str = one_of("what a turn is credited with", "episode", "turn", only_with=SIMPLE)
+    credit: str = one_of("what a turn is credited with", "episode", "turn", only_with=BY_TURN)
     damper: str = one_of("how a step is made smaller when data are stale", *DAMPERS)
     kl_threshold: float = flag(
         1.0, "mean KL above which a step is damped (GLM-5: 0.15)", only_with={"damper": ("kl",)}

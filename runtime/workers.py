@@ -53,7 +53,7 @@ def rollout_worker(line: Line, config: Config, shape: ModelConfig, open_mailbox)
             generator.set_weights(*mailbox.read())
         begin, before = time.time(), generator.counts.copy()
         active = generator.step()
-        # a span ends where nothing is generated, or another version goes on
+        # a span ends when nothing is generated, or when the version changes
         if span and not (active and generator.version == span[1]):
             since, version, counts = span
             details = {name: before[name] - counts[name] for name in COUNTED}
