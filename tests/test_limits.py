@@ -94,7 +94,12 @@ def test_time_limit_never_strikes_after_its_block(alarm):
 @pytest.mark.parametrize("late", [True, False])
 def test_threads_and_alarms_that_a_task_leaves_behind_are_ended(late):
     left, done = [], threading.Event()
-    ours = threading.Thread(target=done.wait, name=limits.OURS, daemon=True)  # a pool's
+
+    def listen():
+        while not done.wait(0.01):
+            pass
+
+    ours = threading.Thread(target=listen, name=limits.OURS, daemon=True)  # a pool's
 
     def task():
         def forever():
