@@ -112,18 +112,19 @@ def rope_table(config: ModelConfig) -> Tensor:
 
     With rope_scaling, waves longer than the first context / low are `factor` times as long, those
     shorter than the first context / high as they were, and between them it goes over
-    (`_compute_llama3_parameters` of transformers).
+    (`_compute_llama3_parameters` of transformers). Angles are rounded to float32, as there: at
+    position 1,000 exact ones would be 1e-4 away.
     """
-    exponent = torch.arange(0, config.head_width, 2, dtype=torch.float64) / config.head_width
-    waves = config.rope_base**exponent  # tokens in a radian
+    exponent = torch.arange(0, config.head_width, 2).float() / config.head_width
+    frequencies = 1 / config.rope_base**exponent  # radians a token
     if config.rope_scaling:
         factor, low, high, first = config.rope_scaling
-        turns = first / (2 * torch.pi * waves)  # of each wave in the first context
+        turns = first / (2 * torch.pi / frequencies)  # of each wave in the first context
         kept = ((turns - low) / (high - low)).clamp(0, 1)
-        waves /= kept + (1 - kept) / factor
-    angles = torch.arange(config.context)[:, None] / waves
+        frequencies = kept * frequencies + (1 - kept) * frequencies / factor
+    angles = torch.arange(config.context)[:, None] * frequencies
     angles = angles.repeat(1, 2)[:, None]  # [context, 1, D]
-    return torch.stack([angles.cos(), angles.sin()]).float()
+    return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(x, cos, sin) -> Tensor:

@@ -201,7 +201,9 @@ class Config:
     reward_memory: float = constant(1024.0, "MiB that a verdict or a reply may take", 1.0)
     max_failures: float = constant(0.5, "share of failed episodes that stops the run", 0, 1)
     restarts: int = constant(3, "of a worker in an hour; then the run stops")
-    silence: float = constant(20.0, "seconds without a sign of life of a worker", 1.0)
+    silence: float = constant(
+        20.0, "seconds without a sign of life of a worker, or that learners wait", 1.0
+    )
 
     @property
     def team_size(self) -> int:

@@ -11,7 +11,6 @@ import fcntl
 import json
 import math
 import os
-import platform
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
@@ -19,26 +18,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from runtime.config import UserError, blame, require
+from runtime.config import blame, require
 
 LONGEST = 1 << 27  # bytes of a JSON file, or of a line of a log
 
 
 def own_folder(folder: Path) -> None:
-    """Lock a run folder for as long as this process lives.
+    """Lock a run folder for as long as this process lives; UserError when another one has it.
 
     The lock goes with the process, however that ends, and children do not have it (a POSIX record
-    lock; also on NFS, if its server has locks). UserError names who has it.
+    lock; also on NFS, if its server has locks).
     """
-    with blame(f"{folder}: must be writable", OSError):
+    with blame(f"{folder}: must be writable, and in no other process's use", OSError):
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # never closed
-    try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        owner = os.read(lock, 200).decode(errors="replace")
-        raise UserError(f"{folder}: must not be in use, but {owner} has it") from error
-    os.ftruncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
 
 
 def refuse_links(folder: Path) -> None:

@@ -29,7 +29,7 @@ from runtime.checkpoint import (
     sha256_of,
     state_of,
 )
-from runtime.config import SIZES, Config, check, require, written
+from runtime.config import SIZES, AttemptLost, Config, check, require, written
 from runtime.devices import own_gpus, pick_devices, quick_dtype, set_threads, take_place
 from runtime.exam import evaluate
 from runtime.folder import own_folder
@@ -229,6 +229,8 @@ def running(config: Config, mode: str):
             log.say(f"no checkpoint could be written: {failed}")
         finally:
             log.close()  # the error is the last line on the screen
+        if isinstance(error, AttemptLost) and run.stop.asked:  # its signal has reached a learner
+            raise SystemExit(128 + run.stop.asked) from error
         raise
     finally:
         run.exam.close()
@@ -259,7 +261,7 @@ def open_team(run: Run) -> None:
     meeting = run.folder.resolve() / "checkpoints" / "meeting"
     meeting.unlink(missing_ok=True)
     address = run.mailbox.meeting_address() if config.cluster else f"file://{meeting}"
-    begin = Begin(address, own_gpus(config))
+    begin = Begin(address, own_gpus(config), config.silence)
     for worker in workers:
         run.pool.tell(worker, begin)
     join_team(learner.team, begin)

@@ -7,8 +7,8 @@ step of all of them:
     share_facts     every learner hears what the others have seen: losses, diagnostics, lessons
 
 Then each makes the same step with the same numbers. Rank 0 is the parent. It sends the others the
-state with which they begin, and every batch. One that does not come within LEARNER_SECONDS ends the
-attempt (AttemptLost): the parent starts itself again from a checkpoint (terminal.py).
+state with which they begin, and every batch. One that keeps the others waiting for too long ends
+the attempt (AttemptLost): the parent starts itself again from a checkpoint (terminal.py).
 Sums are in the order of ranks, so a run and its replay, which is all learners in one process, agree
 bitwise.
 """
@@ -25,14 +25,13 @@ from torch import Tensor
 
 from runtime.config import AttemptLost
 
-LEARNER_SECONDS = 10.0  # that learners wait for one of them
-
 
 class Begin(NamedTuple):
     """The message that brings a learner into the team."""
 
     address: str  # a file or a port, by which they find each other
     own_gpus: bool
+    seconds: float  # that learners wait for one of them
 
 
 @dataclass
@@ -66,7 +65,7 @@ def join_team(team: Team, begin: Begin) -> None:
     backend, team.wire = ("nccl", None) if begin.own_gpus else ("gloo", "cpu")
     atexit.register(leave_team)  # threads of gloo that outlive Python can abort the process
     with together(team, "the first meeting"):
-        limit = timedelta(seconds=LEARNER_SECONDS)
+        limit = timedelta(seconds=begin.seconds)
         dist.init_process_group(backend, begin.address, limit, team.size, team.ranks[0])
 
 

@@ -20,7 +20,7 @@ import train_sync
 from learner import make_learner, new_groups
 from logprobs import token_logprobs
 from methods.lora import merged
-from model import GPT, ModelConfig, pack_tokens
+from model import GPT, ModelConfig, pack_tokens, rope_table
 from reward import task_of
 from rollout import generate, make_generator
 from runtime.checkpoint import load_checkpoint
@@ -107,6 +107,15 @@ def test_logits_are_those_of_transformers_packed_prefilled_and_decoded(folder):
         for i in inside:
             found = ours.logits(hidden[i : i + 1])[0]
             torch.testing.assert_close(found, wanted[i][places[i]], rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_rope_is_that_of_transformers_also_at_far_positions(folder):
+    """Angles that are rounded otherwise differ by 1e-3 there."""
+    rotary, context = theirs_of(folder).model.rotary_emb, 20_000
+    wanted = rotary(torch.ones(1), torch.arange(context)[None])
+    found = rope_table(ModelConfig(**read_shape(folder, 80) | {"context": context}))
+    torch.testing.assert_close(found[:, :, 0], torch.cat(wanted), rtol=0, atol=1e-5)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -574,6 +575,16 @@ def test_a_checkpoint_that_cannot_be_written_hides_no_error(tmp_path, monkeypatc
     with pytest.raises(AttemptLost, match="learner-1 died"):
         train_sync.train(config_of(tmp_path / "run"))
     assert "no checkpoint could be written: the disk is full" in capsys.readouterr().out
+
+
+def test_a_signal_that_also_ends_a_learner_stops_the_run(tmp_path, monkeypatch):
+    def lose(*_):  # as schedulers send it, to every process
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AttemptLost("learner-0 died")
+
+    monkeypatch.setattr(train_sync, "learner_step", lose)
+    with pytest.raises(SystemExit, match="143"):
+        train_sync.train(config_of(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
