@@ -134,7 +134,8 @@ class Generator:
         self.finished = []
         self.events = []  # (time, kind, group or -1, version, details)
         self.counts = Counter()
-        self.next_tokens = Captured(self._next_tokens) if self.graphs else self._next_tokens
+        # it refers to no generator: in a cycle, a generator would outlive its evaluation
+        self.captured = Captured() if self.graphs else None
         self.longest_fed = FED_PROMPTS if self.graphs else 0  # longer ones are prefilled
 
     @property
@@ -259,8 +260,10 @@ class Generator:
         tokens = np.array([slot.tokens[slot.cached] for slot in slots])
         arrays = tokens, positions, uniforms(keys, positions + 1)
         inputs = [torch.from_numpy(x).to(self.alphabet.device) for x in arrays]
+        step = self._next_tokens
         with torch.inference_mode():
-            chosen, logprobs, kept = self.next_tokens(*inputs)
+            sampled = self.captured(step, *inputs) if self.captured else step(*inputs)
+        chosen, logprobs, kept = sampled
         ids = self.environment.alphabet[chosen.cpu().numpy()]
         return ids.tolist(), logprobs.cpu().tolist(), kept
 

@@ -20,24 +20,25 @@ def captures(model: GPT) -> bool:
 
 
 class Captured:
-    """Calls `step`, a function of tensors that returns tensors, as a CUDA graph.
+    """Calls one function of tensors that returns tensors, always the same, as a CUDA graph.
 
     A graph repeats what was done with the same memory. So inputs are copied to a fixed place, and
     weights, output matrix and cache may change in place only.
     """
 
-    def __init__(self, step: Callable):
-        self.step, self.graph = step, None
+    def __init__(self):
+        self.graph = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __call__(self, *inputs):
+    def __call__(self, step: Callable, *inputs):
         if self.graph is None:
             self.inputs = [value.clone() for value in inputs]
-            self.step(*self.inputs)  # what libraries set up at their first call cannot be captured
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.results = self.step(*self.inputs)
+            step(*self.inputs)  # what libraries set up at their first call cannot be captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.results = step(*self.inputs)
+            self.graph = graph
         for place, value in zip(self.inputs, inputs, strict=True):
             place.copy_(value)
         self.graph.replay()

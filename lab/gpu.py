@@ -147,7 +147,7 @@ def raced(folder: Path, name: str, flags: dict, task: str) -> None:
     """Both trainers with the same flags; evaluations do not count."""
     result, plan = go_on(folder, "async-cuda", {"runs": []}), {}
     known = [(row["task"], row["mode"]) for row in result["runs"]]
-    modes = {"sync, one GPU": SYNC, "async, η = 2": {"max_staleness": 2}}
+    modes = {"async, η = 2": {"max_staleness": 2}, "sync, one GPU": SYNC}
     for mode, how in modes.items():
         if (name, mode) not in known:
             plan[f"{name}, {mode}"] = how | {"task": task} | flags
@@ -217,7 +217,8 @@ def run_part(name: str, folder: Path, limit: float, small: bool) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "bench.py", "gpu", f"--out={folder.resolve()}", f"--part={name}"]
     command += [f"--rehearse={'yes' if small else 'no'}"]
-    environment = os.environ | ({"TRITON_INTERPRET": "1"} if small else {})
+    rehearsed = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | (rehearsed if small else {})
     how = {"cwd": RESULTS.parent, "env": environment, "start_new_session": True}
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, **how) as process:
         try:

@@ -7,9 +7,10 @@
 Ways of doing the same thing are compared in one run, in turn (A B A B), with medians and extremes;
 the first round of each only warms up. On a GPU a way is timed twice: as one eager call, and as a
 replayed CUDA graph ("NAME, graph"), in which compiling, plans and the launching of kernels are not
-counted. A decode step is measured against the time to read all weights and all keys and values that
-are attended to once, at the speed at which this machine copies memory; the learner against a large
-matrix product of the same precision, with 6 operations a parameter and token.
+counted. A decode step is measured against the time to read all weights, all keys and values that
+are attended to, and the means of all chunks once, at the speed at which this machine copies memory;
+the learner against a large matrix product of the same precision, with 6 operations a parameter and
+token.
 Left out: training runs (races.py, campaigns.py), published weights.
 """
 
@@ -65,8 +66,8 @@ def as_graphs(ways: dict[str, Callable]) -> dict[str, Callable]:
 
 
 def bandwidth() -> float:
-    """Bytes a second that a copy of 512 MiB reads and writes, the best of 9."""
-    source = torch.ones(1 << 29, dtype=torch.uint8, device=DEVICE)
+    """Bytes a second that a copy of 512 MiB (on a GPU 4 GiB) reads and writes, the best of 9."""
+    source = torch.ones(1 << (32 if CUDA else 29), dtype=torch.uint8, device=DEVICE)
     copy = torch.empty_like(source)
     return 2 * source.nbytes / min(in_turn({"": partial(copy.copy_, source)}, rounds=9)[""])
 
@@ -105,9 +106,10 @@ def decoding(folder: Path, lengths: list[int], slots: int = 16) -> None:
             preset = PRESETS.get(LAYERS, QWEN)
             shape = ModelConfig(**preset, context=length, positions="rope", **how)
             model = GPT(shape).on(DEVICE, torch.bfloat16 if CUDA else None)
-            ways[name], kv = decode_step(model, slots, length, STEPS)
+            ways[name], cache = decode_step(model, slots, length, STEPS)
             attended = how.get("top_k", length) * how.get("chunk_size", 1) / length
-            read[name] = STEPS * (model.flat.nbytes + min(1.0, attended) * kv.nbytes)
+            means = 0 if cache.means is None else cache.means.nbytes
+            read[name] = STEPS * (model.flat.nbytes + min(1.0, attended) * cache.kv.nbytes + means)
         times = in_turn(ways | as_graphs(ways), rounds=7)
         for name, seconds in times.items():
             way = name.removesuffix(", graph")
@@ -121,7 +123,7 @@ def decoding(folder: Path, lengths: list[int], slots: int = 16) -> None:
 
 def decode_step(model: GPT, slots: int, context: int, steps: int = 1) -> tuple:
     """A call that does a few times the same decode step, with logits, on a cache full of random
-    numbers; and the cache's keys and values."""
+    numbers; and that cache."""
     cache = caches.make_cache(model, slots, context)
     for part in (cache.kv, cache.scored, cache.means):
         if part is not None:
@@ -134,7 +136,7 @@ def decode_step(model: GPT, slots: int, context: int, steps: int = 1) -> tuple:
         for _ in range(steps):
             model.logits(caches.decode(model, cache, *inputs))
 
-    return step, cache.kv
+    return step, cache
 
 
 # ---------------------------------------------------------------------------- sparse attention
@@ -234,6 +236,7 @@ def measure_model(folder: Path, size: str, cases: list[tuple]) -> None:
     """Decode steps of (slots, context), and the learner; what was measured before is left out."""
     result = go_on(folder, "qwen", {"size": size, "dtype": DTYPE, "rows": []})
     torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in training (devices.py)
     how = {"positions": "rope", "qk_norm": True, "context": 4096}
     shape = ModelConfig(**dict(zip(FIELDS, SIZES[size], strict=True)), **how)
     model = GPT(shape, None, getattr(torch, DTYPE))
@@ -243,10 +246,10 @@ def measure_model(folder: Path, size: str, cases: list[tuple]) -> None:
     for slots, context in cases:
         what = f"decode, {slots} slots, {context} tokens"
         if what not in known:
-            step, kv = decode_step(model, slots, context)
+            step, cache = decode_step(model, slots, context)
             seconds = median_of(as_graphs({"": step}).get(", graph", step))
             row = {"what": what, "ms": 1e3 * seconds, "tokens/s": slots / seconds}
-            row["of what memory allows"] = (model.flat.nbytes + kv.nbytes) / copied / seconds
+            row["of what memory allows"] = (model.flat.nbytes + cache.kv.nbytes) / copied / seconds
             result["rows"].append(row)
             save_result(folder, "qwen", result)
     if "learner" not in known:

@@ -42,8 +42,9 @@ class Mailbox:
         if not place:
             self.stamps[:] = -1
         if self.device != "cpu":  # a GPU copies to and from it directly: 40 MB in 0.8 ms, not in 46
-            register = torch.cuda.cudart().cudaHostRegister
-            register(self.buffers.data_ptr(), self.buffers.nbytes, 1)  # 1: for every device
+            whole = self.buffers.data_ptr(), self.buffers.nbytes
+            # 1: for every device
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(*whole, 1))
 
     @property
     def version(self) -> int:
@@ -76,7 +77,6 @@ class Mailbox:
         """Let go of the memory."""
         if self.device != "cpu":
             torch.cuda.cudart().cudaHostUnregister(self.buffers.data_ptr())
-        self.stamps = self.buffers = None  # nobody may look into it when it is closed
         os.close(self.descriptor)
 
 

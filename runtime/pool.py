@@ -31,7 +31,7 @@ from tasks import limits
 
 START_SECONDS = 120.0  # a new process may be silent this long: it imports, and Triton compiles
 REFILL_SECONDS = 3600.0  # a restart is forgotten after so long: a run may last for days
-NOTICE_SECONDS = 5.0, 9.0  # of silence, or without a first word: people are told which worker
+NOTICE_SECONDS = 9.0  # of silence: people are told which worker
 AT_ONCE = 2  # groups that a reward worker has: one that it judges, one that waits beside it
 
 
@@ -272,7 +272,7 @@ class Pool:
         limit = START_SECONDS if new else config.silence
         if worker.role == "reward" and not (new or config.teacher or config.reward_model):
             limit = min(limit, 2 * config.reward_seconds + 2)
-        if seconds > NOTICE_SECONDS[new] and worker.noticed != worker.heard:
+        if seconds > NOTICE_SECONDS and worker.noticed != worker.heard:
             worker.noticed = worker.heard
             self._put(worker, Silent(f"is silent for {seconds:.0f} s"))
         if seconds > limit:

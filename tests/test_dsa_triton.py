@@ -797,13 +797,13 @@ def test_more_than_2_31_elements():
 def test_one_captured_step_serves_all_lengths(kind):
     model = GPT(ModelConfig(**MODEL, layers=2, **KINDS[kind])).on(DEVICE)
     caches = [make_cache(model, 2, 40) for _ in "ab"]
-    captured = Captured(partial(decode, model, caches[1]))
+    captured, step = Captured(), partial(decode, model, caches[1])
     for cache in caches:
         prefill(model, cache, [0, 1], [[1, 2, 3], [4]])
-    for step in range(20):
-        inputs = [torch.tensor(x, device=DEVICE) for x in ([4 + step, 5], [3 + step, 1 + step])]
+    for n in range(20):
+        inputs = [torch.tensor(x, device=DEVICE) for x in ([4 + n, 5], [3 + n, 1 + n])]
         want = decode(model, caches[0], *inputs)
-        got = captured(*inputs)
+        got = captured(step, *inputs)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 

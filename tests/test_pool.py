@@ -177,7 +177,7 @@ def test_a_lost_learner_ends_the_attempt(tmp_path):
 
 
 def test_silence_is_told_before_it_is_punished(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "NOTICE_SECONDS", (1.0, 9.0))
+    monkeypatch.setattr(room, "NOTICE_SECONDS", 1.0)
     pool = pool_of(tmp_path, {"rollout": (toy, 1)}, silence=60.0)
     issued(pool, [3], do="hang")
     while not (messages := pool.receive(0.5)) or not isinstance(messages[0][1], Silent):

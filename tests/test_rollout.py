@@ -7,6 +7,8 @@ because the CPU library then sums each row of a matrix product in the same order
 """
 
 import dataclasses
+import gc
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -785,9 +787,9 @@ def test_captured_steps_give_the_same_episodes(monkeypatch):
     """Inputs are copied, and a step is captured once."""
     made = []
 
-    def call(self, *inputs, plain=Captured.__call__):
-        FakeGraph.captured, FakeGraph.again = self, lambda _: self.step(*self.inputs)
-        return plain(self, *inputs)
+    def call(self, step, *inputs, plain=Captured.__call__):
+        FakeGraph.captured, FakeGraph.again = self, lambda _: step(*self.inputs)
+        return plain(self, step, *inputs)
 
     monkeypatch.setattr(Captured, "__call__", call)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(FakeGraph()) or made[-1])
@@ -801,6 +803,18 @@ def test_captured_steps_give_the_same_episodes(monkeypatch):
     for group in done:
         for t in group.trajectories:
             assert_same(t, wanted[t.key])
+
+
+def test_a_generator_takes_its_cache_along_when_it_goes():
+    """In a cycle it would stay until Python looks for those: gigabytes, at every evaluation."""
+    by = generator_of(make(), environment(turns=2))
+    generate(by, [group_of(0)])
+    gone = weakref.ref(by)
+    gc.collect()
+    gc.disable()
+    del by
+    gc.enable()
+    assert gone() is None
 
 
 @pytest.mark.gpu
