@@ -266,10 +266,10 @@ def test_the_table_compares_with_the_best_synchronous_mode():
 @pytest.mark.parametrize("how", [{}, {"attention": "dsa", "chunk_size": 4, "top_k": 2}])
 def test_the_speed_of_a_decoded_token(how):
     model = GPT(ModelConfig(**PRESETS["tiny"], context=32, positions="rope", **how))
-    step, kv = speed.decode_step(model, 4, 32)
+    step, cache = speed.decode_step(model, 4, 32)
     assert speed.seconds_of(step) > 0
     c = model.config
-    assert kv.numel() == 2 * c.layers * 4 * 32 * c.kv_heads * c.head_width
+    assert cache.kv.numel() == 2 * c.layers * 4 * 32 * c.kv_heads * c.head_width
 
 
 def test_what_a_part_needs_is_said_in_one_line(monkeypatch, capsys):
