@@ -3,7 +3,7 @@
     pip install trl; python tests/peer_trl.py FOLDER [STEPS] [SEED]     # a folder of SmolLM2
 
 The same prompts in the same order, as many answers, the same limit, learning rate and float32
-weights with products in bfloat16; everything else is TRL's default.
+weights, products in bfloat16 as in `--dtype auto`; everything else is TRL's default.
 """
 
 import sys
@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from lab.campaigns import SMOLLM2
 from reward import task_of
 from runtime.config import Config
+from runtime.devices import quick_dtype
 
 PROMPTS, ANSWERS = SMOLLM2["groups_per_step"], SMOLLM2["group_size"]
 
@@ -37,9 +38,8 @@ def held_out(model, tokenizer, task) -> float:
     inputs = tokenizer.apply_chat_template(chats, return_tensors="pt", **how)
     found = model.generate(**inputs, do_sample=False, max_new_tokens=task.turn_tokens)
     texts = tokenizer.batch_decode(found[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    return sum(
-        task.step(p, [text]).reward >= 1 for p, text in zip(problems, texts, strict=True)
-    ) / len(problems)
+    pairs = zip(problems, texts, strict=True)
+    return sum(task.step(p, [text]).reward >= 1 for p, text in pairs) / len(problems)
 
 
 class Clock(TrainerCallback):
@@ -75,7 +75,7 @@ def main(folder: str, steps: int = 30, seed: int = 0) -> None:
         max_completion_length=task.turn_tokens,
         learning_rate=SMOLLM2["lr"],
         max_steps=steps,
-        bf16=True,
+        bf16=quick_dtype("cpu") == "bfloat16",
         use_cpu=True,
         shuffle_dataset=False,
         seed=seed,
