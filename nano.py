@@ -245,6 +245,7 @@ def policy_loss(
     behaviour,  # log-probs as sampled
     advantages,
 ):
+    # what corrects for who has sampled is a weight, and no way to get better: no gradient
     weight = (logprobs.detach() - behaviour).exp()
     weight = weight.clamp(max=LARGEST_WEIGHT)
     return -(weight * advantages * logprobs).mean()
@@ -268,7 +269,8 @@ class Learner:
         with torch.no_grad():
             reference = self.reference(tokens)[:, PROMPT - 1 : -1].gather(2, said)[..., 0]
         log_ratio = reference - logprobs
-        kl = (log_ratio.exp() - 1 - log_ratio).mean()  # an estimate that is never negative
+        # an estimate that is never negative; of answers of an older policy it is biased (losses.py)
+        kl = (log_ratio.exp() - 1 - log_ratio).mean()
         self.window.append(kl.item())
         far = np.mean(self.window) > FAR
         entropy = -(log_policy.exp() * log_policy).sum(-1).mean()

@@ -103,9 +103,9 @@ for folders in ("damaged", "killed", "hostile"):
 
 SOLVED = "Solved: the number was found within 6 guesses, or an answer has no mistake (greedy)."
 GOALS = """\
-Solved: held out, greedy. The goal is a share solved of 95% (`hops`), 80% (`debug`), 90% (`guess`).
-Medians over the seeds, and from lowest to highest; inf: a run that ended below the goal. What has
-fewer than five seeds ran beside other programs: its seconds say nothing."""
+Solved: held out, greedy. The goal is a share solved of 95% (`hops`), 80% (`debug`: lab/debug.py),
+90% (`guess`). Medians over the seeds, and from lowest to highest; inf: a run that ended below the
+goal. What has fewer than five seeds ran beside other programs: its seconds say nothing."""
 TOGETHER = "Solved, in one run with `--ratio 2,1,1`. Alone: see above; `reverse:6` 99.6% to 100.0%."
 OLDEST = "`sum`, over all three swap modes, in versions; a row a bound."
 AGAIN = "Runs of 50 steps, played again from their event logs: are the weights the same?"

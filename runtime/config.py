@@ -154,7 +154,7 @@ class Config:
     credit: str = one_of("what a turn is credited with", "episode", "turn", only_with=BY_TURN)
     damper: str = one_of("how a step is made smaller when data are stale", *DAMPERS)
     kl_threshold: float = flag(
-        1.0, "mean KL above which a step is damped (GLM-5: 0.15)", only_with={"damper": ("kl",)}
+        1.0, "mean KL that damps a step (GLM-5, it is said: 0.15)", only_with={"damper": ("kl",)}
     )
     reference_weight: float = flag(0.001, "weight of the KL to the reference policy")
     teacher: str = flag(

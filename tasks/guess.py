@@ -11,7 +11,8 @@ The rules:
     are: there are only 16), and do not depend on the seed.
   * `step(problem, answers)` judges the newest of the answers so far, and remembers nothing: it is
     called again elsewhere, to verify the episode. Exceptions in it cost that episode only.
-  * Give some reward for a part of the answer. From random weights nothing else can be learned.
+  * Give some reward for a part of the answer: what random weights never get right by chance, they
+    cannot learn otherwise.
   * Sizes are in tokens (`python bench.py episode path/to/file.py` prints one); the alphabet is
     what the policy may emit, and the smaller it is, the sooner it is learned.
 """
