@@ -50,7 +50,7 @@ def steps_of(folder: Path) -> int:
 
 def wait_for_step(process, folder: Path, step: int) -> None:
     """Until the run has made so many steps; AssertionError: it hangs, or has ended."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while steps_of(folder) < step:
         assert process.poll() is None, process.stderr.read()[-2000:]
         if time.monotonic() > deadline:
@@ -85,19 +85,19 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
     nodes.add_node(num_cpus=3, **MEMORY)
     nodes.remove_node(victim, allow_graceful=False)
     wait_for_step(process, folder, steps_of(folder) + 12)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(workers_on(nodes.address)) != 3:  # its workers sit elsewhere
         assert time.monotonic() < deadline, workers_on(nodes.address)
         time.sleep(0.2)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     while workers_on(nodes.address):
         assert time.monotonic() < deadline, "workers outlive the driver"
         time.sleep(0.2)
     version = int(sorted((folder / "checkpoints").glob("*.pt"))[-1].stem.removeprefix("step"))
     process = start(nodes.address, resume=folder, steps=version + 6)
-    assert process.wait(180) == 0, process.stderr.read()
+    assert process.wait(400) == 0, process.stderr.read()
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == version + 6 and summary["staleness"]["max"] <= 2
     ledger = audit(folder)
@@ -111,7 +111,7 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
 def test_two_learners_meet_on_a_cluster(nodes, tmp_path):
     folder = tmp_path / "run"
     process = start(nodes.address, out=folder, steps=3, learners=2, **SMALL)
-    assert process.wait(180) == 0, process.stderr.read()
+    assert process.wait(400) == 0, process.stderr.read()
     steps = [e for e in read_lines(folder / "events.jsonl") if e["kind"] == "train"]
     assert [step["learners"] for step in steps] == [2, 2, 2]
     train_async.train(dataclasses.replace(Config(), replay=str(folder)))

