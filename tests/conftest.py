@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and -m gpu"))
 
 
 @pytest.fixture(autouse=True)
