@@ -159,7 +159,8 @@ def unfit(group: Group, keep_dead: bool = True) -> str | None:
 
 def repaired(groups: list[Group]) -> list[Trajectory]:
     """What groups are trained with: sound samples are repeated in place of those that failed, so
-    that every prompt has the same weight (GLM-5, the same place)."""
+    that every prompt has the same weight (GLM-5, the same place). Copies count in the mean of a
+    group, also as "the others" of rloo."""
     trajectories = []
     for group in groups:
         sound = [t for t in group.trajectories if not t.failed]

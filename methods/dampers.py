@@ -56,7 +56,8 @@ def window_mean(memory: dict) -> float:
 
 def ess(gradient: Tensor, memory: dict, metrics: dict, config: Config) -> tuple:
     """The root of the effective sample size of the answers, as a share of their number, scales the
-    learning rate (VCPO, arXiv 2602.17616: the root for optimizers like AdamW)."""
+    learning rate (VCPO, arXiv 2602.17616: the root for optimizers like AdamW). With --entropy 0
+    answers with advantage 0 mostly do not count."""
     return gradient, math.sqrt(metrics["ess_whole"])
 
 

@@ -1,5 +1,8 @@
 """methods/preferences.py: `--objective dpo`: of each group the best and the worst answer are
 trained, pushed apart (online DPO, arXiv 2402.04792, as asynchronous RLHF, 2410.18252, trains it).
+
+The reference is the policy of up to 20 steps ago, as for all objectives (learner.py), and not the
+first one as in these papers: BETA holds the policy near to that.
 """
 
 import torch

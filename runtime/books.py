@@ -22,8 +22,8 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     """Those of some verified groups that may be trained; the others are discarded, and replaced by
     other prompts. TrainingStopped when too many samples fail.
 
-    With --keep-dead no, dead groups are replaced, but only among the first prompts after a step:
-    as many as DEAD_STEPS steps need. A prompt's number decides, not when it lands.
+    With --keep-dead no, dead groups are replaced, but only among what was issued before the newest
+    step and the first prompts after it: as many as DEAD_STEPS steps need.
     """
     config, kept = run.config, []
     for group in groups:

@@ -37,7 +37,8 @@ def judge_of(config: Config, task: Task) -> Callable:
             verdicts, version = verdicts_by(reward_model, group), reward_model.version
         else:
             verdicts = verify_group(group, task, config, alive)
-        if config.overlong == "drop":  # DAPO's overlong filtering (arXiv 2503.14476)
+        # DAPO's overlong filtering (arXiv 2503.14476) ends there; here such an answer has failed
+        if config.overlong == "drop":
             both = zip(group.trajectories, verdicts, strict=True)
             verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
         if teacher:

@@ -98,9 +98,10 @@ class Group:
         """A checksum of all that training reads; failed episodes are not read."""
         crc = 0
         for t in self.trajectories:
-            for array in () if t.failed else arrays_of(t):
-                crc = zlib.crc32(array, crc)
-        return zlib.crc32(repr([t.reward for t in self.trajectories if not t.failed]).encode(), crc)
+            if not t.failed:
+                for data in (*arrays_of(t), repr((t.reward, t.turn_rewards)).encode()):
+                    crc = zlib.crc32(data, crc)
+        return crc
 
     @property
     def evidence(self) -> dict:

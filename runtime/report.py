@@ -74,7 +74,7 @@ def verdict(run: Path, summary: dict, steps: list[dict]) -> list[str]:
         lines.append(f"{stopped}; go on with: python train_{config['mode']}.py {words}")
     if (cut := mean(last, "cut")) > 0.2:
         said = f"in the last {len(last)} steps the limit of tokens has cut {cut:.0%} of the answers"
-        lines.append(f"{said}: a longer one (jsonl: TOKENS), or --overlong drop")
+        lines.append(f"{said}: try a larger one (jsonl: TOKENS)")
     groups, dead = total(last, "samples") / config["group_size"], total(last, "dead_groups")
     if not config.get("teacher") and dead > 0.85 * groups and after["solved"] <= 0.5:
         lines += [

@@ -145,6 +145,7 @@ def test_a_digest_covers_everything_that_training_reads():
         "logprobs": np.float32([0.0, -0.25]),
         "versions": np.int32([-1, 4]),
         "reward": 0.5,
+        "turn_rewards": [0.5],
         "finish": "env_error",
     }
     digests = {digest_after(**{name: value}) for name, value in changes.items()}
