@@ -384,6 +384,12 @@ def test_groups_that_are_not_taken():
     buffer.discard(1, "verifier_error")
     assert buffer.complete(Group(1, 2, {}, [trajectory(1, [2])])) is False
     assert buffer.outstanding == {} and buffer.dropped == [(1, "verifier_error")]
+    buffer = Buffer(1, 0)
+    buffer.admit(0, 3)
+    with pytest.raises(AssertionError, match="group 1 at version 3 breaks a deadline"):
+        buffer.admit(1, 3)
+    with pytest.raises(AssertionError, match="token of version 2 < start 3"):
+        buffer.complete(Group(0, 3, {}, [trajectory(0, [3, 2])]))
 
 
 # ---------------------------------------------------------------------------------------- packing

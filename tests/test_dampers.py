@@ -11,7 +11,7 @@ import torch
 from test_methods import FLAGS, stale_batch
 
 import train_sync
-from learner import learner_step, micro_batch_loss
+from learner import learner_step, micro_batch_loss, tokens_of
 from methods import dampers
 from methods.dampers import DAMPERS, brake, gac, kl
 from runtime import config as config_room
@@ -63,6 +63,8 @@ def test_the_window_is_held_against_the_threshold_of_the_run():
 def test_the_reference_is_held_on_to_more_while_the_window_is_above():
     config, learner, groups = stale_batch(reference_every=1, reference_weight=0.5)
     samples, _ = learner.method.samples(learner, groups, config)
+    count = sum(t.generated for t, _ in samples)
+    assert tokens_of(learner, samples, torch.zeros(count)).age.tolist() == [3] * count
     losses = []
     for factor in (0.0, 1.0, 2.0):
         learner.damping["reference_factor"] = factor

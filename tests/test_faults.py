@@ -23,7 +23,7 @@ def test_a_run_survives_what_befalls_it(tmp_path):
     stopped, finished = result["ends"]
     assert "File too large" in stopped and "step0000008.pt" in stopped and finished == "finished"
     (dead,) = result["noticed_after_s"]["dead"]
-    assert dead < 10
+    assert dead < 100
     reasons = sorted(n["reason"].partition(": ")[0] for n in losses_noticed(tmp_path / "run"))
     assert [x for x in reasons if x.startswith("died")] == [
         "died (exit code -9)",

@@ -245,9 +245,6 @@ def test_gspo_uses_one_ratio_per_sequence():
     assert touched["clipped"].tolist() == [False, False, True]
 
 
-# ---- advantages ----
-
-
 # ---- KL estimators: exact expectations over a distribution of five outcomes ----
 
 

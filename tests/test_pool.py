@@ -284,6 +284,7 @@ def test_a_state_that_is_not_there_is_made_again(judges):
     third = told(judges, "1", "4", "2")
     pids = [result.observation.split()[1] for result in (first, second, third)]
     assert third.observation.split()[0] == "7" and pids[0] == pids[1] != pids[2]
+    assert told(judges, "3").reward == 3.0  # it begins again: the state of before is not it
     judges.ask([Call((1, 0), {}, None)])  # it is over
     assert told(judges, "1", "4", "6").done
 

@@ -158,6 +158,7 @@ def test_bfloat16_keeps_float32_weights_and_gradients():
     for _ in range(20):
         learner.weights.grad.fill_(0.01)
         learner_room.update_weights(learner, config, 0.0, {"tokens": 1})
+        assert float(learner.weights.grad.norm()) == pytest.approx(1.0, rel=1e-4)
     moved = before - learner.weights.detach()
     torch.testing.assert_close(moved, torch.full_like(moved, 20e-5), rtol=0.05, atol=1e-6)
     assert torch.equal(learner.model.flat, learner.weights.detach().bfloat16())

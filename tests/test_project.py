@@ -22,7 +22,7 @@ CEILINGS = {
     "methods": (700, 7000, None),
     "fast": (350, 3600, None),
     "tasks": (600, 5500, None),
-    "runtime": (2543, 23591, 9.5),  # the plan: 2,000 lines, 19,000 tokens
+    "runtime": (2544, 23581, 9.5),  # the plan: 2,000 lines, 19,000 tokens
     "lab": (2000, 20000, None),
 }
 # lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer
@@ -137,8 +137,9 @@ def test_only_bench_opens_the_laboratory_and_nobody_bench():
 
 
 def test_the_synchronous_trainer_knows_nothing_of_processes():
-    assert "runtime.processes" not in imports(FILES["train_sync"])
-    assert "train_async" not in imports(FILES["train_sync"])
+    processes = {f"runtime.{name}" for name in "cluster mailbox pipes pool workers".split()}
+    assert processes <= FILES.keys() and "train_async" in FILES
+    assert not imports(FILES["train_sync"]) & {*processes, "train_async"}
 
 
 def test_the_readme_the_flags_and_the_tests_are_few():

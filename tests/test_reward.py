@@ -1,7 +1,6 @@
 """Verification: from tokens to text, from text to verdicts, whatever a model has written."""
 
 import contextlib
-import json
 import time
 from dataclasses import replace
 
@@ -14,51 +13,6 @@ from reward import Step, make_task
 from runtime.tokenizer import END, own_tokenizer
 
 encode, decode_bytes = own_tokenizer().encode, own_tokenizer().decode_bytes
-# ---------------------------------------------------------------------------------- hostile text
-
-HOSTILE = [
-    "1e999999999",
-    "9**9**9**9",
-    "44**19**35",
-    "0x" + "f" * 10**6,
-    "9" * 10**6,
-    "1," + "234," * 250_000 + "567e5",
-    "1/" * 500_000,
-    "1." * 500_000,
-    "-" * 10**6,
-    "(" * 10**6,
-    "[" * 10**6 + "]" * 10**6,
-    '{"a":' * 10**5,
-    "a" * 10**6,
-    " " * 10**6 + "1",
-    "\x00\x01\x07\x1b[2J\r\n\x7f",
-    "\u202e\u200b\ufeff\ud800\U0010ffff",
-    "<|end|>",
-    "<|pad|><|end|>4301<|end|>",
-    "__import__('os').abort()",
-    "%s%n{0.__class__}",
-    "nan",
-    "inf",
-    "-0",
-    "",
-]
-
-
-def test_hostile_answers_change_nothing_but_the_reward(tmp_path):
-    path = tmp_path / "d.jsonl"
-    path.write_text(json.dumps({"prompt": "p", "answer": "35.5"}))
-    own = [
-        f"jsonl:{path}:{verifier}"
-        for verifier in ("exact", "numeric", "numeric:parsable", "similar")
-    ]
-    tasks = [make_task(spec) for spec in ["guess", "reverse", "sort:7", "sum", "recall:16", *own]]
-    for task in tasks:
-        problem = task.reset(0, "train")
-        before = json.dumps(problem)
-        for text in HOSTILE:
-            verdict = verify(task, problem, [text], seconds=5)
-            assert verdict.error is None and 0 <= verdict.reward < 0.5, (task.name, text[:30])
-        assert json.dumps(problem) == before
 
 
 def test_special_tokens_written_as_text_do_not_end_an_answer():

@@ -20,7 +20,7 @@ from logprobs import generated_logprobs, token_logprobs
 from methods.sampling import nucleus
 from model import pack_tokens
 from reward import task_of
-from rollout import noise_keys, sample
+from rollout import sample
 from runtime import run as run_room
 from runtime.config import Config
 from runtime.folder import read_lines
@@ -246,10 +246,3 @@ def test_staleness_zero_with_a_cut_is_bitwise_synchronous(tmp_path, monkeypatch)
     assert weights_of(tmp_path / "sync") == weights_of(tmp_path / "async")
     rows = read_lines(tmp_path / "sync" / "metrics.jsonl")
     assert all(abs(row["ratio_max"] - 1) < 1e-3 for row in rows if "ratio_max" in row)
-
-
-def test_no_training_run_has_the_noise_of_an_evaluation():
-    for seed in (0, 7, 2**31 - 1):
-        evaluation = set(noise_keys(~seed, 3, 50))
-        assert len(evaluation) == 50
-        assert not evaluation & {key for s in (0, 7, 2**31 - 1) for key in noise_keys(s, 3, 50)}

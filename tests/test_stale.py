@@ -91,6 +91,3 @@ def test_a_verdict_is_what_the_numbers_allow(gain, noise, word):
     assert low < mean < high and said == word
     lines = stale.method_lines({"runs": runs})
     assert any(line.startswith("| cispo") and word in line for line in lines)
-
-
-# ---- a skill that was lost ----

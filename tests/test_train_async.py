@@ -263,9 +263,9 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
         if TRACKER in line:  # from here on no process is started, which would start it anew
             os.kill(pid, signal.SIGKILL)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to every process of the group
-    out, err = process.communicate(timeout=60)  # 5 s on a quiet machine
+    out, err = process.communicate(timeout=100)  # 5 s on a quiet machine
     assert process.returncode == 130, err
-    assert group_is_gone(process.pid, 5)
+    assert group_is_gone(process.pid, 30)
     assert "Traceback" not in err and "steps," in out
     assert err.count("stopping: a checkpoint comes first") == 1
     assert f"go on with: python train_async.py --resume {folder}" in out
@@ -299,7 +299,7 @@ def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint(tmp_path, number):
     process = start(tmp_path / "run", "--steps=100000", "--max-staleness=1")
     wait_for_step(tmp_path / "run", 2, process)
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 128 + number and "Traceback" not in err
     assert f"go on with: python train_async.py --resume {tmp_path / 'run'}" in out
     assert load_checkpoint(tmp_path / "run")["version"] == summary_of(tmp_path / "run")["steps"]
@@ -312,10 +312,10 @@ def test_any_number_of_ctrl_c_ends_without_a_traceback(tmp_path):
     for _ in range(5):
         os.killpg(process.pid, signal.SIGINT)
         time.sleep(0.02)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "Traceback" not in err
-    assert group_is_gone(process.pid, 5)
-    assert load_checkpoint(tmp_path / "run")["version"] >= 0
+    assert group_is_gone(process.pid, 30)
+    assert load_checkpoint(tmp_path / "run"), "a whole one is there"
 
 
 @linux

@@ -35,7 +35,7 @@ from runtime.checkpoint import load_checkpoint
 from runtime.config import AttemptLost, Config, TrainingStopped, UserError, words
 from runtime.exam import evaluate
 from runtime.folder import read_lines
-from runtime.messages import Judgement, apply_judgement
+from runtime.messages import Group, Judgement, apply_judgement
 from runtime.models import make_model
 from runtime.terminal import run_main
 from runtime.tokenizer import own_tokenizer
@@ -283,8 +283,10 @@ def test_the_naive_step_is_the_same(task, stale, monkeypatch):
     arguments = tokens, mask, padded("logprobs"), rewards, other.alphabet
     adamw = {"betas": (0.7, 0.99), "weight_decay": 0.0, "fused": True}  # as in `adamw_step`
     optimizer = torch.optim.AdamW([other.weights], config.lr, **adamw)
-    loss = naive_step(other.model, optimizer, *arguments)
-    metrics = learner_step(learner, [group], config)
+    for _ in range(2):
+        metrics = learner_step(learner, [group], config)
+        optimizer.param_groups[0]["lr"] = metrics["lr"]
+        loss = naive_step(other.model, optimizer, *arguments)
     assert metrics["micro_batches"] > 1 and mask.sum() == metrics["tokens"]
     assert float(loss) == pytest.approx(metrics["loss"], abs=1e-5)
     gradients = learner.model.flat_grad, other.model.flat_grad
@@ -297,8 +299,8 @@ def test_the_naive_step_is_the_same(task, stale, monkeypatch):
 def test_what_has_no_gradient_is_not_computed():
     """The same step, with an entropy bonus of nothing, computes all of it."""
     ends = []
-    for entropy in (0.0, 1e-30):
-        more = {"reference_every": 0, "groups_per_step": 8, "token_budget": 400}
+    for every, entropy in ((0, 0.0), (0, 1e-30), (1, 0.0), (1, 1e-30)):
+        more = {"reference_every": every, "groups_per_step": 8, "token_budget": 400}
         config = config_of(task="sum", entropy=entropy, **more)
         learner, groups, _ = batch_of(config)
         learner.version = 1
@@ -310,6 +312,7 @@ def test_what_has_no_gradient_is_not_computed():
     torch.testing.assert_close(ends[0][0], ends[1][0], rtol=0, atol=1e-5)  # Adam enlarges rounding
     assert ends[0][1:3] == ends[1][1:3] and ends[0][2] >= 2
     assert ends[0][3] < ends[1][3]
+    assert ends[2][3] == ends[3][3], "all of it has a gradient of the reference"
 
 
 def test_metrics_speak_of_all_micro_batches():
@@ -320,6 +323,12 @@ def test_metrics_speak_of_all_micro_batches():
     everything = [t for g in groups for t in g.trajectories]
     assert metrics["tokens"] == sum(int(t.loss_mask.sum()) for t in everything)
     assert metrics["reward"] == pytest.approx(np.mean([t.reward for t in everything]))
+    at_once = dataclasses.replace(config, token_budget=10**6, entropy=0.5)
+    whole = learner_step(batch_of(at_once)[0], groups, at_once)
+    assert metrics["micro_batches"] > whole["micro_batches"] == 1
+    assert metrics["entropy"] == pytest.approx(whole["entropy"], rel=1e-5)
+    bonus = (0.5 - config.entropy) * whole["entropy"]
+    assert metrics["loss"] - whole["loss"] == pytest.approx(bonus, abs=1e-5)
 
 
 def test_reference_follows_the_policy_and_feeds_the_damper(monkeypatch):
@@ -428,7 +437,12 @@ def test_evaluation_changes_nothing(tmp_path):
     assert first == evaluate(learner, config, task, pool)
     pool.close()
     assert torch.equal(weights, learner.model.flat) and torch.equal(state, torch.get_rng_state())
-    assert 0 <= first["solved"] <= 1 and 1 <= first["turns"] <= 6
+    greedy = dataclasses.replace(config, group_size=1, temperature=0.0)
+    generator = rollout.make_generator(greedy, task, learner.model)
+    held = generate(generator, [Group(i, 0, task.reset(i, "eval")) for i in range(task.eval_size)])
+    rewards = [reward.verify_group(group, task, config)[0].reward for group in held]
+    assert first["reward"] == pytest.approx(np.mean(rewards)) and 0 < np.mean(rewards) < 1
+    assert first["solved"] == np.mean([x >= task.solved for x in rewards])
 
 
 @pytest.mark.parametrize(
@@ -528,7 +542,7 @@ def test_answers_that_were_cut_are_counted_and_can_be_left_out(tmp_path, capsys)
         rows = [row for row in rows_of(run) if "cut" in row]
         assert all(0.2 < row["cut"] < 1 and 1 < row["answer_tokens"] < 3 for row in rows)
         assert {name for row in rows for name in row["failures"]} == reasons
-    assert "of the answers: a longer one" in capsys.readouterr().out
+    assert "of the answers: try a larger one" in capsys.readouterr().out
 
 
 def test_a_run_outlives_its_pictures(tmp_path, monkeypatch, capsys):
