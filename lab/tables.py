@@ -111,7 +111,8 @@ OLDEST = "`sum`, over all three swap modes, in versions; a row a bound."
 AGAIN = "Runs of 50 steps, played again from their event logs: are the weights the same?"
 LEARNS = """\
 SmolLM2-135M-Instruct, sums of two numbers of two digits, 30 steps of 128 answers. Prompts whose
-answers are all wrong or all right are replaced by others."""
+answers are all wrong or all right are replaced by others: synchronously up to 48 in a step,
+asynchronously also those that were under way when a step was made."""
 
 
 DECODING = "Model: {model}; {slots} slots with full caches."
