@@ -35,7 +35,7 @@ class Distillation(GroupMethod):
         """All answers, also of groups whose rewards are equal: no group is dead."""
         trajectories = repaired(groups)
         alike = torch.ones(len(trajectories), 1)  # `advantages` puts the teacher's in place
-        return pairs_of(trajectories, alike), torch.zeros(len(groups), dtype=torch.bool)
+        return pairs_of(trajectories, alike), torch.zeros(len(groups)) > 0
 
     def advantages(self, batch: list, tokens, hidden: Tensor) -> tuple:
         teacher = torch.from_numpy(np.concatenate([t.teacher for t, _ in batch]))
@@ -72,8 +72,9 @@ def teacher_of(config: Config, task: Task) -> Teacher:
             require(asked <= known, f"it has learned {other.task}, and not {config.task}")
             model = model_of(newest_weights(place), config, task)
         else:
-            plain = {"init": "", "lora": 0, "attention": "dense", "scoring": "mean"}
-            other = replace(config, model=str(place), **plain)
+            other = replace(
+                config, model=str(place), init="", lora=0, attention="dense", scoring="mean"
+            )
             model = make_model(other, task)
         require(same_words(tokenizer_of(other), task.tokenizer), "it has another vocabulary")
     model.flat.requires_grad_(False)
@@ -95,8 +96,7 @@ def ask_teacher(teacher: Teacher, episodes: list, verdicts: list) -> list[np.nda
     """The teacher's log-probs of what was generated in each episode of a group, float32 [M]; 0 in
     failed ones, which it does not see: a replay lacks them, and rounding depends on what is packed
     together."""
-    judged = zip(episodes, verdicts, strict=True)
-    sound = [t for t, (*_, error) in judged if not (t.failed or error)]
+    sound = [t for t, v in zip(episodes, verdicts, strict=True) if not (t.failed or v[-1])]
     seen = policy_logprobs(teacher.model, sound, teacher, teacher.config)
     logprobs = {t.sample_index: np.zeros(t.generated, np.float32) for t in episodes}
     logprobs |= {t.sample_index: x.numpy() for t, x in zip(sound, seen, strict=True)}

@@ -199,6 +199,8 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
         require(same_words(task.tokenizer, own_tokenizer()), "its vocabulary is the project's own")
         model = model_of(stored, replace(config, model="tiny"), task)
         require(stored["head"].shape == (model.config.width,), "its head has another width")
+        whole = torch.cat([model.flat, stored["head"]])
+        require(whole.isfinite().all(), "its weights must be finite")
     model.flat.requires_grad_(False)
     return RewardModel(model, stored["head"], version)
 
@@ -207,8 +209,9 @@ def read_reward_model(config: Config, task: Task, version: int) -> RewardModel:
 def verdicts_by(served: RewardModel, group: Group) -> list[tuple]:
     """(reward, rewards of turns, None) of the episodes of a group, by a reward model."""
     end = own_tokenizer().end  # every pair has one; the limit of tokens may have cut it
-    episodes = group.trajectories
-    texts = [() if t.failed else (*t.tokens, *[end] * (t.finish == "length")) for t in episodes]
+    texts = [
+        () if t.failed else (*t.tokens, *[end] * (t.finish == "length")) for t in group.trajectories
+    ]
     # equal answers once: rows of a matrix product may differ in the last bit
     several = [*filter(None, dict.fromkeys(texts))]
     found = torch.sigmoid(scores(served, several)).tolist() if several else ()

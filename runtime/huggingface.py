@@ -6,7 +6,7 @@
 The families Llama (SmolLM2), Qwen2 and Qwen3 are one block with switches (model.py); what
 config.json changes beside them is refused by name. A tensor is read when its place in the model is
 there, so nothing is in memory twice. An index that says which file has what is not read.
-(*) One of random weights must have been trained with --positions rope.
+(*) If it began with random weights, it needs --positions rope from the start.
 Left out: other families, tokenizers (tokenizer.py), the indexer of sparse attention.
 """
 

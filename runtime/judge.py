@@ -37,7 +37,7 @@ def judge_of(config: Config, task: Task) -> Callable:
             verdicts, version = verdicts_by(reward_model, group), reward_model.version
         else:
             verdicts = verify_group(group, task, config, alive)
-        # DAPO's overlong filtering (arXiv 2503.14476) ends there; here such an answer has failed
+        # DAPO (arXiv 2503.14476) leaves such an answer out of the loss; here it has failed
         if config.overlong == "drop":
             both = zip(group.trajectories, verdicts, strict=True)
             verdicts = [(0.0, (), "overlong") if t.finish == "length" else v for t, v in both]
