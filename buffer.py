@@ -32,8 +32,8 @@ def may_admit(
     eta,
     B,
 ) -> bool:
-    """Whether one more group fits; `starts` of those that are outstanding, ascending. In a run it
-    starts at `version`; the theorem holds for any."""
+    """Whether a group that starts at `start` may be added; `starts` of those that are outstanding,
+    ascending. A run always adds at `version`; the theorem also holds for an earlier start."""
     return all(
         # those that are due at version s + eta, and batches until then, this version's included
         bisect_right(starts, s) + 1 <= (s + eta - version + 1) * B

@@ -242,7 +242,7 @@ def top_chunks(
     local = numbers(width, scores)
     key = sortable(scores, local)
     key = key.masked_fill(local > past, -(1 << 63))
-    key = key.masked_fill(local == past, (1 << 63) - 1)  # its own chunk, right behind its past
+    key = key.masked_fill(local == past, (1 << 63) - 1)  # its own chunk has local id `past`
 
     count = min(top_k, width)
     best = key.topk(count, dim=-1).indices  # [N, Hs, S]

@@ -277,10 +277,10 @@ ADVANTAGES = {"grpo": grpo, "mean": centred, "rloo": rloo}
 def group_advantages(rewards, name: str, valid=None) -> tuple:
     """Rewards relative to their group: float [G, n] -> (advantages [G, n], dead bool [G]).
 
-    name: one of ADVANTAGES. `valid` bool [G, n], by default all: a sample that is not (its
-    environment failed) counts nowhere and gets 0. A group with fewer than two valid samples or
-    with equal rewards is dead: exactly 0 everywhere. AssertionError for a valid reward that is not
-    finite.
+    name: one of ADVANTAGES. `valid` bool [G, n], by default all: a sample that is not (it
+    has no such turn: methods/turns.py) counts nowhere and gets 0. A group with fewer than two
+    valid samples or with equal rewards is dead: exactly 0 everywhere. AssertionError for a valid
+    reward that is not finite.
     """
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     rewards = rewards.masked_fill(~valid, 0.0)  # a product with `valid` would keep NaN

@@ -86,8 +86,8 @@ def sample(logits, uniform, temperature: float) -> tuple:
 
 @dataclass(eq=False)
 class Slot:
-    """An episode while it is generated. `cached` of its tokens have been through the model; when
-    all of them have been, the next one is sampled."""
+    """An episode while it is generated. The first `cached` tokens have been through the model;
+    when all of them have been, the next one is sampled."""
 
     number: int  # row of the batch
     episode: Trajectory  # its arrays come at the end

@@ -33,8 +33,8 @@ def turn_advantages(
 ) -> tuple:
     """Credit a turn: its reward-to-go relative to the group -> (advantages [G, n, T], dead [G]).
 
-    turn_rewards float [G, n, T] (0: none), `present` bool [G, n, T] (the sample has this turn, and
-    has not failed). `group_advantages` of R_t + R_t+1 + ... (gamma = 1) among the samples that have
+    turn_rewards float [G, n, T] (0: none), `present` bool [G, n, T] (the sample has this turn).
+    `group_advantages` of R_t + R_t+1 + ... (gamma = 1) among the samples that have
     turn t: one alone there gets 0, so do equal ones; dead is a group in which every turn is.
     "Turn-level credit" has several meanings. GTPO (arXiv 2511.14846): normalized returns-to-go, as
     here, but discounted, and of shaped rewards. MT-GRPO (arXiv 2505.11821, v1): the normalized

@@ -22,8 +22,8 @@ def keep(run: Run, groups: list[Group]) -> list[Group]:
     """Those of some verified groups that may be trained; the others are discarded, and replaced by
     other prompts. TrainingStopped when too many samples fail.
 
-    With --keep-dead no, dead groups are replaced, but only among what was issued before the newest
-    step and the first prompts after it: as many as DEAD_STEPS steps need.
+    With --keep-dead no, dead groups are replaced. So that this ends, a dead group is trained after
+    all if its number is DEAD_STEPS steps' worth of prompts, or more, beyond this step's first.
     """
     config, kept = run.config, []
     for group in groups:

@@ -58,11 +58,12 @@ class Pool:
     ):
         self.roles, self.config, self.logs, self.flaw = roles, config, logs, flaw
         self.start, self.prefix = start, prefix
-        # Guards all that follows: of this process only, never shared with a worker.
-        self.books = threading.Condition(threading.RLock())
+        # Lock and alarm for all that follows: of this process only, never shared with a worker.
+        self.changed = threading.Condition(threading.RLock())
         self.workers = {}  # name -> Worker
         self.waiting = deque()  # groups that no reward worker has yet
-        self.out = {}  # id of a group that `receive` has not given out -> who had it last
+        # group id -> the name of who got it last, until `receive` returns its verdict or its loss
+        self.out = {}
         self.news = []  # (worker, message): what `receive` will give out
         # by group: reward workers that it has cost; by name: when a worker was replaced
         self.deaths, self.times = Counter(), defaultdict(list)
@@ -81,7 +82,7 @@ class Pool:
 
     def issue(self, groups: list[Group]) -> list[str]:
         """Give each group to the least busy rollout worker; returns the name of each one's."""
-        with self.books:
+        with self.changed:
             for group in groups:
                 worker = min(self.of("rollout"), key=lambda worker: len(worker.work))
                 self._give(worker, group)
@@ -89,9 +90,9 @@ class Pool:
 
     def verify(self, groups: list[Group]) -> None:
         """Have groups judged: an `Answer` to each will come."""
-        with self.books:
+        with self.changed:
             self.waiting.extend(groups)
-            self.books.notify_all()
+            self.changed.notify_all()
 
     def ask(self, calls: list[Call]) -> None:
         """Send calls of a generator in this process: a `Result` to each will come."""
@@ -100,16 +101,16 @@ class Pool:
 
     def tell(self, worker: Worker, message) -> None:
         """Send a message."""
-        with self.books:
+        with self.changed:
             worker.outbox.append(message)
-            self.books.notify_all()
+            self.changed.notify_all()
 
     def receive(self, seconds: float) -> list[tuple[Worker, object]]:
         """Everything that happened, waiting at most `seconds` for the first: (worker, message),
         where a message is an `Answer`, `Result`, `Lost` or `Silent`. TrainingStopped when a worker
         is lost and the restarts are used up, AttemptLost when it is a learner."""
-        with self.books:
-            self.books.wait_for(lambda: self.news, seconds)
+        with self.changed:
+            self.changed.wait_for(lambda: self.news, seconds)
             arrived, self.news = self.news, []
         for _, message in arrived:
             match message:
@@ -145,7 +146,7 @@ class Pool:
         """The thread that sends one worker what was posted, as long as it has its place; a reward
         worker takes waiting groups."""
         while True:
-            with self.books:
+            with self.changed:
                 if self.closing or self.workers[worker.name] is not worker:
                     return
                 groups = sum(type(key) is int for key in worker.work)  # calls have other keys
@@ -153,7 +154,7 @@ class Pool:
                     self._give(worker, self.waiting.popleft())
                 letters = worker.outbox if worker.connection else []  # None: not begun elsewhere
                 if not letters:
-                    self.books.wait(0.1)
+                    self.changed.wait(0.1)
                     continue
                 worker.outbox = []
             data = pickle.dumps(letters, 5)
@@ -193,9 +194,9 @@ class Pool:
 
     def _put(self, worker: Worker | None, message) -> None:
         """Give out a message; if it is an error, `receive` raises it."""
-        with self.books:
+        with self.changed:
             self.news.append((worker, message))
-            self.books.notify_all()
+            self.changed.notify_all()
 
     def _hear(self, worker: Worker) -> str | None:
         """Take what a worker has sent; returns what it is lost by."""
@@ -212,7 +213,7 @@ class Pool:
 
     def _take(self, worker: Worker, answer: Answer | Call | Result) -> None:
         """What is answered is not out with this worker any more; ValueError for nonsense."""
-        with self.books:
+        with self.changed:
             if isinstance(answer, Call):
                 return self._route_call(answer._replace(key=(worker.serial, *answer.key)))
             result = isinstance(answer, Result)
@@ -235,7 +236,7 @@ class Pool:
     def _route_call(self, call: Call) -> None:
         """A call goes to the reward worker that has the episode's state, or will have it; the end
         of all episodes of a generator goes to every one."""
-        with self.books:
+        with self.changed:
             workers, (_, *episode) = self.of("reward"), call.key
             if episode:
                 workers = [workers[sum(episode) % len(workers)]]
@@ -281,7 +282,7 @@ class Pool:
     def _replace(self, worker: Worker, reason: str) -> None:
         """Report a loss, and start a successor while the budget lasts. If a reward worker had
         answered before, what it was asked is to blame (`_again`), and no restart is counted."""
-        with self.books:  # in one go: nobody is given work meanwhile
+        with self.changed:  # in one go: nobody is given work meanwhile
             self._end(worker)
             if worker.role == "learner":
                 raise AttemptLost(f"{worker.name} {reason}")

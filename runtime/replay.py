@@ -9,8 +9,8 @@ fed it; then take the learner's step. Every finished episode is compared with th
 step.
 
 Why it is exact: an episode depends on its prompt, its noise key and the weights at each position,
-not on its neighbours (rollout.py). Why it never gets stuck: a worker begins samples in the order of
-issue, and it had a slot for each of those that outlive a version.
+not on its neighbours (rollout.py). Why it never lacks a slot: a worker begins samples in the order
+of issue, and those that go on when a version ends all had a slot in the run that is played.
 Left out: failures, which may hang on the clock. They teach nothing; the log names them, and they
 are not played again. Refused are runs that a reward model has judged, that went on with another
 number of learners, or whose environments are outside.
