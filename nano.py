@@ -226,7 +226,7 @@ def rollout_process(args, mailbox, tickets, results):
 # LARGEST_WEIGHT. If the KL divergence to the reference, averaged over the last 1,000 steps, is
 # larger than FAR, the policy learns more slowly and is pulled back more.
 
-ANSWERS = 16  # to each prompt: a group
+ANSWERS = 16  # to each prompt: a group; two or more, or there is nothing to compare
 GROUPS = 16  # of a training step
 LEARNING_RATE = 2e-3
 LARGEST_WEIGHT = 4.0

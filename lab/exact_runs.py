@@ -145,12 +145,12 @@ def swapped_logprobs(a: GPT, b: GPT, responses: Tensor, boundary: int, swap: str
     slots, model, recorded = torch.arange(count), a, []
     known = torch.cat([torch.tensor(PROMPT).expand(count, -1), responses], 1)
     cache = make_cache(a, count, known.shape[1])
-    prefill(a, cache, slots, known[:, :start].tolist())
+    prefill(a, cache, slots, known[:, :start].tolist(), together=count)
     for cached in range(start, known.shape[1] - 1):
         if cached == start + boundary and swap != "drain":
             model = b
             if swap == "recompute":
-                prefill(b, cache, slots, known[:, :cached].tolist())
+                prefill(b, cache, slots, known[:, :cached].tolist(), together=count)
         hidden = decode(model, cache, known[:, cached], torch.full((count,), cached))
         logprobs = torch.log_softmax(model.logits(hidden, ALPHABET), -1)
         recorded.append(logprobs.gather(1, known[:, cached + 1, None]))

@@ -32,11 +32,11 @@ from runtime.devices import describe_machine
 
 
 CASES = {  # chunk size, chunks of a list, query block, by an indexer: on a card, in a rehearsal
-    "16 chunks of 64": ((64, 16, 1, False), (16, 3, 1, False)),
-    "16 chunks of 64, blocks of 16": ((64, 16, 16, False), (16, 3, 8, False)),
-    "16 chunks of 64, indexer": ((64, 16, 1, True), (16, 3, 1, True)),
+    "16 chunks of 64": ((64, 16, 1, False), (16, 2, 1, False)),
+    "16 chunks of 64, blocks of 16": ((64, 16, 16, False), (16, 2, 8, False)),
+    "16 chunks of 64, indexer": ((64, 16, 1, True), (16, 2, 1, True)),
     "64 single tokens": ((1, 64, 1, False), (1, 9, 1, False)),
-    "2,048 single tokens, indexer": ((1, 2048, 1, True), (1, 20, 1, True)),
+    "2,048 single tokens, indexer": ((1, 2048, 1, True), (1, 12, 1, True)),
     "decoding": ((16, 16, 8192), (16, 3, 128)),  # and keys of a slot
 }
 
@@ -53,7 +53,7 @@ def kernels(folder: Path, small: bool) -> None:
     result = go_on(folder, "kernels", {"rows": []})
     known = [(row["case"], row["dtype"]) for row in result["rows"]]
     for dtype in (torch.float32, torch.float16 if small else torch.bfloat16):
-        name, length = str(dtype).removeprefix("torch."), 60 if small else 3584
+        name, length = str(dtype).removeprefix("torch."), 50 if small else 3584
         width = 16 if small else 64
 
         def numbers(*shape, dtype=dtype, size=(length,), width=(width,)):

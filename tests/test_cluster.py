@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "eval_every": 1000}
 SMALL |= {"checkpoint_every": 4, "restarts": 20, "rollout_workers": 2}
 MEMORY = {"object_store_memory": 100 << 20}
+NO_SPARES = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}  # processes
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +30,10 @@ def nodes():
     """Three nodes; the first one is the parent's."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **MEMORY})
+    head = {"num_cpus": 2, "_system_config": NO_SPARES, **MEMORY}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
-        cluster.add_node(num_cpus=3, **MEMORY)
+        cluster.add_node(num_cpus=2, **MEMORY)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -82,7 +84,7 @@ def test_whatever_is_lost_the_run_ends(nodes, tmp_path):
         os.kill(victim, signal.SIGKILL)
     wait_for_step(process, folder, steps_of(folder) + 8)
     victim = list(nodes.worker_nodes)[0]  # not the one that is added, which has no workers yet
-    nodes.add_node(num_cpus=3, **MEMORY)
+    nodes.add_node(num_cpus=2, **MEMORY)
     nodes.remove_node(victim, allow_graceful=False)
     wait_for_step(process, folder, steps_of(folder) + 12)
     deadline = time.monotonic() + 200
