@@ -7,7 +7,6 @@ of a fused matrix shows up as a wrong number. Bitwise claims hold on CPU with on
 import copy
 import math
 import random
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,11 +18,11 @@ import torch.nn.functional as F
 from model_folders import named_weights
 
 from fast.fused import compiled
-from fast.memory import keep_memory
 from fast.prefixes import share_prefixes
 from logprobs import chosen
 from model import GPT, PRESETS, ModelConfig, naive_forward, pack_tokens, split_heads
 
+ROOT = str(Path(__file__).parent.parent)
 SHAPE = dict(layers=2, width=16, heads=4, kv_heads=2, head_width=8, hidden=24)
 SHAPE |= dict(vocab_size=40, context=64, init_std=0.4)  # large weights: no mistake drowns
 ROPE = dict(positions="rope", qk_norm=True)
@@ -359,23 +358,29 @@ def test_weights_are_a_function_of_the_seed():
 def test_nobody_waits_for_torchs_compiler():
     """Every process of a run builds a model, learners step it; importing the compiler takes longer
     than torch."""
-    root = str(Path(__file__).parent.parent)
     code = "import sys; from learner import *; from reward import task_of; c = Config(task='guess')"
     code += "; from runtime.models import make_model as make; t = task_of(c)"
     code += "; own = make_learner(c, t, make(c, t)); adamw_step(own.weights, own.moments, 0.1)"
     code += "; print('torch._dynamo' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert said.stdout == "False\n", said.stderr
 
 
 def test_freed_memory_is_used_again():
     """Tensors that are made again lie in pages that the process has already. These are larger than
-    what glibc would keep by itself (32 MiB)."""
-    keep_memory()
-    for _ in range(10):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        del [torch.ones(1 << 24) for _ in range(2)][:]  # 32,768 pages
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000
+    what glibc would keep by itself (32 MiB). In a process of its own: where a heap cannot grow,
+    because something lies above it, all is new."""
+    code = """
+import resource, torch
+from fast.memory import keep_memory
+keep_memory()
+for _ in range(10):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    del [torch.ones(1 << 24) for _ in range(2)][:]  # 32,768 pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    command = [sys.executable, "-c", code]
+    assert int(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout) < 10_000
 
 
 @pytest.mark.gpu
