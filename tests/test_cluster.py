@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"groups_per_step": 4, "group_size": 4, "slots": 16, "eval_every": 1000}
 SMALL |= {"checkpoint_every": 4, "restarts": 20, "rollout_workers": 2}
 MEMORY = {"object_store_memory": 100 << 20}
-NO_SPARES = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}  # processes
+# Ray starts no process before it has work
+NO_SPARES = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
 
 
 @pytest.fixture(scope="module")

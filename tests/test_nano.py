@@ -47,9 +47,10 @@ def test_it_learns(way, seed, monkeypatch):
     assert 0 <= max(ages) <= (2 if way is nano.train_async else 0)
 
 
-def test_no_token_is_older_than_eta(monkeypatch):
-    _, ages = trained(nano.train_async, monkeypatch, steps=15, eta=1, sparse=True)
-    assert len(ages) == 15 and max(ages) == 1
+@pytest.mark.parametrize("sparse, steps", [(False, 30), (True, 15)])
+def test_no_token_is_older_than_eta(sparse, steps, monkeypatch):
+    _, ages = trained(nano.train_async, monkeypatch, steps=steps, eta=1, sparse=sparse)
+    assert len(ages) == steps and max(ages) == 1
 
 
 def test_a_batch_that_is_too_old_is_an_error(monkeypatch):

@@ -82,8 +82,8 @@ def test_it_gives_rewards_in_place_of_the_task(judges):
     assert [turns for _, turns, _ in verdicts] == [(reward,) for reward, *_ in verdicts]
 
 
-def test_a_newer_file_is_served_in_the_middle(judges, tmp_path, monkeypatch):
-    """To a rollout worker, which judges here itself."""
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_a_newer_file_is_served_in_the_middle(judges, tmp_path, monkeypatch, reward_workers):
     folder, run, real, published = tmp_path / "judges", tmp_path / "run", train_async.learn, []
     shutil.copytree(judges, folder)
 
@@ -96,7 +96,7 @@ def test_a_newer_file_is_served_in_the_middle(judges, tmp_path, monkeypatch):
         return real(run, batch)
 
     monkeypatch.setattr(train_async, "learn", learn)
-    flags = FLAGS | {"steps": 12, "max_staleness": 2, "reward_workers": 0}
+    flags = FLAGS | {"steps": 12, "max_staleness": 2, "reward_workers": reward_workers}
     train_async.train(Config(**flags, reward_model=str(folder), out=str(run)))
     monkeypatch.undo()
     events = [e for e in read_lines(run / "events.jsonl") if e["kind"] == "score"]

@@ -137,12 +137,13 @@ def test_a_student_becomes_its_teacher(taught, tmp_path):
     assert far[1] < 0.3 * far[0], far
 
 
-def test_a_run_whose_teacher_learns_on_replays(taught, tmp_path):
-    """A reward worker asks the teacher, as it was when the run began."""
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_a_run_whose_teacher_learns_on_replays(taught, tmp_path, reward_workers):
+    """Workers ask the teacher, as it was when the run began."""
     teacher, run = tmp_path / "teacher", tmp_path / "run"
     shutil.copytree(taught, teacher)
     flags = FLAGS | {"steps": 3, "max_staleness": 1, "group_size": 1, "groups_per_step": 8}
-    config = Config(**flags, teacher=str(teacher), out=str(run), reward_workers=1)
+    config = Config(**flags, teacher=str(teacher), out=str(run), reward_workers=reward_workers)
     train_async.train(config)
     assert all(row["grad_norm"] > 0 for row in read_lines(run / "metrics.jsonl")[1:])
     pinned = json.loads((run / "config.json").read_text())["teacher"]

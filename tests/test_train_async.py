@@ -294,12 +294,13 @@ def test_kill_9_of_the_whole_run_then_ctrl_c_then_the_end(tmp_path):
 
 
 @linux
-def test_a_terminal_that_closes_ends_a_run_with_its_code_and_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_with_its_code_and_a_checkpoint(tmp_path, number):
     process = start(tmp_path / "run", "--steps=100000", "--max-staleness=1")
     wait_for_step(tmp_path / "run", 2, process)
-    process.send_signal(signal.SIGHUP)  # SIGTERM: test_train_sync.py
+    process.send_signal(number)
     out, err = process.communicate(timeout=100)
-    assert process.returncode == 128 + signal.SIGHUP and "Traceback" not in err
+    assert process.returncode == 128 + number and "Traceback" not in err
     assert f"go on with: python train_async.py --resume {tmp_path / 'run'}" in out
     assert load_checkpoint(tmp_path / "run")["version"] == summary_of(tmp_path / "run")["steps"]
 
