@@ -21,6 +21,7 @@ from torch import Tensor
 
 import dsa
 from fast.kernels import dense_kernels, sparse_kernels
+from fast.prefixes import share_prefixes
 from model import GPT, ModelConfig, attend_packed, pack_tokens, padded
 
 # A decode step has a multiple of so many rows, a prefill no fewer: else a CPU library (MKL on AVX2)
@@ -102,12 +103,16 @@ def _prefill_pack(model: GPT, cache: Cache, slots, sequences):
     last = model.config.layers - 1
     filler = [[0]] * (ROWS - sum(lengths))
     packed = pack_tokens([*sequences, *filler], model.flat.device)
+    places = torch.arange(sum(lengths), device=packed.cell.device)  # of tokens among those computed
+    if len(sequences) > 1:  # what they begin with in common is computed once
+        packed, distinct, copies = share_prefixes(packed, places)
+        places = distinct[copies]
     attend_all = attend_packed(model.config, packed, cache.capacity)
     rows = [*map(cache.row, slots, lengths)]
 
     def attend(layer, q, k, v, index):
         new = (k, v) if index is None else (k, v, index[1][:, None])  # [N, ...] each
-        pieces = [x[: sum(lengths)].split(lengths) for x in new]  # without the filler
+        pieces = [x[places].split(lengths) for x in new]  # without the filler
         for row, *fed in zip(rows, *pieces, strict=True):
             for part, piece in zip(row, fed, strict=False):  # the means are made below
                 part[layer] = piece

@@ -26,8 +26,7 @@ from torch import Tensor
 from cache import ROWS, decode, prefill
 from fast.eightbit import form_of, take
 from fast.graphs import FED_PROMPTS, Captured, captures
-from fast.prefixes import prefill_groups
-from fast.racks import make_racks
+from fast.racks import make_racks, prefill_groups
 from methods.lora import generating, weights_to_generate
 from methods.sampling import KeptTokens, nucleus
 from model import GPT, pack_tokens

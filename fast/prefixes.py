@@ -1,8 +1,8 @@
-"""prefixes.py: the beginnings that answers to one prompt have in common are computed once.
+"""prefixes.py: the beginnings that sequences have in common are computed once.
 
 Equal beginnings have equal hidden states, forward and backward: it is exact. On one CPU thread,
 forward and backward of groups of 16 take 33 ms instead of 42 in `guess`, 85 instead of 133 in
-`sum`. The generator computes a prompt once a group and version (`prefill_groups`).
+`sum`. Prompts of an evaluation share the head of a chat (`prefill` in cache.py).
 
 Axes: N packed tokens, U distinct ones · B sequences · T cells of each in a grid · M tokens read
 """
@@ -11,36 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache import Cache, prefill
 from model import GPT, Packed, padded
-from runtime.config import Config
-
-
-def prefill_groups(
-    model: GPT,
-    cache: Cache,
-    prompts,  # slot -> (group id, tokens)
-    known,  # group id -> its prompt's keys and values so far
-    config: Config,
-) -> None:
-    """Fill slots whose prompts many share: a prompt is computed once a group, then copied.
-
-    In an evaluation, whose greedy answers may depend on their company, as many prompts as a
-    micro-batch holds go together: the 128 of SmolLM2 take 4 seconds in place of 11.
-    """
-    together = config.token_budget // cache.capacity if config.temperature == 0 else 1
-    first = {}  # group id -> the slot in which its prompt is computed
-    for slot, (group, _) in prompts.items():
-        if group not in known:
-            first.setdefault(group, slot)
-    slots = [*first.values()]
-    prefill(model, cache, slots, [prompts[i][1] for i in slots], together or 1)
-    for slot, (group, tokens) in prompts.items():
-        row = cache.row(slot, len(tokens))
-        if group not in known:
-            known[group] = [x.clone() for x in row]
-        for part, ready in zip(row, known[group], strict=True):
-            part.copy_(ready)
 
 
 def hidden_states(model: GPT, packed: Packed, rows: Tensor) -> Tensor:

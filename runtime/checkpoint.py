@@ -28,7 +28,7 @@ COUNTERS = ("version", "cursor", "begun", "skipped")  # of a learner
 
 def sha256_of(flat: Tensor) -> str:
     """Fingerprint of the weights: the sha256 of their bytes."""
-    return hashlib.sha256(flat.detach().cpu().contiguous().numpy()).hexdigest()
+    return hashlib.sha256(flat.numpy(force=True)).hexdigest()
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -90,14 +90,15 @@ def newest_weights(place: Path) -> dict:
 
 def state_of(learner: Learner) -> dict:
     """What a checkpoint holds of the training: tensors and plain data."""
-    reference = learner.reference
+    weights, reference = learner.weights.detach(), learner.reference
     moments = learner.moments if learner.version else {}  # zeros are not stored
     return {
         "shape": vars(learner.model.config),
-        "weights": learner.weights.detach().cpu(),
+        "weights": weights.cpu(),
         "moments": {name: x.cpu() for name, x in moments.items()},
         "damping": learner.damping,
-        "reference": reference and reference.flat.cpu(),
+        # the first one is the policy, and where tensors share memory, that is stored once
+        "reference": reference and (reference.flat if learner.version else weights).cpu(),
         "method": learner.method.state(),
         **{name: getattr(learner, name) for name in COUNTERS},
     }
@@ -111,9 +112,9 @@ def load_state(learner: Learner, state: dict) -> None:
         learner.reference.flat.copy_(state["reference"])
     for name, x in state["moments"].items():
         learner.moments[name].copy_(x)
-    device, damping = learner.weights.device, state["damping"]
     learner.damping = {
-        name: x.to(device) if isinstance(x, Tensor) else x for name, x in damping.items()
+        name: x.to(learner.weights.device) if isinstance(x, Tensor) else x
+        for name, x in state["damping"].items()
     }
     learner.method.load(state["method"])
     for name in COUNTERS:

@@ -7,8 +7,7 @@ from test_model import KINDS, hidden_of, kinds, make, sentences
 
 import dsa
 from cache import decode, make_cache, prefill
-from fast.prefixes import prefill_groups
-from fast.racks import make_racks
+from fast.racks import make_racks, prefill_groups
 from runtime.config import Config
 
 
@@ -178,6 +177,27 @@ def test_a_sequence_that_ended_leaves_its_row_to_others():
     assert cache.rack[5] == 4 and len(cache.racks[4].slots) == 1
     small, full = bytes_of(cache)
     assert full == 8 * 608 * 2 * 2 * 2 * 8 * 4 and small == full * (8 * 32 + 608) / (8 * 608)
+
+
+@kinds
+def test_prompts_that_go_together_share_their_beginning(kind, monkeypatch):
+    """It goes through the model once, and every row is as if its prompt had come alone."""
+    model, (one, other, alone) = make(kind), sentences((23, 20, 5))
+    prompts = [one, [*one[:17], *other], one[:9], alone]  # the third has nothing of its own
+    apart, together = make_cache(model, 4, 40), make_cache(model, 4, 40)
+    prefill(model, apart, [*range(4)], prompts)
+    body, fed = model.body, []
+
+    def counted(tokens, *rest, **how):
+        fed.append(len(tokens))
+        return body(tokens, *rest, **how)
+
+    monkeypatch.setattr(model, "body", counted)
+    prefill(model, together, [*range(4)], prompts, together=4)
+    assert fed == [23 + 20 + 5]
+    for a, b in zip(parts_of(apart), parts_of(together), strict=True):
+        assert a.any()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dsa mean", "dsa indexer"])

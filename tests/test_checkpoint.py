@@ -16,6 +16,7 @@ from runtime import run as run_room
 from runtime.checkpoint import (
     load_checkpoint,
     load_state,
+    load_tensors,
     save_checkpoint,
     state_of,
 )
@@ -128,6 +129,21 @@ def test_any_number_of_learners_goes_on_from_a_checkpoint_of_any(trained, size):
         weights.append(team.weights.detach())
     assert not torch.equal(weights[0], stored["weights"])
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
+
+
+def test_the_first_checkpoint_has_the_weights_once(trained, folder):
+    """Moments are zeros then, and the reference is the policy; all come back."""
+    (config, learner, groups), task = trained, task_of(trained[0])
+    groups[0].trajectories[0].reward = 1.0  # or there may be nothing to learn
+    for times in (1, 4):
+        path = save_checkpoint(folder, learner.version, state_of(learner))
+        assert times <= path.stat().st_size / learner.weights.nbytes < times + 0.5
+        other = make_learner(config, task, make_model(replace(config, seed=5), task))
+        load_state(other, load_tensors(path))
+        assert torch.equal(other.weights, learner.weights)
+        assert torch.equal(other.reference.flat, learner.reference.flat)
+        assert torch.equal(learner.weights, learner.reference.flat) == (times == 1)
+        learner_step(learner, groups, config)
 
 
 def digest_after(**changes) -> int:

@@ -22,7 +22,7 @@ CEILINGS = {
     "methods": (700, 7000, None),
     "fast": (350, 3600, None),
     "tasks": (600, 5500, None),
-    "runtime": (2544, 23581, 9.5),  # the plan: 2,000 lines, 19,000 tokens
+    "runtime": (2544, 23577, 9.5),  # the plan: 2,000 lines, 19,000 tokens
     "lab": (2000, 20000, None),
 }
 # lines of any file but dsa_triton.py, of the README, of all tests; flags of a trainer

@@ -18,7 +18,7 @@ import torch
 
 import rollout
 from cache import decode, make_cache, prefill
-from fast import prefixes
+from fast import racks
 from fast.graphs import Captured
 from fast.racks import make_racks
 from logprobs import token_logprobs
@@ -686,7 +686,7 @@ def test_tokens_are_never_made_into_text_and_back():
 
 def test_prompts_of_an_evaluation_are_computed_together(monkeypatch):
     found = []
-    monkeypatch.setattr(prefixes, "prefill", lambda *a: (found.append(a[2:]), prefill(*a)))
+    monkeypatch.setattr(racks, "prefill", lambda *a: (found.append(a[2:]), prefill(*a)))
     play([group_of(0, length=7), group_of(1, length=9)], size=1, temperature=0.0)
     slots, sequences, together = found[0]
     assert slots == [0, 1] and [*map(len, sequences)] == [6, 8] and together >= 2
@@ -702,7 +702,7 @@ def test_a_group_computes_its_prompt_once(kind, monkeypatch):
         computed.extend(list(s) for s in sequences)
         prefill(model, cache, slots, sequences)
 
-    monkeypatch.setattr(prefixes, "prefill", counted)
+    monkeypatch.setattr(racks, "prefill", counted)
     lengths = {0: 7, 1: 1, 2: 20}
     groups = [[group_of(i, length=n) for i, n in lengths.items()] for _ in range(2)]
     once = [groups[0][i].problem["prompt"][:-1] for i in (0, 2)]  # a single token is just decoded
@@ -763,7 +763,7 @@ def test_a_prompt_may_be_fed_token_by_token(kind, monkeypatch):
     by = generator_of(model, environment(turns=2))
     by.longest_fed = 10  # some of these prompts are longer
     prefilled = []
-    monkeypatch.setattr(prefixes, "prefill", lambda *a: (prefilled.extend(a[3]), prefill(*a)))
+    monkeypatch.setattr(racks, "prefill", lambda *a: (prefilled.extend(a[3]), prefill(*a)))
     lengths = [len(group_of(i).problem["prompt"]) for i in range(6)]
     for group in generate(by, [group_of(i) for i in range(6)]):
         for t in group.trajectories:
