@@ -124,16 +124,14 @@ def prefill_groups(
     In an evaluation, whose greedy answers may depend on their company, as many prompts as a
     micro-batch holds go together: the 128 of SmolLM2 take 10 seconds in place of 49.
     """
-    together = config.token_budget // cache.capacity if config.temperature == 0 else 1
-    first = {}  # group id -> the slot in which its prompt is computed
-    for slot, (group, _) in prompts.items():
-        if group not in known:
-            first.setdefault(group, slot)
-    slots = [*first.values()]
-    prefill(model, cache, slots, [prompts[i][1] for i in slots], together or 1)
+    if config.temperature == 0:
+        sequences = [tokens for _, tokens in prompts.values()]
+        together = config.token_budget // cache.capacity or 1
+        return prefill(model, cache, [*prompts], sequences, together)
     for slot, (group, tokens) in prompts.items():
         row = cache.row(slot, len(tokens))
         if group not in known:
+            prefill(model, cache, [slot], [tokens])
             known[group] = [x.clone() for x in row]
         for part, ready in zip(row, known[group], strict=True):
             part.copy_(ready)

@@ -697,8 +697,7 @@ def test_a_group_computes_its_prompt_once(kind, monkeypatch):
     """And its samples are as if each had computed it for itself."""
     computed: list[list[int]] = []
 
-    def counted(model, cache, slots, sequences, together):
-        assert together == 1
+    def counted(model, cache, slots, sequences):
         computed.extend(list(s) for s in sequences)
         prefill(model, cache, slots, sequences)
 
