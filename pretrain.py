@@ -22,9 +22,11 @@ with their best answers. The loss is on every next token, those of prompts too, 
 vocabulary. A line for each stage tells what it was worth on held-out text (the last tenth of a
 file, or the problems that a task holds out): the KL of the indexer, summed over layers, and the
 loss with sparse and with dense attention. After "dense" nobody has trained the indexer yet.
-Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. In the
-sparse stage --sparse-lr is the share of both rates that is left: little by default, for a loaded
-model; 0.1 suits one that began with random weights.
+Matrices are trained by Muon (as in GLM-4.5 and GLM-5), the rest and the indexer by AdamW. torch's
+Muon computes in bfloat16: a processor without instructions for it needs 20 minutes for a step of
+SmolLM2 (for one of the warm-up, which has no Muon, 9 seconds). In the sparse stage --sparse-lr is
+the share of both rates that is left: little by default, for a loaded model; 0.1 suits one that
+began with random weights.
 
 Left out: weight decay, a dense twin that trains as long as the whole recipe, GPUs, and speed:
 training uses dense masks instead of the sparse kernels, so memory grows with the square of a row.
